@@ -1,0 +1,46 @@
+"""What a backend can do, declared by the plugin once its engine is open. Core refuses the rest before the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from corelm.provenance import Mode
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Everything defaults to "no": a plugin lists what it does.
+
+    Attributes:
+        vocab_size: ids are legal in ``[0, vocab_size)``.
+        max_context: the longest prompt + answer the model takes, in tokens; None if there is no limit.
+        sampling: names of `SamplingParams` fields the engine honours, each with its legal inclusive range, or None for
+            "whatever `SamplingParams` allows". Greedy decoding needs a temperature range that includes 0. `max_new_tokens` and
+            stop ids are every engine's duty and are not listed; nor is what core does itself (`num_samples`, `seed`, …).
+        generation_modes: which log-probs `generate` can return, `raw` and/or `processed`.
+        score: `score_logprobs` works. score_temperature: also at a temperature other than 1.
+        logits: scoring can return full logits. gradients: scoring can carry gradients to the model.
+        empty_prompt: a prompt of no tokens is legal.
+        per_answer_seeds: the same seed gives the same answer, whatever the other rows.
+        native_samples: `generate` gets ``sampling.num_samples`` unexpanded and returns that many rows a prompt, together.
+        concurrent_calls: hooks may be called from several threads at once.
+        update_weights, abort: the optional hook of that name works.
+    """
+
+    vocab_size: int
+    max_context: int | None
+    sampling: Mapping[str, Range | None] = field(default_factory=dict)
+    generation_modes: frozenset[Mode] = frozenset()
+    score: bool = False
+    score_temperature: bool = False
+    logits: bool = False
+    gradients: bool = False
+    empty_prompt: bool = False
+    per_answer_seeds: bool = False
+    native_samples: bool = False
+    concurrent_calls: bool = False
+    update_weights: bool = False
+    abort: bool = False

@@ -1,0 +1,145 @@
+"""`Ragged`: rows of different lengths as one flat tensor and their lengths. No padding, no Python loop per element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """`values[total, ...]` holds the rows one after another; `lengths[rows]` says where each ends.
+
+    ``Ragged.from_list([[5, 17], [], [300]])`` has ``values = [5, 17, 300]`` and ``lengths = [2, 0, 1]``.
+    `values` may live on any device and carry gradients; `lengths` is int64 on the CPU.
+
+    Raises:
+        ValueError: the lengths are negative or do not add up to ``values.shape[0]``.
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        lengths = torch.as_tensor(self.lengths, dtype=torch.int64, device="cpu")
+        object.__setattr__(self, "lengths", lengths)
+        if lengths.ndim != 1 or self.values.ndim < 1:
+            raise ValueError(
+                f"Ragged needs values[total, ...] and lengths[rows]; got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
+            )
+        if (lengths < 0).any() or int(lengths.sum()) != self.values.shape[0]:
+            raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {self.values.shape[0]} values")
+
+    @classmethod
+    def from_list(cls, rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
+        """Build from lists or 1-D tensors, one per row. `dtype` applies to all of them."""
+        rows = list(rows)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        if any(isinstance(row, Tensor) for row in rows):
+            values = torch.cat([torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows])
+        else:
+            values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+        return cls(values, lengths)
+
+    @classmethod
+    def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
+        """Keep ``padded[rows, time, ...]`` where ``mask[rows, time]`` is True, row by row, in order."""
+        return cls(padded[mask], mask.sum(-1).cpu())
+
+    @classmethod
+    def full(cls, lengths: Tensor, value: Any, dtype: torch.dtype) -> Ragged:
+        """One `value` at every position of rows of these `lengths`."""
+        return cls(torch.full((int(lengths.sum()),), value, dtype=dtype), lengths)
+
+    @staticmethod
+    def cat(parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all `parts`, one part after another."""
+        return Ragged(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Ragged(rows={len(self)}, total={self.values.shape[0]}, dtype={self.values.dtype})"
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64[rows + 1]: row r is ``values[offsets[r]:offsets[r + 1]]``."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """int64[total]: the row each value belongs to."""
+        return torch.repeat_interleave(self.lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64[total]: the position of each value within its row."""
+        return torch.arange(self.values.shape[0]) - self.offsets[:-1][self.row_index]
+
+    def split(self) -> tuple[Tensor, ...]:
+        """One tensor a row: views, no copies."""
+        return self.values.split(self.lengths.tolist())
+
+    def tolist(self) -> list[list[Any]]:
+        flat, ends = self.values.tolist(), self.offsets.tolist()
+        return [flat[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+    def mask(self, side: Side = "right", width: int | None = None) -> Tensor:
+        """bool[rows, width]: where `to_padded` of the same arguments puts values. `width` defaults to the longest row."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        width = longest if width is None else width
+        if width < longest:
+            raise ValueError(f"a row of {longest} does not fit into {width} columns")
+        columns = torch.arange(width)
+        if side == "left":
+            return columns >= (width - self.lengths)[:, None]
+        return columns < self.lengths[:, None]
+
+    def to_padded(self, padding_value: Any, side: Side = "right", width: int | None = None) -> Tensor:
+        """``[rows, width, ...]`` with `padding_value` on the far side; gradients flow to `values`.
+
+        Rows ``[[1, 2], [3]]`` with 0 become ``[[1, 2], [3, 0]]`` (right) or ``[[1, 2], [0, 3]]`` (left).
+        """
+        mask = self.mask(side, width).to(self.values.device)
+        out = self.values.new_full((*mask.shape, *self.values.shape[1:]), padding_value)
+        mask = mask.reshape(*mask.shape, *[1] * (self.values.ndim - 1)).expand_as(out)
+        return out.masked_scatter(mask, self.values) if self.values.requires_grad else out.masked_scatter_(mask, self.values)
+
+    def select(self, rows: Sequence[int] | Tensor) -> Ragged:
+        """The given rows, in the given order, repeats allowed."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[rows]
+        picked = torch.repeat_interleave(lengths)
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
+        index = torch.arange(int(lengths.sum())) - starts[picked] + self.offsets[:-1][rows][picked]
+        return Ragged(self.values[index.to(self.values.device)], lengths)
+
+    def repeat(self, n: int) -> Ragged:
+        """Every row `n` times, copies next to each other: rows a, b become a, a, b, b."""
+        return self.select(torch.arange(len(self)).repeat_interleave(n))
+
+    def slice(self, start: Tensor, stop: Tensor) -> Ragged:
+        """Positions ``start[r] <= t < stop[r]`` of every row r."""
+        rows = self.row_index
+        keep = (self.positions >= start[rows]) & (self.positions < stop[rows])
+        return Ragged(self.values[keep.to(self.values.device)], (torch.minimum(stop, self.lengths) - start).clamp_min(0))
+
+    def join(self, other: Ragged) -> Ragged:
+        """Row by row ``self[r] + other[r]``."""
+        if len(self) != len(other):
+            raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
+        both = Ragged.cat([self, other])
+        order = torch.arange(len(self)).repeat_interleave(2)
+        order[1::2] += len(self)
+        return Ragged(both.select(order).values, self.lengths + other.lengths)
+
+    def to(self, device: torch.device | str | None) -> Ragged:
+        return self if device is None else Ragged(self.values.to(device), self.lengths)
