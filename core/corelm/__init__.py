@@ -34,16 +34,37 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from corelm.backend import Backend, get_backend
-    from corelm.capabilities import Capabilities
-    from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens, ragged
-    from corelm.history import History, Message
-    from corelm.hookspecs import API_VERSION, hookimpl
-    from corelm.policy import LLMPolicy
-    from corelm.provenance import Provenance
-    from corelm.rows import Ragged
-    from corelm.registry import BackendInfo, list_backends
-    from corelm.sampling import SamplingParams
+    from corelm.backend import Backend as Backend
+    from corelm.backend import get_backend as get_backend
+    from corelm.capabilities import Capabilities as Capabilities
+    from corelm.containers import (
+        ChatHistory as ChatHistory,
+    )
+    from corelm.containers import (
+        LogProbs as LogProbs,
+    )
+    from corelm.containers import (
+        Masks as Masks,
+    )
+    from corelm.containers import (
+        Text as Text,
+    )
+    from corelm.containers import (
+        Tokens as Tokens,
+    )
+    from corelm.containers import (
+        ragged as ragged,
+    )
+    from corelm.history import History as History
+    from corelm.history import Message as Message
+    from corelm.hookspecs import API_VERSION as API_VERSION
+    from corelm.hookspecs import hookimpl as hookimpl
+    from corelm.policy import LLMPolicy as LLMPolicy
+    from corelm.provenance import Provenance as Provenance
+    from corelm.registry import BackendInfo as BackendInfo
+    from corelm.registry import list_backends as list_backends
+    from corelm.rows import Ragged as Ragged
+    from corelm.sampling import SamplingParams as SamplingParams
 
 
 def __getattr__(name: str) -> Any:

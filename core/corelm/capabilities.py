@@ -1,4 +1,4 @@
-"""What a backend can do, declared by the plugin once its engine is open. Core refuses the rest before the engine sees it."""
+"""What a backend can do, declared by the plugin once its engine is open. Core refuses the rest beforehand."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ class Capabilities:
     Attributes:
         vocab_size: ids are legal in ``[0, vocab_size)``.
         max_context: the longest prompt + answer the model takes, in tokens; None if there is no limit.
+        eos_token_ids: what ends an answer by itself; None for the tokenizer's ``eos_token_id``.
         sampling: names of `SamplingParams` fields the engine honours, each with its legal inclusive range, or None for
-            "whatever `SamplingParams` allows". Greedy decoding needs a temperature range that includes 0. `max_new_tokens` and
-            stop ids are every engine's duty and are not listed; nor is what core does itself (`num_samples`, `seed`, …).
+            "whatever `SamplingParams` allows". Greedy decoding needs a temperature range that includes 0. Stop ids and
+            `max_new_tokens` are every engine's duty and not listed, nor is what core does itself (`num_samples`, …).
         generation_modes: which log-probs `generate` can return, `raw` and/or `processed`.
         score: `score_logprobs` works. score_temperature: also at a temperature other than 1.
         logits: scoring can return full logits. gradients: scoring can carry gradients to the model.
         empty_prompt: a prompt of no tokens is legal.
         per_answer_seeds: the same seed gives the same answer, whatever the other rows.
-        native_samples: `generate` gets ``sampling.num_samples`` unexpanded and returns that many rows a prompt, together.
+        native_samples: `generate` gets ``sampling.num_samples`` unexpanded and returns that many rows a prompt,
+            together.
         concurrent_calls: hooks may be called from several threads at once.
         update_weights, abort: the optional hook of that name works.
     """
 
     vocab_size: int
     max_context: int | None
+    eos_token_ids: frozenset[int] | None = None
     sampling: Mapping[str, Range | None] = field(default_factory=dict)
     generation_modes: frozenset[Mode] = frozenset()
     score: bool = False

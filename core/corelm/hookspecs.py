@@ -1,6 +1,7 @@
 """The specification: what a backend implements. Read this first.
 
-A backend is a class with three attributes and the hooks below, found through the entry-point group ``corelm.backends``::
+A backend is a class with three attributes and the hooks below, found through the entry-point group
+``corelm.backends``::
 
     class MyBackend:
         requires_api = ">=1,<2"                      # the versions of this page it was written for
@@ -14,8 +15,9 @@ A backend is a class with three attributes and the hooks below, found through th
         @hookimpl
         def generate(self, request): ...
 
-Core checks every request before a hook sees it and every result before a user does (`checks.py`), so a plugin contains no
-checks of its own. A hook that cannot serve a request raises; what it raises reaches the caller chained to an `EngineError`.
+Core checks every request before a hook sees it and every result before a user does (`checks.py`), so a plugin
+contains no checks of its own. A hook that cannot serve a request raises; what it raises reaches the caller chained to
+an `EngineError`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class BackendSpec:
 
     @hookspec(firstresult=True)
     def generate(self, request: GenerateRequest) -> GenerationBatch:
-        """Sample one answer per row, each from its own seed, ended by and keeping a stop id, with its tokens' log-probs."""
+        """Sample one answer per row, each from its own seed, ended by and keeping a stop id, with its tokens' log-
+        probs.
+        """
 
     @hookspec(firstresult=True)
     def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:

@@ -1,4 +1,5 @@
-"""The records that cross the hook boundary. One request and one result per hook; a record can grow a field, a signature cannot.
+"""The records that cross the hook boundary. One request and one result per hook; a record can grow a field, a
+signature cannot.
 
 `rows` is the number of prompts (or sequences) in a request; row r of every result belongs to row r of its request.
 Token ids are int64, log-probabilities float32 and in nats, masks bool. No result holds an inference tensor, and what a
@@ -43,7 +44,9 @@ class TokenizeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """`ids`: one row per text. `offsets`, if asked for: int64[total, 2], the characters [start, end) each id stands for."""
+    """`ids`: one row per text. `offsets`, if asked for: int64[total, 2], the characters [start, end) each id stands
+    for.
+    """
 
     ids: Ragged
     offsets: Tensor | None = None
@@ -53,12 +56,14 @@ class TokenBatch:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core has expanded prompts × samples (so ``sampling.num_samples`` is None, unless the backend declares `native_samples`) and has
-    resolved EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`: an answer ends with, and keeps, the first of them.
+    Core has expanded prompts × samples (so ``sampling.num_samples`` is None, unless the backend declares
+    `native_samples`) and has resolved EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`: an answer ends with,
+    and keeps, the first of them.
 
     Attributes:
         logprobs: which log-probability of each sampled token is wanted.
-        seeds: int64[answers], each in [0, 2**63), or None for "any": answer i is drawn from its own stream ``seeds[i]``.
+        seeds: int64[answers], each in [0, 2**63), or None for "any": answer i is drawn from its own stream
+            ``seeds[i]``.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call, or None.
     """
@@ -78,6 +83,7 @@ class GenerationBatch:
 
     A stop string: the token that completes it stays in `ids`. `mode`, `temperature` and `support` describe the
     log-probabilities (see `Provenance`); `texts` is for an engine whose text is not what its tokenizer decodes.
+    `errors`: what went wrong with a row whose finish reason is `error`, "" elsewhere.
     """
 
     ids: Ragged
@@ -88,6 +94,7 @@ class GenerationBatch:
     support: Support = "full"
     texts: tuple[str, ...] | None = None
     weight_versions: tuple[str, ...] | None = None
+    errors: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,10 +118,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreBatch:
-    """`logprobs` and `scored` are as long as the sequences. Where `scored` is False (position 0 always) the value is 0.0.
+    """`logprobs` and `scored` are as long as the sequences. Where `scored` is False (position 0 always) the value is
+    0.0.
 
     `logits`, if asked for, is ``values[total, vocab]`` in the model's own scale, before any temperature: row t predicts
-    token t; rows that are not scored are 0.
+    token t; rows that are not scored are 0. `errors`: what went wrong with a row of which nothing is scored, ""
+    elsewhere.
     """
 
     logprobs: Ragged
@@ -124,6 +133,7 @@ class ScoreBatch:
     temperature: float = 1.0
     support: Support = "full"
     weight_versions: tuple[str, ...] | None = None
+    errors: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

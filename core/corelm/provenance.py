@@ -34,7 +34,9 @@ class Provenance:
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:
-        """What must agree. At temperature 1 with full support and no penalties raw and processed are the same numbers."""
+        """What must agree. At temperature 1 with full support and no penalties raw and processed are the same
+        numbers.
+        """
         untouched = self.temperature == 1.0 and self.support == "full" and not self.penalties
         return ("raw" if untouched else self.mode, self.temperature, self.support, self.penalties)
 

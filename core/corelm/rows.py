@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,8 @@ class Ragged:
         object.__setattr__(self, "lengths", lengths)
         if lengths.ndim != 1 or self.values.ndim < 1:
             raise ValueError(
-                f"Ragged needs values[total, ...] and lengths[rows]; got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
+                "Ragged needs values[total, ...] and lengths[rows]; "
+                f"got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
             )
         if (lengths < 0).any() or int(lengths.sum()) != self.values.shape[0]:
             raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {self.values.shape[0]} values")
@@ -90,10 +92,12 @@ class Ragged:
 
     def tolist(self) -> list[list[Any]]:
         flat, ends = self.values.tolist(), self.offsets.tolist()
-        return [flat[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        return [flat[start:end] for start, end in pairwise(ends)]
 
     def mask(self, side: Side = "right", width: int | None = None) -> Tensor:
-        """bool[rows, width]: where `to_padded` of the same arguments puts values. `width` defaults to the longest row."""
+        """bool[rows, width]: where `to_padded` of the same arguments puts values. `width` defaults to the longest
+        row.
+        """
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if width is None else width
         if width < longest:
@@ -111,7 +115,11 @@ class Ragged:
         mask = self.mask(side, width).to(self.values.device)
         out = self.values.new_full((*mask.shape, *self.values.shape[1:]), padding_value)
         mask = mask.reshape(*mask.shape, *[1] * (self.values.ndim - 1)).expand_as(out)
-        return out.masked_scatter(mask, self.values) if self.values.requires_grad else out.masked_scatter_(mask, self.values)
+        return (
+            out.masked_scatter(mask, self.values)
+            if self.values.requires_grad
+            else out.masked_scatter_(mask, self.values)
+        )
 
     def select(self, rows: Sequence[int] | Tensor) -> Ragged:
         """The given rows, in the given order, repeats allowed."""
@@ -130,7 +138,9 @@ class Ragged:
         """Positions ``start[r] <= t < stop[r]`` of every row r."""
         rows = self.row_index
         keep = (self.positions >= start[rows]) & (self.positions < stop[rows])
-        return Ragged(self.values[keep.to(self.values.device)], (torch.minimum(stop, self.lengths) - start).clamp_min(0))
+        return Ragged(
+            self.values[keep.to(self.values.device)], (torch.minimum(stop, self.lengths) - start).clamp_min(0)
+        )
 
     def join(self, other: Ragged) -> Ragged:
         """Row by row ``self[r] + other[r]``."""

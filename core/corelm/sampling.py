@@ -44,8 +44,10 @@ class SamplingParams:
         min_new_tokens: no stop id and no stop string ends an answer before this many tokens.
         temperature: 0 is greedy. Default 1.0.
         top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; `top_k` None, 0 or -1 is off.
-        repetition_penalty: divides positive and multiplies negative logits of ids in prompt or answer (CTRL, arXiv:1909.05858, §4.1).
-        presence_penalty, frequency_penalty: subtracted from the logits of ids in the answer, once, or once per occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of ids in prompt or answer (CTRL,
+            arXiv:1909.05858, §4.1).
+        presence_penalty, frequency_penalty: subtracted from the logits of ids in the answer, once, or once per
+            occurrence.
         stop: strings that end an answer. The ids keep the token that completes one; the text ends before it.
         stop_token_ids: ids that end an answer, beside the model's EOS, and stay in it.
         ignore_eos: EOS is a token like any other.
@@ -89,7 +91,9 @@ class SamplingParams:
         put("temperature", _number("temperature", temperature, 0.0))
         sampled = temperature > 0
         if self.do_sample is not None and self.do_sample != sampled:
-            raise _invalid("do_sample", f"do_sample={self.do_sample} contradicts temperature={temperature}; give one of them")
+            raise _invalid(
+                "do_sample", f"do_sample={self.do_sample} contradicts temperature={temperature}; give one of them"
+            )
         put("do_sample", sampled)
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         put("stop_token_ids", tuple(_ids("stop_token_ids", self.stop_token_ids)))
@@ -144,7 +148,9 @@ class SamplingParams:
     @property
     def penalties(self) -> tuple[tuple[str, float], ...]:
         """The penalties in force, by name."""
-        return tuple((name, getattr(self, name)) for name in PENALTIES if getattr(self, name) != getattr(_NEUTRAL, name))
+        return tuple(
+            (name, getattr(self, name)) for name in PENALTIES if getattr(self, name) != getattr(_NEUTRAL, name)
+        )
 
     def engine_parameters(self) -> dict[str, Any]:
         """The parameters in force that an engine has to honour by declaring them: set, and not core's own business."""
@@ -205,19 +211,24 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, fig. 19): every output bit depends on
-    every input bit, the low 32 that torch's CPU generator keeps among them."""
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, fig. 19).
+
+    Every output bit depends on every input bit, the low 32 that torch's CPU generator keeps among them.
+    """
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
-    """int64[len(rows) * samples], each in [0, 2**63): one seed for sample s of row r, from (seed, r, s) and nothing else.
+    """int64[len(rows) * samples], each in [0, 2**63): one seed for sample s of row r, from (seed, r, s) and nothing
+    else.
 
     So the other rows of a batch and the number of samples change no answer.
     """
     gamma = 0x9E3779B97F4A7C15
     stream = _mix((seed + gamma) & _MASK)
-    by_row = ((_mix((stream + (row + 1) * gamma) & _MASK)) for row in rows)
-    return torch.tensor([_mix((r + (s + 1) * gamma) & _MASK) >> 1 for r in by_row for s in range(samples)], dtype=torch.int64)
+    by_row = (_mix((stream + (row + 1) * gamma) & _MASK) for row in rows)
+    return torch.tensor(
+        [_mix((r + (s + 1) * gamma) & _MASK) >> 1 for r in by_row for s in range(samples)], dtype=torch.int64
+    )

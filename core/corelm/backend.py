@@ -1,0 +1,435 @@
+"""`Backend`: one opened engine behind a typed façade, friendly arguments in, records out. `get_backend` opens one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tenacity
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from corelm import checks
+from corelm.calls import HookCaller
+from corelm.capabilities import Capabilities
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm.messages import (
+    AbortRequest,
+    ContainerRequest,
+    GenerateRequest,
+    GenerationBatch,
+    HealthRequest,
+    ScoreBatch,
+    ScoreRequest,
+    TokenBatch,
+    TokenizeRequest,
+    WeightUpdate,
+)
+from corelm.provenance import Provenance
+from corelm.registry import load_backend
+from corelm.sampling import SamplingParams, answer_seeds
+from corelm.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
+
+
+def get_backend(
+    name: str,
+    model: Any = None,
+    *,
+    plugins: Sequence[object] = (),
+    retry: int | tenacity.BaseRetrying | None = None,
+    timeout: float | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Backend:
+    """Open the engine called `name` on `model` (a path, a model object, or nothing for an engine behind a URL).
+
+    Args:
+        plugins: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
+        retry: how often a failed call is tried in all, or a tenacity `Retrying`. None never retries.
+        timeout: seconds a call may take when it does not say otherwise.
+        tokenizer: used instead of the model's own.
+        options: the engine's own, passed to the plugin's ``open``.
+
+    Raises:
+        BackendNotFoundError, BackendNotInstalledError, BackendImportError, BackendConflictError,
+            BackendIncompatibleError: see `corelm.registry`.
+        InvalidRequestError: an option that the plugin does not know.
+        EngineError: the engine did not open; its own error is the cause.
+    """
+    plugin, info = load_backend(name)
+    if tokenizer is not None:
+        options["tokenizer"] = tokenizer
+    _known_options(plugin.open, model, options, name)
+    try:
+        engine = plugin.open(model, **options)
+    except CoreLMError:
+        raise
+    except Exception as error:
+        origin, cause = f"{info.distribution} {info.version}", f"{type(error).__name__}: {error}"
+        raise EngineError(
+            f"backend {name!r} ({origin}) could not open {_model_name(model, options)}: {cause}",
+            usable=False,
+        ) from error
+    return Backend(engine, name, model_name=_model_name(model, options), plugins=plugins, retry=retry, timeout=timeout)
+
+
+class Backend:
+    """One opened engine. A context manager: leaving it closes the engine.
+
+    Calls are checked before and after (`corelm.checks`) and made by a `HookCaller`, one thread at a time unless the
+    engine declares `concurrent_calls`.
+
+    Attributes:
+        name: what it was opened as. model_name: what its numbers are labelled with.
+        capabilities: what it can do. tokenizer: the engine's tokenizer.
+        weight_version: the label of the weights in force, "0" until the first update.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        *,
+        model_name: str = "",
+        plugins: Sequence[object] = (),
+        retry: int | tenacity.BaseRetrying | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.name = name
+        self.model_name = model_name
+        self.timeout = timeout
+        self.weight_version = "0"
+        self._engine = engine
+        self._hooks = HookCaller(engine, name, plugins, retry)
+
+    # What it is ------------------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        capabilities: Capabilities = self._engine.capabilities
+        return capabilities
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends an answer by itself: the model's own list, else the tokenizer's EOS."""
+        if self.capabilities.eos_token_ids is not None:
+            return self.capabilities.eos_token_ids
+        eos = self.tokenizer.eos_token_id
+        return frozenset() if eos is None else frozenset([eos])
+
+    @property
+    def pad_id(self) -> int:
+        """What fills dense tensors; no mask is ever derived from it."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+    @property
+    def closed(self) -> bool:
+        return self._hooks.closed
+
+    def __repr__(self) -> str:
+        return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self._hooks.closed else ''})"
+
+    # What it does ----------------------------------------------------------------------------------------------------
+
+    def tokenize(
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        offsets: bool = False,
+    ) -> TokenBatch:
+        """One row of ids per text (a single text is one row)."""
+        texts = (texts,) if isinstance(texts, str) else tuple(texts)
+        wrong = {
+            row: f"expected a str, got {type(t).__name__}" for row, t in enumerate(texts) if not isinstance(t, str)
+        }
+        checks.refuse(wrong, "texts")
+        request = TokenizeRequest(
+            texts=texts, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
+        )
+        batch: TokenBatch = self._hooks.call("tokenize", request)
+        checks.check_tokens(batch, len(texts), self._hooks.fault("tokenize"))
+        return batch
+
+    def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
+        """One text per row of ids."""
+        rows = checks.as_ragged(ids, "ids").tolist()
+        return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        logprobs: Literal["none", "raw", "processed"] = "raw",
+        seeds: Tensor | None = None,
+        request_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+        on_error: OnError = "raise",
+    ) -> GenerationBatch:
+        """Sample ``num_samples`` answers for every prompt; those of one prompt are neighbours in the result.
+
+        Args:
+            prompts: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
+            seeds: int64[answers], instead of those that follow from ``sampling.seed``.
+            on_error: "raise" finds all bad rows first and runs nothing; "skip" serves the others, and a bad row comes
+                back empty with the finish reason `error` and its message in `errors`.
+
+        Raises:
+            InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
+            CapabilityError: something the engine does not do.
+            EngineError, BackendTimeoutError, BackendClosedError: as they say.
+        """
+        sampling = SamplingParams.make(sampling)
+        prompts = checks.as_ragged(prompts, "prompts")
+        capabilities = self.capabilities
+        checks.sampling_is_honoured(sampling, capabilities, self.name)
+        mode = checks.generation_mode(logprobs, sampling, capabilities, self.name)
+        samples = sampling.num_samples or 1
+        seeds = self._seeds(sampling, len(prompts), seeds)
+        problems = checks.prompt_problems(prompts, capabilities, sampling)
+        good = admitted(problems, len(prompts), on_error, "prompts")
+        answers = (good[:, None] * samples + torch.arange(samples)).flatten()
+        prompts = prompts.select(good)
+        if not capabilities.native_samples:
+            prompts = prompts.repeat(samples)
+            sampling = SamplingParams.make(sampling, num_samples=None)
+        request = GenerateRequest(
+            prompts=prompts,
+            sampling=sampling,
+            logprobs=mode,
+            seeds=None if seeds is None else seeds[answers],
+            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids),
+            request_ids=_request_ids(request_ids, len(prompts)),
+            timeout=self._limit(timeout),
+        )
+        version = self.weight_version
+        batch = (
+            no_answers(mode, sampling.temperature or 0.0) if not len(answers) else self._hooks.call("generate", request)
+        )
+        checks.check_generation(batch, request, len(answers), capabilities.vocab_size, self._hooks.fault("generate"))
+        batch = replace(
+            batch,
+            mode=batch.mode if logprobs == "none" else logprobs,
+            logprobs=None if logprobs == "none" else batch.logprobs,
+            weight_versions=batch.weight_versions or (version,) * len(answers),
+        )
+        return spread_answers(batch, answers, samples, problems, version) if problems else batch
+
+    def score_logprobs(
+        self,
+        sequences: Any,
+        *,
+        temperature: float = 1.0,
+        score_from: Any = None,
+        return_logits: bool = False,
+        grad: bool = False,
+        device: torch.device | str | None = None,
+        request_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+        on_error: OnError = "raise",
+    ) -> ScoreBatch:
+        """Log-probability of every token but the first of each sequence, from position ``score_from[r]`` on.
+
+        Raises:
+            InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.
+            CapabilityError: the engine cannot score, or not like this.
+            EngineError, BackendTimeoutError, BackendClosedError: as they say.
+        """
+        sequences = checks.as_ragged(sequences, "sequences")
+        capabilities = self.capabilities
+        temperature = _scoring_temperature(temperature)
+        self._needs("score", "score_logprobs works on engines that score")
+        if temperature != 1.0:
+            self._needs("score_temperature", f"its scores ignore the temperature, so {temperature} is refused")
+        if return_logits:
+            self._needs("logits", "it returns no logits")
+        if grad:
+            self._needs("gradients", "its scores carry no gradients")
+        starts = _starts(score_from, len(sequences))
+        problems = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
+        good = admitted(problems, len(sequences), on_error, "sequences")
+        request = ScoreRequest(
+            sequences=sequences.select(good) if problems else sequences,
+            score_from=starts[good],
+            temperature=temperature,
+            return_logits=return_logits,
+            grad=grad,
+            device=None if device is None else torch.device(device),
+            request_ids=_request_ids(request_ids, len(good)),
+            timeout=self._limit(timeout),
+        )
+        version = self.weight_version
+        asked = len(good) > 0
+        batch: ScoreBatch = (
+            self._hooks.call("score_logprobs", request) if asked else no_scores(temperature, capabilities.vocab_size)
+        )
+        checks.check_scores(batch, request, capabilities.vocab_size, self._hooks.fault("score_logprobs"))
+        batch = replace(batch, weight_versions=batch.weight_versions or (version,) * len(good))
+        return spread_scores(batch, sequences.lengths, good, problems, version) if problems else batch
+
+    def to_containers(self, request: ContainerRequest) -> TensorDict:
+        return self._hooks.call("to_containers", request)
+
+    def provenance(
+        self, batch: GenerationBatch | ScoreBatch, sampling: SamplingParams | None = None
+    ) -> Provenance | tuple[Provenance, ...]:
+        """Where the log-probs of `batch` came from: one for all rows if they agree, else one per row."""
+        raw = batch.mode == "raw"
+        penalties = () if raw or sampling is None else sampling.penalties
+        made = {
+            version: Provenance(
+                backend=self.name,
+                model=self.model_name,
+                weight_version=version,
+                mode=batch.mode,
+                temperature=1.0 if raw else batch.temperature,
+                support="full" if raw else batch.support,
+                penalties=penalties,
+            )
+            for version in {*(batch.weight_versions or ()), self.weight_version}
+        }
+        versions = batch.weight_versions or (self.weight_version,)
+        return made[versions[0]] if len(set(versions)) == 1 else tuple(made[version] for version in versions)
+
+    # Its life --------------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None = None, drain: bool = True
+    ) -> str:
+        """Load a state dict or the weights at a path. Returns the version that every later row carries.
+
+        Args:
+            version: its label; by default the number of updates so far.
+            drain: let calls in flight finish on the old weights first.
+        """
+        self._needs("update_weights", "its weights cannot be changed")
+        if version is None:
+            version = str(int(self.weight_version) + 1) if self.weight_version.isdigit() else f"{self.weight_version}+1"
+        by_path = isinstance(weights, (str, os.PathLike))
+        if not by_path and not isinstance(weights, Mapping):
+            raise InvalidRequestError(
+                f"weights: expected a state dict or a path, got {type(weights).__name__}", field="weights"
+            )
+        request = WeightUpdate(
+            version=version,
+            drain=drain,
+            state_dict=None if by_path else weights,  # type: ignore[arg-type]
+            path=Path(weights) if by_path else None,  # type: ignore[arg-type]
+        )
+        self._hooks.call("update_weights", request)
+        self.weight_version = version
+        return version
+
+    def health(self) -> bool:
+        """Whether the engine can serve. An engine that does not say is healthy while it is open."""
+        if self._hooks.closed:
+            return False
+        return not self._hooks.implements("health") or bool(self._hooks.call("health", HealthRequest()))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; they return what they have with the finish reason `abort`."""
+        self._needs("abort", "its requests cannot be aborted")
+        self._hooks.call("abort", AbortRequest(request_ids=tuple(request_ids)))
+
+    def close(self) -> None:
+        """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine."""
+        self._hooks.close()
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _needs(self, capability: str, why: str) -> None:
+        if not getattr(self.capabilities, capability):
+            raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
+
+    def _limit(self, timeout: float | None) -> float | None:
+        return self.timeout if timeout is None else timeout
+
+    def _seeds(self, sampling: SamplingParams, rows: int, seeds: Tensor | None) -> Tensor | None:
+        samples = sampling.num_samples or 1
+        if not self.capabilities.per_answer_seeds:
+            if seeds is not None or (sampling.seed is not None and not sampling.greedy):
+                self._needs("per_answer_seeds", "it does not honour seeds; leave the seed out")
+            return None
+        if seeds is not None:
+            if seeds.shape != (rows * samples,):
+                raise InvalidRequestError(f"seeds: expected {rows * samples}, got {tuple(seeds.shape)}", field="seeds")
+            return seeds
+        # Without a seed torch.manual_seed governs the answers, as it does all else that a torch user samples.
+        seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+        return answer_seeds(seed, range(rows), samples)
+
+
+def _known_options(open_: Callable[..., Any], model: Any, options: Mapping[str, Any], name: str) -> None:
+    """Refuse an option that ``open`` does not name, before it runs: its own TypeError would look like a fault."""
+    signature = inspect.signature(open_)
+    try:
+        signature.bind(model, **options)
+    except TypeError as error:
+        known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        unknown = next((option for option in options if option not in signature.parameters), None)
+        near = difflib.get_close_matches(unknown or "", known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise InvalidRequestError(
+            f"backend {name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
+        ) from error
+
+
+def _model_name(model: Any, options: Mapping[str, Any]) -> str:
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model)
+    return str(options.get("base_url", "")) if model is None else type(model).__name__
+
+
+def _request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
+    if given is None:
+        return tuple(uuid.uuid4().hex for _ in range(rows))
+    if len(given) != rows or len(set(given)) != rows:
+        raise InvalidRequestError(
+            f"request_ids: expected {rows} different names, got {len(given)}", field="request_ids"
+        )
+    return tuple(given)
+
+
+def _scoring_temperature(temperature: float) -> float:
+    # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        raise InvalidRequestError(
+            f"temperature: expected a finite number above 0, got {temperature!r}", field="temperature"
+        )
+    return float(temperature)
+
+
+def _starts(score_from: Any, rows: int) -> Tensor:
+    """int64[rows]: nothing precedes position 0, so it is never scored."""
+    starts = (
+        torch.ones(rows, dtype=torch.int64) if score_from is None else torch.as_tensor(score_from, dtype=torch.int64)
+    )
+    starts = starts.expand(rows) if starts.ndim == 0 else starts
+    if starts.shape != (rows,):
+        raise InvalidRequestError(
+            f"score_from: expected {rows} positions, got {tuple(starts.shape)}", field="score_from"
+        )
+    return starts.clamp_min(1)
