@@ -52,8 +52,28 @@ class InvalidRequestError(CoreLMError, ValueError):
         return tuple(self.problems)
 
 
+class MissingKeyError(InvalidRequestError, KeyError):
+    """The TensorDict lacks a key that the policy reads."""
+
+    # KeyError shows its message in quotes.
+    __str__ = Exception.__str__
+
+
 class TemplateError(CoreLMError, ValueError):
-    """A chat template is missing, fails, or cannot give what was asked of it."""
+    """A chat template is missing, fails, or cannot give what was asked of it.
+
+    Attributes:
+        rows: the flat indices of the conversations at fault, ascending; empty if it is not one conversation's fault.
+        problems: `rows` with what is wrong with each.
+    """
+
+    def __init__(self, message: str, *, problems: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = dict(sorted((problems or {}).items()))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.problems)
 
 
 class CapabilityError(CoreLMError, NotImplementedError):

@@ -7,9 +7,10 @@ Only the plugin's ``open`` imports its engine, and `get_backend` calls that.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from corelm.errors import (
     BackendNotInstalledError,
     CoreLMError,
     EngineError,
+    InvalidRequestError,
 )
 from corelm.hookspecs import API_VERSION, PROJECT
 
@@ -66,7 +68,7 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`backends`: what is installed and allowed, by name. `unreadable`: distributions whose metadata could not be read."""
+    """`backends`: what is installed and allowed, by name. `unreadable`: where metadata could not be read, and why."""
 
     backends: tuple[BackendInfo, ...]
     unreadable: tuple[str, ...]
@@ -124,7 +126,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     if len(claims) > 1:
         raise BackendConflictError(
             f"backend {name!r} is claimed by {_and(info.label for info in claims)}; none is picked. "
-            f"Uninstall all but one, for example: pip uninstall {claims[-1].distribution}"
+            "Uninstall all but one: pip uninstall DISTRIBUTION"
         )
     info = claims[0]
     try:
@@ -132,7 +134,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     except Exception as error:
         raise BackendImportError(
             f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
-            f"{type(error).__name__}: {error}. Reinstall it, or what it could not import"
+            f"{type(error).__name__}: {error}. To mend it: pip install --upgrade {info.distribution}"
         ) from error
     faults = list(_faults(plugin))
     if faults:
@@ -141,13 +143,33 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
 
 
 def open_error(info: BackendInfo, error: Exception) -> EngineError:
-    """What to raise, chained to `error`, when a plugin's ``open`` failed with it."""
+    """What to raise from `error` when a plugin's ``open`` failed with it; says so if the engine is not installed."""
     line = install_line(info.name)
-    missing = f". Its engine is not installed: {line}" if info.engine_available is False and line else ""
+    hint = ""
+    if info.engine_available is False:
+        hint = f". Its engine is not installed{f': {line}' if line else ''}"
     return EngineError(
-        f"backend {info.name!r} ({info.label}) could not be opened: {type(error).__name__}: {error}{missing}",
-        usable=False,
+        f"backend {info.name!r} ({info.label}) could not be opened: {type(error).__name__}: {error}{hint}", usable=False
     )
+
+
+def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an option that the plugin's ``open`` does not name, before it runs and fails inside.
+
+    Raises:
+        InvalidRequestError: with the nearest option there is; `field` names the one that is not.
+    """
+    signature = inspect.signature(plugin.open)
+    try:
+        signature.bind(model, **options)
+    except TypeError as error:
+        known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        unknown = next((option for option in options if option not in signature.parameters), None)
+        near = difflib.get_close_matches(unknown or "", known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise InvalidRequestError(
+            f"backend {info.name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
+        ) from error
 
 
 def install_line(name: str) -> str | None:
@@ -215,21 +237,22 @@ def _extras() -> frozenset[str]:
 
 
 def _absent(name: str, found: Scan) -> CoreLMError:
-    allowed = allow_list()
-    extras = _extras()
-    limit = f"; {ALLOW_LIST} allows {_and(sorted(allowed)) or 'none'}" if allowed is not None else ""
-    skipped = f"; skipped, as their metadata cannot be read: {', '.join(found.unreadable)}" if found.unreadable else ""
-    tail = f"Installed{' and allowed' if limit else ''}: {', '.join(found.names) or 'none'}{limit}{skipped}"
+    extras, allowed = _extras(), allow_list()
+    installed = f"Installed: {', '.join(found.names) or 'none'}."
+    if allowed is not None:
+        installed = f"{ALLOW_LIST} allows: {', '.join(sorted(allowed)) or 'none'}. Installed of these: {installed[11:]}"
+    if found.unreadable:
+        installed += f" Skipped, as their metadata cannot be read: {', '.join(found.unreadable)}."
     if allowed is not None and name not in allowed:
-        return BackendNotFoundError(f"backend {name!r} is not allowed. {tail}")
+        return BackendNotFoundError(f"backend {name!r} is not allowed. {installed}")
     if name in extras:
-        return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {tail}")
-    usable = {*found.names, *(extras if allowed is None else extras & allowed)}
-    near = difflib.get_close_matches(name.lower(), sorted(usable), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+        return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
+    reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
+    near = difflib.get_close_matches(name.lower(), sorted(reachable), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
     if near and near[0] not in found.names:
-        hint += f" ({install_line(near[0])})"
-    return BackendNotFoundError(f"no backend is named {name!r}{hint} {tail}")
+        hint += f" It is not installed: {install_line(near[0])}."
+    return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
 
 
 def _faults(plugin: Any) -> Iterator[str]:
@@ -243,7 +266,7 @@ def _faults(plugin: Any) -> Iterator[str]:
     else:
         try:
             if not SpecifierSet(requires).contains(API_VERSION, prereleases=True):
-                yield f"it needs hook specification {requires}, core {__version__} has {API_VERSION}; upgrade the older one"
+                yield f"it needs hook specification {requires}, this core has {API_VERSION}; upgrade the older one"
         except (InvalidSpecifier, TypeError, AttributeError):
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
@@ -257,6 +280,7 @@ def _faults(plugin: Any) -> Iterator[str]:
 
 
 def _where(distribution: metadata.Distribution) -> str:
+    # There is no public way to ask a distribution without a readable name where it lies.
     return str(getattr(distribution, "_path", distribution))
 
 

@@ -1,0 +1,59 @@
+"""Fixtures of more than one test file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+Fabricate = Callable[..., Path]
+
+
+@pytest.fixture
+def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
+    """Put a distribution on ``sys.path`` for one test: what an installer would write, without running one.
+
+    ``fabricate("pkg", "1.0", {"toy": "toy_pkg:Toy"}, {"toy_pkg": "class Toy: ..."})`` returns its dist-info folder.
+    """
+
+    def make(
+        name: str,
+        version: str,
+        backends: Mapping[str, str],
+        modules: Mapping[str, str] | None = None,
+        *,
+        requires: Iterable[str] = (),
+        engines: Mapping[str, str] | None = None,
+        site: str = "site",
+    ) -> Path:
+        root = tmp_path / site
+        info = root / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        (info / "METADATA").write_text("\n".join([*lines, "", ""]))
+        points = ["[corelm.backends]", *(f"{k} = {v}" for k, v in backends.items())]
+        points += ["[corelm.engines]", *(f"{k} = {v}" for k, v in (engines or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join([*points, ""]))
+        for module, source in (modules or {}).items():
+            (root / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(root))
+        return info
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the demo's tiny model, trained for a moment."""
+    from tiny import build_tiny
+
+    return build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=60, progress=False)

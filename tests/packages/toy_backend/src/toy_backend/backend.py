@@ -1,0 +1,120 @@
+"""The plugin: what an engine author writes, for the simplest engine there is."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm import Capabilities, Ragged, SamplingParams, hookimpl
+from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from toy_backend.model import Bigram
+from toy_backend.tokenizer import ByteTokenizer
+
+
+class ToyBackend:
+    """Opens a `Bigram`: a given one, the path of a saved one, or by default one that was counted on a little talk."""
+
+    requires_api = ">=1,<2"
+
+    def __init__(self, model: Bigram, tokenizer: Any, max_context: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.capabilities = Capabilities(
+            vocab_size=model.table.shape[0],
+            max_context=max_context,
+            sampling={"temperature": (0.0, 100.0), "top_k": None, "min_new_tokens": None, "stop": None},
+            generation_modes=frozenset({"raw", "processed"}),
+            score=True,
+            score_temperature=True,
+            logits=True,
+            gradients=True,
+            per_answer_seeds=True,
+            update_weights=True,
+        )
+
+    @classmethod
+    def open(
+        cls, model: Bigram | str | os.PathLike[str] | None = None, *, tokenizer: Any = None, max_context: int = 512
+    ) -> ToyBackend:
+        if model is None:
+            model = Bigram.of_talk()
+        elif not isinstance(model, Bigram):
+            model = Bigram.load(model)
+        return cls(model, tokenizer or ByteTokenizer(), max_context)
+
+    @hookimpl
+    @torch.no_grad()
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        prompts = request.prompts.tolist()
+        seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
+        answers = [self._answer(prompt, seed, request) for prompt, seed in zip(prompts, seeds.tolist(), strict=True)]
+        ids, logprobs, reasons = zip(*answers, strict=True)
+        processed = request.logprobs == "processed"
+        return GenerationBatch(
+            ids=Ragged.from_list(ids),
+            logprobs=Ragged.from_list(logprobs, dtype=torch.float32),
+            finish_reasons=reasons,
+            mode="processed" if processed else "raw",
+            temperature=request.sampling.temperature if processed else 1.0,
+            support="truncated" if processed and request.sampling.truncates else "full",
+        )
+
+    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> tuple[list[int], list[float], str]:
+        sampling, generator = request.sampling, torch.Generator().manual_seed(seed)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for step in range(sampling.max_new_tokens or self.max_context - len(prompt)):
+            logits = self.model(torch.tensor((prompt + ids)[-1]))
+            banned = request.stop_ids if step < sampling.min_new_tokens else frozenset()
+            processed = _processed(logits, sampling, banned)
+            token = int(torch.multinomial(processed.exp(), 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float((processed if request.logprobs == "processed" else logits.log_softmax(-1))[token]))
+            if step + 1 >= sampling.min_new_tokens and (token in request.stop_ids or self._completes(ids, sampling)):
+                return ids, logprobs, "stop"
+        return ids, logprobs, "length"
+
+    def _completes(self, ids: list[int], sampling: SamplingParams) -> bool:
+        """Whether the last id completes a stop string; one that was there before it does not count."""
+        before, text = self.tokenizer.batch_decode([ids[:-1], ids], sampling.skip_special_tokens)
+        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in sampling.stop)
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+        rows = request.sequences
+        scored = rows.positions >= request.score_from[rows.row_index]
+        with torch.set_grad_enabled(request.grad):
+            # Row t of the logits predicts token t, so it is what the model makes of the token before.
+            logits = torch.where(scored[:, None], self.model(rows.values.roll(1)), 0.0)
+            chosen = (logits / request.temperature).log_softmax(-1).gather(-1, rows.values[:, None])[:, 0]
+            logprobs = torch.where(scored, chosen, 0.0)
+        return ScoreBatch(
+            logprobs=Ragged(logprobs, rows.lengths).to(request.device),
+            scored=Ragged(scored, rows.lengths).to(request.device),
+            logits=Ragged(logits, rows.lengths).to(request.device) if request.return_logits else None,
+            mode="raw" if request.temperature == 1.0 else "processed",
+            temperature=request.temperature,
+        )
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        state = Bigram.load(request.path).state_dict() if request.path else request.state_dict
+        self.model.load_state_dict(state)
+        return True
+
+
+def _processed(logits: Tensor, sampling: SamplingParams, banned: frozenset[int]) -> Tensor:
+    """Log-probs ``[V]`` of what is sampled from; greedy decoding is a point mass."""
+    logits = logits.index_fill(0, torch.tensor(sorted(banned), dtype=torch.int64), -math.inf)
+    top_k = 1 if sampling.greedy else sampling.top_k
+    if not sampling.greedy:
+        logits = logits / sampling.temperature
+    if top_k is not None:
+        best = logits.topk(min(top_k, len(logits))).indices
+        logits = torch.full_like(logits, -math.inf).index_copy(0, best, logits[best])
+    return logits.log_softmax(-1)

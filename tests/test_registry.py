@@ -1,0 +1,323 @@
+"""Discovery, with real distributions on ``sys.path``: each way it can fail is told apart and says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import corelm
+from corelm import registry
+from corelm.errors import (
+    BackendConflictError,
+    BackendImportError,
+    BackendIncompatibleError,
+    BackendNotFoundError,
+    BackendNotInstalledError,
+    EngineError,
+)
+
+GOOD = """
+import corelm
+
+class Plugin:
+    requires_api = ">=1,<2"
+
+    @classmethod
+    def open(cls, model=None, **options):
+        return cls()
+
+    @corelm.hookimpl
+    def generate(self, request): ...
+
+    @corelm.hookimpl
+    def score_logprobs(self, request): ...
+"""
+
+
+def named(name: str) -> list[registry.BackendInfo]:
+    return [info for info in corelm.list_backends() if info.name == name]
+
+
+def load(name: str) -> registry.BackendInfo:
+    return registry.load_backend(name)[1]
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def test_a_fabricated_plugin_is_listed_and_loaded(fabricate):
+    fabricate("fine-plugin", "3.1", {"fine": "fine_plugin:Plugin"}, {"fine_plugin": GOOD}, requires=["core>=0.1,<0.2"])
+    (info,) = named("fine")
+    assert (info.distribution, info.version, info.target) == ("fine-plugin", "3.1", "fine_plugin:Plugin")
+    assert set(info.requires_core.split(",")) == {">=0.1", "<0.2"}
+    assert info.engine_available is None and info.problem is None
+    assert "fine_plugin" not in sys.modules
+    plugin, loaded = registry.load_backend("fine")
+    assert plugin is sys.modules["fine_plugin"].Plugin and loaded == info
+
+
+def test_the_listing_is_sorted_by_name(fabricate):
+    fabricate("zz-aa", "1", {"zz": "m:P", "aa": "m:P"})
+    names = [info.name for info in corelm.list_backends()]
+    assert names == sorted(names) and {"aa", "zz"} <= set(names)
+
+
+def test_engine_is_looked_up_without_being_imported(fabricate, tmp_path):
+    (tmp_path / "site" / "folder_of_that_name").mkdir(parents=True)
+    (tmp_path / "site" / "loud_engine.py").write_text("raise RuntimeError('imported')")
+    engines = {"here": "loud_engine", "gone": "no_such_engine", "folder": "folder_of_that_name"}
+    fabricate("engines", "1", dict.fromkeys((*engines, "silent"), "m:P"), engines=engines)
+    available = {info.name: info.engine_available for info in corelm.list_backends() if info.distribution == "engines"}
+    assert available == {"here": True, "gone": False, "folder": False, "silent": None}
+
+
+@pytest.mark.parametrize(
+    ("requires", "expected"),
+    [
+        ([], None),
+        (["core"], ""),
+        (["Core>=0.1"], ">=0.1"),
+        (["core[http]>=0.1", "other>=9"], ">=0.1"),
+        (["core>=5; extra == 'x'"], None),
+    ],
+)
+def test_the_range_of_core_is_read_from_the_requirements(fabricate, requires, expected):
+    fabricate("ranged", "1", {"ranged": "m:P"}, requires=requires)
+    assert named("ranged")[0].requires_core == expected
+
+
+def test_a_plugin_for_another_core_is_marked(fabricate):
+    fabricate("newer", "1", {"newer": "m:P"}, requires=["core>=99"])
+    assert ">=99" in named("newer")[0].problem
+
+
+def test_one_distribution_found_twice_is_one_claim(fabricate):
+    fabricate("twice", "1", {"twice": "twice_mod:Plugin"}, {"twice_mod": GOOD}, site="a")
+    fabricate("Twice", "1", {"twice": "twice_mod:Plugin"}, {"twice_mod": GOOD}, site="b")
+    assert len(named("twice")) == 1
+    assert load("twice").name == "twice"
+
+
+# ---------------------------------------------------------------- 1. unknown name
+
+
+def test_unknown_name_suggests_and_lists(fabricate):
+    fabricate("blue", "1", {"bluebird": "m:P"})
+    with pytest.raises(
+        BackendNotFoundError, match=r"no backend is named 'bluebrid'.*Did you mean 'bluebird'\?"
+    ) as error:
+        load("bluebrid")
+    assert "Installed: " in str(error.value) and isinstance(error.value, LookupError)
+
+
+def test_a_near_miss_of_an_extra_says_how_to_install_it():
+    with pytest.raises(BackendNotFoundError, match=r"Did you mean 'vllm'\?.*pip install \"core\[vllm\]\""):
+        load("vlm")
+
+
+def test_the_allow_list_is_applied_before_any_import(fabricate, monkeypatch):
+    fabricate("loud", "1", {"loud": "loud_module:P", "quiet": "q:P"}, {"loud_module": "raise SystemExit('imported')"})
+    monkeypatch.setenv("CORELM_BACKENDS", "quiet, other")
+    assert [info.name for info in corelm.list_backends()] == ["quiet"]
+    with pytest.raises(
+        BackendNotFoundError, match=r"'loud' is not allowed.*allows: other, quiet.*Installed of these: quiet"
+    ):
+        load("loud")
+    with pytest.raises(BackendNotFoundError, match="'vllm' is not allowed"):
+        load("vllm")
+
+
+def test_an_empty_allow_list_allows_nothing(monkeypatch):
+    monkeypatch.setenv("CORELM_BACKENDS", "")
+    assert corelm.list_backends() == []
+
+
+# ---------------------------------------------------------------- 2. extra not installed
+
+
+def test_a_known_extra_says_how_to_install_it(monkeypatch):
+    with pytest.raises(BackendNotInstalledError, match=r"pip install \"core\[vllm\]\"") as error:
+        load("vllm")
+    assert isinstance(error.value, ImportError)
+    assert registry.install_line("sglang") == 'pip install "core[sglang]"'
+
+
+@pytest.mark.parametrize("name", ["http", "cli", "tensorrt"])
+def test_nothing_is_offered_that_is_not_an_extra_with_a_backend(name):
+    with pytest.raises(BackendNotFoundError) as error:
+        load(name)
+    assert f"core[{name}]" not in str(error.value)
+    assert registry.install_line(name) is None
+
+
+# ---------------------------------------------------------------- 3. import failed
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import a_module_nobody_has", ModuleNotFoundError),
+        ("raise RuntimeError('driver too old')", RuntimeError),
+        ("def :", SyntaxError),
+        ("Other = 1", AttributeError),
+    ],
+)
+def test_a_failed_import_chains_its_cause(fabricate, source, cause):
+    module = f"fails_with_{cause.__name__}"
+    fabricate("fails", "2.0", {"fails": f"{module}:Plugin"}, {module: source})
+    assert len(named("fails")) == 1
+    with pytest.raises(BackendImportError, match=r"'fails' is installed \(fails 2\.0\)") as error:
+        load("fails")
+    assert type(error.value.__cause__) is cause and str(error.value.__cause__) in str(error.value)
+
+
+# ---------------------------------------------------------------- 4. incompatible
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('requires_api = ">=1,<2"', "pass"), "no requires_api"),
+        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, this core has 1\.0"),
+        (('">=1,<2"', '"one"'), "requires_api is 'one', expected a version range"),
+        (('">=1,<2"', "1"), "requires_api is 1, expected a version range"),
+        (("def generate", "def genrate"), r"lacks the hook generate\(self, request\)"),
+        (("    @corelm.hookimpl\n    def score_logprobs", "    def score_logprobs"), "score_logprobs is not marked"),
+        (("def open", "def opn"), r"no open\(model=None"),
+        (("class Plugin:", "Plugin = 1\nclass Other:"), "names a int, expected a class"),
+    ],
+)
+def test_an_incompatible_plugin_says_why(fabricate, request, change, message):
+    source = GOOD.replace(*change)
+    assert source != GOOD
+    module = "misfit_" + request.node.callspec.id.encode().hex()[:24]
+    fabricate("misfit", "1", {"misfit": f"{module}:Plugin"}, {module: source})
+    with pytest.raises(BackendIncompatibleError, match=message) as error:
+        load("misfit")
+    assert "misfit 1" in str(error.value) and isinstance(error.value, TypeError)
+
+
+def test_all_faults_of_a_plugin_are_told_at_once(fabricate):
+    fabricate("bare", "1", {"bare": "bare_module:Plugin"}, {"bare_module": "class Plugin: pass"})
+    with pytest.raises(BackendIncompatibleError, match=r"requires_api.*open.*generate.*score_logprobs"):
+        load("bare")
+
+
+# ---------------------------------------------------------------- 5. two claims
+
+
+def test_two_distributions_that_claim_one_name_are_both_named(fabricate):
+    fabricate("first-plugin", "1.0", {"shared": "first_plugin:P"}, site="a")
+    fabricate("second-plugin", "2.0", {"shared": "second_plugin:P"}, site="b")
+    assert [info.problem is None for info in named("shared")] == [False, False]
+    with pytest.raises(BackendConflictError, match=r"first-plugin 1\.0 and second-plugin 2\.0.*pip uninstall"):
+        load("shared")
+
+
+# ---------------------------------------------------------------- 6. open failed
+
+
+OPENS_BADLY = GOOD.replace("return cls()", "raise OSError('no model there')")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "message"),
+    [
+        ("vllm", "json", r"OSError: no model there$"),
+        ("vllm", "no_such_engine", r'no model there\. Its engine is not installed: pip install "core\[vllm\]"$'),
+        ("other", "no_such_engine", r"no model there\. Its engine is not installed$"),
+    ],
+)
+def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(fabricate, name, engine, message):
+    module = f"opens_badly_{name}_{engine}"
+    fabricate("stand-in", "1", {name: f"{module}:Plugin"}, {module: OPENS_BADLY}, engines={name: engine})
+    with pytest.raises(EngineError, match=message) as error:
+        corelm.get_backend(name)
+    assert "(stand-in 1) could not be opened" in str(error.value)
+    assert isinstance(error.value.__cause__, OSError) and error.value.usable is False
+
+
+# ---------------------------------------------------------------- one broken plugin never stops another
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("entry_points.txt", b"\xff\xfe[corelm.backends]\nbad = m:P\n"),
+        ("entry_points.txt", b"[corelm.backends]\nno equals sign here\n"),
+        ("METADATA", b"\xff\xfe\x00"),
+        ("METADATA", b""),
+        ("METADATA", b"Name: bad\nVersion: 1\nRequires-Dist: core >>> 1\n"),
+        ("METADATA", None),
+    ],
+)
+def test_corrupt_metadata_does_not_stop_the_listing(fabricate, file, content):
+    info = fabricate("bad", "1", {"bad": "m:P"}, site="a")
+    (info / file).unlink() if content is None else (info / file).write_bytes(content)
+    fabricate("beside", "1", {"beside": "beside_bad:Plugin"}, {"beside_bad": GOOD}, site="b")
+    assert len(named("beside")) == 1
+    assert load("beside").name == "beside"
+    assert named("bad") == []
+    with pytest.raises(BackendNotFoundError, match=r"cannot be read: .*bad-1\.dist-info \(\w+: "):
+        load("bad")
+
+
+def test_a_folder_without_entry_points_is_ignored(fabricate):
+    (fabricate("hollow", "1", {"hollow": "m:P"}) / "entry_points.txt").unlink()
+    assert named("hollow") == [] and not any("hollow" in line for line in registry.scan().unreadable)
+
+
+def test_broken_plugins_stand_beside_one_that_works(fabricate):
+    fabricate("raises", "1", {"raises": "raises_at_import:P"}, {"raises_at_import": "1 / 0"}, site="a")
+    fabricate("works", "1", {"works": "works_beside:Plugin"}, {"works_beside": GOOD}, site="b")
+    with pytest.raises(BackendImportError):
+        load("raises")
+    assert load("works").distribution == "works"
+
+
+# ---------------------------------------------------------------- nothing is imported
+
+
+def test_listing_imports_neither_torch_nor_a_plugin():
+    code = (
+        "import sys, corelm\n"
+        "infos = corelm.list_backends()\n"
+        "print(*(info.target.partition(':')[0] for info in infos))\n"
+        "print(*sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plugins, modules = (set(line.split()) for line in result.stdout.splitlines())
+    assert {"toy_backend", "transformers_backend"} <= plugins
+    assert not modules & {"torch", "tensordict", "numpy", "transformers", *plugins}
+
+
+def test_a_plugin_module_is_loaded_without_its_engine():
+    code = (
+        "import sys\nfrom corelm.registry import load_backend\n"
+        "load_backend('transformers')\nprint('transformers' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_listing_works_where_core_is_not_installed(tmp_path):
+    """From a bare source folder there are no extras to offer, and nothing fails."""
+    code = (
+        "import corelm\nfrom corelm.registry import install_line\nprint(corelm.list_backends(), install_line('vllm'))"
+    )
+    source = Path(corelm.__file__).parent
+    (tmp_path / "corelm").symlink_to(source)
+    needed = [Path(__import__(name).__file__).parent for name in ("pluggy", "packaging")]
+    for folder in needed:
+        (tmp_path / folder.name).symlink_to(folder)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
+    assert result.stdout.split() == ["[]", "None"]
