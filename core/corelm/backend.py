@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import math
 import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +16,10 @@ from torch import Tensor
 from corelm import checks
 from corelm.calls import HookCaller
 from corelm.capabilities import Capabilities
-from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import BackendIncompatibleError, CapabilityError, CoreLMError, InvalidRequestError
 from corelm.messages import (
     AbortRequest,
+    CloseRequest,
     ContainerRequest,
     GenerateRequest,
     GenerationBatch,
@@ -34,7 +31,7 @@ from corelm.messages import (
     WeightUpdate,
 )
 from corelm.provenance import Provenance
-from corelm.registry import load_backend
+from corelm.registry import check_options, load_backend, open_error
 from corelm.sampling import SamplingParams, answer_seeds
 from corelm.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
 
@@ -67,18 +64,22 @@ def get_backend(
     plugin, info = load_backend(name)
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
-    _known_options(plugin.open, model, options, name)
+    check_options(plugin, info, model, options)
     try:
         engine = plugin.open(model, **options)
     except CoreLMError:
         raise
     except Exception as error:
-        origin, cause = f"{info.distribution} {info.version}", f"{type(error).__name__}: {error}"
-        raise EngineError(
-            f"backend {name!r} ({origin}) could not open {_model_name(model, options)}: {cause}",
-            usable=False,
-        ) from error
-    return Backend(engine, name, model_name=_model_name(model, options), plugins=plugins, retry=retry, timeout=timeout)
+        raise open_error(info, error) from error
+    try:
+        return Backend(
+            engine, name, model_name=_model_name(model, options), plugins=plugins, retry=retry, timeout=timeout
+        )
+    except BackendIncompatibleError:
+        # Nobody else holds the engine, and it may own processes.
+        if callable(getattr(engine, "close", None)):
+            engine.close(CloseRequest())
+        raise
 
 
 class Backend:
@@ -216,13 +217,11 @@ class Backend:
             logprobs=mode,
             seeds=None if seeds is None else seeds[answers],
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids),
-            request_ids=_request_ids(request_ids, len(prompts)),
+            request_ids=checks.request_ids(request_ids, len(prompts)),
             timeout=self._limit(timeout),
         )
         version = self.weight_version
-        batch = (
-            no_answers(mode, sampling.temperature or 0.0) if not len(answers) else self._hooks.call("generate", request)
-        )
+        batch = no_answers(mode, sampling.temperature) if not len(answers) else self._hooks.call("generate", request)
         checks.check_generation(batch, request, len(answers), capabilities.vocab_size, self._hooks.fault("generate"))
         batch = replace(
             batch,
@@ -254,7 +253,7 @@ class Backend:
         """
         sequences = checks.as_ragged(sequences, "sequences")
         capabilities = self.capabilities
-        temperature = _scoring_temperature(temperature)
+        temperature = checks.scoring_temperature(temperature)
         self._needs("score", "score_logprobs works on engines that score")
         if temperature != 1.0:
             self._needs("score_temperature", f"its scores ignore the temperature, so {temperature} is refused")
@@ -262,7 +261,7 @@ class Backend:
             self._needs("logits", "it returns no logits")
         if grad:
             self._needs("gradients", "its scores carry no gradients")
-        starts = _starts(score_from, len(sequences))
+        starts = checks.starts(score_from, len(sequences))
         problems = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
         good = admitted(problems, len(sequences), on_error, "sequences")
         request = ScoreRequest(
@@ -272,7 +271,7 @@ class Backend:
             return_logits=return_logits,
             grad=grad,
             device=None if device is None else torch.device(device),
-            request_ids=_request_ids(request_ids, len(good)),
+            request_ids=checks.request_ids(request_ids, len(good)),
             timeout=self._limit(timeout),
         )
         version = self.weight_version
@@ -382,54 +381,7 @@ class Backend:
         return answer_seeds(seed, range(rows), samples)
 
 
-def _known_options(open_: Callable[..., Any], model: Any, options: Mapping[str, Any], name: str) -> None:
-    """Refuse an option that ``open`` does not name, before it runs: its own TypeError would look like a fault."""
-    signature = inspect.signature(open_)
-    try:
-        signature.bind(model, **options)
-    except TypeError as error:
-        known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-        unknown = next((option for option in options if option not in signature.parameters), None)
-        near = difflib.get_close_matches(unknown or "", known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise InvalidRequestError(
-            f"backend {name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
-        ) from error
-
-
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
     return str(options.get("base_url", "")) if model is None else type(model).__name__
-
-
-def _request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
-    if given is None:
-        return tuple(uuid.uuid4().hex for _ in range(rows))
-    if len(given) != rows or len(set(given)) != rows:
-        raise InvalidRequestError(
-            f"request_ids: expected {rows} different names, got {len(given)}", field="request_ids"
-        )
-    return tuple(given)
-
-
-def _scoring_temperature(temperature: float) -> float:
-    # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
-    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-        raise InvalidRequestError(
-            f"temperature: expected a finite number above 0, got {temperature!r}", field="temperature"
-        )
-    return float(temperature)
-
-
-def _starts(score_from: Any, rows: int) -> Tensor:
-    """int64[rows]: nothing precedes position 0, so it is never scored."""
-    starts = (
-        torch.ones(rows, dtype=torch.int64) if score_from is None else torch.as_tensor(score_from, dtype=torch.int64)
-    )
-    starts = starts.expand(rows) if starts.ndim == 0 else starts
-    if starts.shape != (rows,):
-        raise InvalidRequestError(
-            f"score_from: expected {rows} positions, got {tuple(starts.shape)}", field="score_from"
-        )
-    return starts.clamp_min(1)

@@ -6,7 +6,9 @@ together or serve the others. Everything else raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -157,6 +159,40 @@ def untouched(sampling: SamplingParams) -> bool:
     """Whether what is sampled from is the model's own distribution, so that raw and processed are the same numbers."""
     restricted = sampling.min_new_tokens > 0 or sampling.engine_kwargs
     return sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalties or restricted)
+
+
+def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
+    """One unique name per row, made up here unless given."""
+    if given is None:
+        return tuple(uuid.uuid4().hex for _ in range(rows))
+    if len(given) != rows or len(set(given)) != rows:
+        raise InvalidRequestError(
+            f"request_ids: expected {rows} different names, got {len(given)}", field="request_ids"
+        )
+    return tuple(given)
+
+
+def scoring_temperature(temperature: float) -> float:
+    """A temperature that given tokens can be scored at."""
+    # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        raise InvalidRequestError(
+            f"temperature: expected a finite number above 0, got {temperature!r}", field="temperature"
+        )
+    return float(temperature)
+
+
+def starts(score_from: Any, rows: int) -> Tensor:
+    """int64[rows]: where scoring starts. Nothing precedes position 0, so it is never scored."""
+    if score_from is None:
+        return torch.ones(rows, dtype=torch.int64)
+    first = torch.as_tensor(score_from, dtype=torch.int64)
+    first = first.expand(rows) if first.ndim == 0 else first
+    if first.shape != (rows,):
+        raise InvalidRequestError(
+            f"score_from: expected {rows} positions, got {tuple(first.shape)}", field="score_from"
+        )
+    return first.clamp_min(1)
 
 
 # After --------------------------------------------------------------------------------------------------------------

@@ -41,5 +41,10 @@ class Provenance:
         return ("raw" if untouched else self.mode, self.temperature, self.support, self.penalties)
 
     def matches(self, other: Provenance) -> bool:
-        """Whether log-probabilities of the two may be subtracted from one another."""
+        """Whether log-probabilities of the two may be subtracted from one another.
+
+        >>> policy, reference = Provenance("vllm", "mine", "12"), Provenance("transformers", "base", "0")
+        >>> policy.matches(reference), policy.matches(Provenance("vllm", "mine", "12", "processed", 0.7))
+        (True, False)
+        """
         return self.distribution == other.distribution

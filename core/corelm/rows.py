@@ -18,7 +18,10 @@ Side = Literal["left", "right"]
 class Ragged:
     """`values[total, ...]` holds the rows one after another; `lengths[rows]` says where each ends.
 
-    ``Ragged.from_list([[5, 17], [], [300]])`` has ``values = [5, 17, 300]`` and ``lengths = [2, 0, 1]``.
+    >>> rows = Ragged.from_list([[5, 17], [], [300]])
+    >>> rows.values.tolist(), rows.lengths.tolist()
+    ([5, 17, 300], [2, 0, 1])
+
     `values` may live on any device and carry gradients; `lengths` is int64 on the CPU.
 
     Raises:
@@ -110,20 +113,26 @@ class Ragged:
     def to_padded(self, padding_value: Any, side: Side = "right", width: int | None = None) -> Tensor:
         """``[rows, width, ...]`` with `padding_value` on the far side; gradients flow to `values`.
 
-        Rows ``[[1, 2], [3]]`` with 0 become ``[[1, 2], [3, 0]]`` (right) or ``[[1, 2], [0, 3]]`` (left).
+        >>> rows = Ragged.from_list([[1, 2], [3]])
+        >>> rows.to_padded(0).tolist(), rows.to_padded(0, "left").tolist()
+        ([[1, 2], [3, 0]], [[1, 2], [0, 3]])
         """
-        mask = self.mask(side, width).to(self.values.device)
-        out = self.values.new_full((*mask.shape, *self.values.shape[1:]), padding_value)
+        return self.scatter(self.mask(side, width), padding_value)
+
+    def scatter(self, mask: Tensor, filler: Any) -> Tensor:
+        """``[rows, width, ...]``: the values where ``mask[rows, width]`` is True, row after row; `filler` elsewhere.
+
+        The inverse of `from_padded`; gradients flow to `values`.
+        """
+        mask = mask.to(self.values.device)
+        out = self.values.new_full((*mask.shape, *self.values.shape[1:]), filler)
         mask = mask.reshape(*mask.shape, *[1] * (self.values.ndim - 1)).expand_as(out)
-        return (
-            out.masked_scatter(mask, self.values)
-            if self.values.requires_grad
-            else out.masked_scatter_(mask, self.values)
-        )
+        return out.masked_scatter_(mask, self.values)
 
     def select(self, rows: Sequence[int] | Tensor) -> Ragged:
-        """The given rows, in the given order, repeats allowed."""
-        rows = torch.as_tensor(rows, dtype=torch.int64)
+        """The rows of these numbers, in the given order, repeats allowed; or those where a bool mask is True."""
+        rows = torch.as_tensor(rows)
+        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.to(torch.int64)
         lengths = self.lengths[rows]
         picked = torch.repeat_interleave(lengths)
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
@@ -131,19 +140,31 @@ class Ragged:
         return Ragged(self.values[index.to(self.values.device)], lengths)
 
     def repeat(self, n: int) -> Ragged:
-        """Every row `n` times, copies next to each other: rows a, b become a, a, b, b."""
+        """Every row `n` times, copies next to each other.
+
+        >>> Ragged.from_list([[1, 2], [3]]).repeat(2).tolist()
+        [[1, 2], [1, 2], [3], [3]]
+        """
         return self.select(torch.arange(len(self)).repeat_interleave(n))
 
     def slice(self, start: Tensor, stop: Tensor) -> Ragged:
-        """Positions ``start[r] <= t < stop[r]`` of every row r."""
-        rows = self.row_index
+        """Positions ``start[r] <= t < stop[r]`` of every row r.
+
+        >>> Ragged.from_list([[1, 2, 3], [4]]).slice(torch.tensor([1, 0]), torch.tensor([3, 9])).tolist()
+        [[2, 3], [4]]
+        """
+        rows, start = self.row_index, start.clamp_min(0)
         keep = (self.positions >= start[rows]) & (self.positions < stop[rows])
         return Ragged(
             self.values[keep.to(self.values.device)], (torch.minimum(stop, self.lengths) - start).clamp_min(0)
         )
 
     def join(self, other: Ragged) -> Ragged:
-        """Row by row ``self[r] + other[r]``."""
+        """Row by row ``self[r] + other[r]``.
+
+        >>> Ragged.from_list([[1, 2], []]).join(Ragged.from_list([[3], [4]])).tolist()
+        [[1, 2, 3], [4]]
+        """
         if len(self) != len(other):
             raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
         both = Ragged.cat([self, other])

@@ -64,7 +64,7 @@ class SamplingParams:
 
     max_new_tokens: int | None = 256
     min_new_tokens: int = 0
-    temperature: float | None = None
+    temperature: float = None  # type: ignore[assignment]  # never None once made: do_sample decides
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
@@ -79,7 +79,7 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
-    do_sample: bool | None = None
+    do_sample: bool = None  # type: ignore[assignment]  # never None once made: the temperature decides
     skip_special_tokens: bool = True
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,6 +124,10 @@ class SamplingParams:
     @classmethod
     def make(cls, value: SamplingParams | Mapping[str, Any] | None = None, **changes: Any) -> SamplingParams:
         """From a `SamplingParams`, a mapping or nothing, with keyword changes on top. Aliases are understood.
+
+        >>> params = SamplingParams.make({"max_tokens": 8, "do_sample": False}, n=2)
+        >>> params.max_new_tokens, params.temperature, params.num_samples
+        (8, 0.0, 2)
 
         Raises:
             InvalidRequestError: an unknown name (with the nearest known one), or two names for one thing that disagree.
@@ -225,6 +229,9 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     else.
 
     So the other rows of a batch and the number of samples change no answer.
+
+    >>> bool(answer_seeds(7, [0, 1], 2)[2] == answer_seeds(7, [1], 4)[0])
+    True
     """
     gamma = 0x9E3779B97F4A7C15
     stream = _mix((seed + gamma) & _MASK)

@@ -1,0 +1,269 @@
+"""Rows → the containers a user sees: core's own `to_containers`. The rows of every engine come out the same.
+
+Two layouts, two small classes with one face. Dense: prompts stand at the left and are padded left, responses follow and
+are padded right. Rows: every sample as long as it is, stacked lazily.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from corelm.errors import InvalidRequestError
+from corelm.history import History
+from corelm.messages import Columns, ContainerRequest, Parts
+from corelm.provenance import Provenance
+from corelm.rows import Ragged
+
+T = TypeVar("T")
+C = TypeVar("C")
+Fields = Mapping[str, Any]
+
+
+def assemble(request: ContainerRequest) -> TensorDict:
+    """The containers named in ``request.fields``, with `finish_reason` and `errors` if the request has them.
+
+    Every field owns its storage, and where rows are not padded every row does: one can be written to in place, kept or
+    pickled without the others. Gradients of ``request.logprobs`` reach all fields of `log_probs`.
+
+    Raises:
+        InvalidRequestError: a container is asked for without its data, or rows or their lengths do not agree.
+    """
+    _check(request)
+    shape = tuple(request.batch_size)
+    # Of no rows no stack can be made; they are held as dense ones are, only not marked as padded.
+    layout: _Layout = _Dense(request) if request.pad_output or 0 in shape else _Rows(request)
+    out = TensorDict({}, batch_size=shape)
+    if "text" in request.fields and request.texts is not None:
+        out["text"] = _of_parts(Text, request.texts, lambda texts: non_tensors(texts, shape), shape)
+    if "tokens" in request.fields:
+        out["tokens"] = layout.wrap(Tokens, layout.parts(request.tokens.full, request.pad_id))
+    if "masks" in request.fields:
+        out["masks"] = layout.wrap(Masks, _masks(request, layout))
+    if "log_probs" in request.fields:
+        out["log_probs"] = layout.wrap(LogProbs, _log_probs(request, layout))
+    if "history" in request.fields and request.chats is not None:
+        out["history"] = _of_parts(ChatHistory, request.chats, lambda chats: History.of(chats, shape), shape)
+    for name, values in (("finish_reason", request.finish_reasons), ("errors", request.errors)):
+        if values is not None:
+            out.set(name, non_tensors(values, shape))
+    if request.retokenized is not None:
+        out["retokenized"] = torch.tensor(request.retokenized, dtype=torch.bool).reshape(shape)
+    return out
+
+
+def dense_columns(tokens: Parts[Ragged]) -> Columns:
+    """Where the tokens of a dense batch stand: prompts padded left, then responses padded right; unsplit rows right.
+
+    Prompts ``[[1, 2], [3]]`` with responses ``[[4], [5, 6]]`` make four columns, two of them the prompts'::
+
+        1 2 4 .
+        . 3 5 6
+    """
+    if tokens.prompt is None or tokens.response is None:
+        return Columns(tokens.full.mask("right"), None)
+    prompt = tokens.prompt.mask("left")
+    return Columns(torch.cat([prompt, tokens.response.mask("right")], -1), prompt.shape[-1])
+
+
+def non_tensors(values: Sequence[Any], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
+    """One Python object a row, in C order of the batch `shape`."""
+    if 0 in shape:
+        # A stack of nothing can be neither saved nor indexed; one carrier for no rows can.
+        return NonTensorData([], batch_size=shape)
+    return _stacked(_items(values), shape, NonTensorStack)
+
+
+# The two layouts -----------------------------------------------------------------------------------------------------
+
+
+class _Layout(Protocol):
+    def field(self, rows: Ragged, filler: Any) -> Any:
+        """Rows as long as ``tokens.full``, as one field."""
+
+    def parts(self, rows: Ragged, filler: Any) -> dict[str, Any]:
+        """The same as `full`, and as `prompt` and `response` where these are told apart."""
+
+    def labels(self, values: Sequence[Any]) -> Any:
+        """One Python object a row, as one field."""
+
+    def wrap(self, cls: type[C], fields: Fields) -> C:
+        """The container of these fields."""
+
+
+class _Dense:
+    def __init__(self, request: ContainerRequest) -> None:
+        self.shape = tuple(request.batch_size)
+        self.padded = request.pad_output
+        kept = request.columns if request.pad_output else None
+        self.columns = kept or dense_columns(request.tokens)
+
+    def field(self, rows: Ragged, filler: Any) -> Tensor:
+        return rows.scatter(self.columns.mask, filler).reshape(*self.shape, self.columns.mask.shape[-1])
+
+    def parts(self, rows: Ragged, filler: Any) -> dict[str, Tensor]:
+        full, width = self.field(rows, filler), self.columns.prompt_width
+        split = {} if width is None else {"prompt": full[..., :width].clone(), "response": full[..., width:].clone()}
+        return {**split, "full": full}
+
+    def labels(self, values: Sequence[Any]) -> Any:
+        same = all(value is values[0] for value in values)
+        return NonTensorData(values[0], batch_size=self.shape) if values and same else non_tensors(values, self.shape)
+
+    def wrap(self, cls: type[C], fields: Fields) -> C:
+        mark = {"padded": NonTensorData(True, batch_size=self.shape)} if self.padded else {}
+        return _contained(cls, TensorDict({**fields, **mark}, batch_size=self.shape))
+
+
+class _Rows:
+    def __init__(self, request: ContainerRequest) -> None:
+        self.shape = tuple(request.batch_size)
+        self.tokens = request.tokens
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return self.tokens.full.lengths.tolist()
+
+    @cached_property
+    def part_lengths(self) -> list[int] | None:
+        """prompt, response, prompt, response, …"""
+        if self.tokens.prompt is None or self.tokens.response is None:
+            return None
+        return torch.stack([self.tokens.prompt.lengths, self.tokens.response.lengths], -1).flatten().tolist()
+
+    def field(self, rows: Ragged, filler: Any) -> Sequence[Tensor]:
+        return _copies(rows.values, self.lengths)
+
+    def parts(self, rows: Ragged, filler: Any) -> dict[str, Sequence[Tensor]]:
+        full = self.field(rows, filler)
+        if self.part_lengths is None:
+            return {"full": full}
+        split = _copies(rows.values, self.part_lengths)
+        return {"prompt": split[::2], "response": split[1::2], "full": full}
+
+    def labels(self, values: Sequence[Any]) -> Sequence[NonTensorData]:
+        return _items(values)
+
+    def wrap(self, cls: type[C], fields: Fields) -> C:
+        rows = [
+            TensorDict(dict(zip(fields, values, strict=True)), batch_size=())
+            for values in zip(*fields.values(), strict=True)
+        ]
+        return _contained(cls, _stacked(rows, self.shape, LazyStackedTensorDict))
+
+
+def _copies(values: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """Not views: a row kept in a replay buffer or sent elsewhere must not take its whole batch along."""
+    return torch.split_with_sizes_copy(values, lengths)  # type: ignore[func-returns-value,return-value]
+
+
+# The containers ------------------------------------------------------------------------------------------------------
+
+
+def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
+    full, prompt = request.tokens.full, request.tokens.prompt
+    masks = {"all_attention_mask": Ragged(torch.ones_like(full.values, dtype=torch.bool), full.lengths)}
+    if prompt is not None:
+        after = full.positions >= prompt.lengths[full.row_index]
+        masks["all_response_mask"] = Ragged(after.to(full.values.device), full.lengths)
+    if request.assistant is not None:
+        masks["all_assistant_mask"] = request.assistant
+    return {name: layout.field(mask, False) for name, mask in masks.items()}
+
+
+def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
+    logprobs, scored, provenance = request.logprobs, request.scored, request.provenance
+    assert logprobs is not None and scored is not None
+    values = Ragged(logprobs.values.masked_fill(~scored.values, 0.0), logprobs.lengths)
+    fields = {**layout.parts(values, 0.0), "scored_mask": layout.field(scored, False)}
+    if isinstance(provenance, Provenance):
+        fields["provenance"] = layout.labels([asdict(provenance)] * len(logprobs))
+    elif provenance is not None:
+        data = {one: asdict(one) for one in set(provenance)}
+        fields["provenance"] = layout.labels([data[one] for one in provenance])
+    return fields
+
+
+def _of_parts(cls: type[C], parts: Parts[T], build: Callable[[T], Any], shape: tuple[int, ...]) -> C:
+    fields = {name: build(part) for name, part in _given(parts)}
+    return _contained(cls, TensorDict(fields, batch_size=shape))
+
+
+def _contained(cls: type[C], td: TensorDictBase) -> C:
+    return cls.from_tensordict(td)  # type: ignore[attr-defined]
+
+
+def _given(parts: Parts[T]) -> Iterator[tuple[str, T]]:
+    named = (("prompt", parts.prompt), ("response", parts.response), ("full", parts.full))
+    return ((name, part) for name, part in named if part is not None)
+
+
+def _items(values: Sequence[Any]) -> Sequence[NonTensorData]:
+    # Half the cost of making them one by one. Each is its own, since tensordict writes to them in place.
+    items: Sequence[NonTensorData] = NonTensorData(None, batch_size=(len(values),)).unbind(0)
+    for item, value in zip(items, values, strict=True):
+        item.data = value
+    return items
+
+
+def _stacked(rows: Sequence[T], shape: tuple[int, ...], stack: Callable[..., Any]) -> Any:
+    """Rows in C order, as lazy stacks within lazy stacks."""
+    level: Sequence[Any] = rows
+    for width in reversed(shape):
+        level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
+    return level[0]
+
+
+# What must hold ------------------------------------------------------------------------------------------------------
+
+
+def _check(request: ContainerRequest) -> None:
+    tokens, full = request.tokens, request.tokens.full
+    scored = None if request.scored is None else request.logprobs
+    data = {"tokens": tokens, "masks": tokens, "text": request.texts, "history": request.chats, "log_probs": scored}
+    for name in sorted(request.fields):
+        if data.get(name) is None:
+            raise InvalidRequestError(f"{name!r} is asked for, but the request has no data for it", field=name)
+    count = math.prod(request.batch_size)
+    for name, values in _per_row(request):
+        if len(values) != count:
+            raise InvalidRequestError(
+                f"{name} has {len(values)} rows; a batch of {tuple(request.batch_size)} has {count}", field=name
+            )
+    given = {"logprobs": request.logprobs, "scored": request.scored, "assistant": request.assistant}
+    lengths = {name: rows.lengths for name, rows in given.items() if rows is not None}
+    if tokens.prompt is not None and tokens.response is not None:
+        lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
+    if request.columns is not None and request.pad_output:
+        lengths["columns"] = request.columns.mask.sum(-1).cpu()
+    for name, found in lengths.items():
+        problems = {
+            row: f"{int(found[row])} long where tokens.full is {int(full.lengths[row])}"
+            for row in (found != full.lengths).nonzero().flatten().tolist()
+        }
+        if problems:
+            row, what = next(iter(problems.items()))
+            raise InvalidRequestError(f"{name}: row {row} is {what}", field=name, problems=problems)
+
+
+def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:
+    """Everything in the request that has one item a row."""
+    for name in ("tokens", "texts", "chats"):
+        parts = getattr(request, name)
+        if parts is not None:
+            yield from ((f"{name}.{part}", values) for part, values in _given(parts))
+    for name in ("logprobs", "scored", "assistant", "finish_reasons", "errors"):
+        if getattr(request, name) is not None:
+            yield name, getattr(request, name)
+    if isinstance(request.provenance, tuple):
+        yield "provenance", request.provenance
+    if request.columns is not None:
+        yield "columns", request.columns.mask

@@ -1,0 +1,44 @@
+"""``corelm backends``: what is installed, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from corelm.registry import scan
+
+_ENGINE = {True: "yes", False: "not installed", None: "not said"}
+
+
+def show(as_json: bool) -> None:
+    """Print the backends to stdout; what could not be read goes to stderr."""
+    found = scan()
+    for line in found.unreadable:
+        print(f"skipped, its metadata cannot be read: {line}", file=sys.stderr)
+    if as_json:
+        print(json.dumps([asdict(info) for info in found.backends], indent=2))
+        return
+    if not found.backends:
+        print('no backend is installed; to have one: pip install "core[transformers]"')
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("name", "distribution", "version", "core", "engine", "problem"):
+        table.add_column(title, overflow="fold")
+    for info in found.backends:
+        table.add_row(
+            info.name,
+            info.distribution,
+            info.version,
+            "not said" if info.requires_core is None else info.requires_core or "any",
+            _ENGINE[info.engine_available],
+            info.problem or "",
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe has no width; what goes into one is read line by line.
+        console.width = 1000
+    console.print(table)

@@ -1,0 +1,74 @@
+"""An engine without a model, for faults that no real one can be made to show. It answers what a test tells it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from corelm import Capabilities, Ragged, hookimpl
+from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+
+VOCAB, CONTEXT, EOS = 16, 12, 2
+
+
+class Digits:
+    """A tokenizer of single hexadecimal digits: "3a" is [3, 10]."""
+
+    eos_token_id, pad_token_id = EOS, 0
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
+        return {"input_ids": [[int(c, 16) for c in text] for text in texts]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"{i:x}" for i in ids if not (skip_special_tokens and i == EOS))
+
+
+class Fake:
+    """Repeats each prompt's last id `max_new_tokens` times, with log-prob -1 each. `bend` then changes the result."""
+
+    requires_api = ">=1,<2"
+    tokenizer = Digits()
+    capabilities = Capabilities(
+        vocab_size=VOCAB,
+        max_context=CONTEXT,
+        sampling={"temperature": (0.0, 2.0), "stop": None},
+        generation_modes=frozenset({"raw"}),
+        score=True,
+        per_answer_seeds=True,
+        update_weights=True,
+    )
+
+    def __init__(self, bend: Callable[[Any], Any] = lambda batch: batch, **capabilities: Any) -> None:
+        self.bend = bend
+        self.requests: list[Any] = []
+        self.capabilities = replace(type(self).capabilities, **capabilities)
+
+    @classmethod
+    def open(cls, model: Any = None) -> Fake:
+        return cls()
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        self.requests.append(request)
+        new = request.sampling.max_new_tokens or 1
+        samples = request.sampling.num_samples or 1
+        ids = Ragged.from_list([[row[-1]] * new for row in request.prompts.tolist() for _ in range(samples)])
+        logprobs = Ragged.full(ids.lengths, -1.0, torch.float32)
+        return self.bend(GenerationBatch(ids=ids, logprobs=logprobs, finish_reasons=("length",) * len(ids)))
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+        self.requests.append(request)
+        rows = request.sequences
+        scored = rows.positions >= request.score_from[rows.row_index]
+        return self.bend(
+            ScoreBatch(logprobs=Ragged(-scored.float(), rows.lengths), scored=Ragged(scored, rows.lengths))
+        )
+
+    @hookimpl
+    def update_weights(self, request: Any) -> bool:
+        self.requests.append(request)
+        return True

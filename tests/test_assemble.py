@@ -1,0 +1,329 @@
+"""`assemble`: requests made by hand, and what plain Python lists say must come out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from corelm.assemble import assemble, dense_columns
+from corelm.containers import LogProbs, Masks, Text, Tokens, ragged
+from corelm.errors import InvalidRequestError
+from corelm.history import Message
+from corelm.messages import Columns, ContainerRequest, Parts
+from corelm.provenance import Provenance
+from corelm.rows import Ragged
+
+# The pad id stands inside prompts and answers: what is a pad is known from lengths, never from ids.
+PAD = 0
+PROMPTS = [[1, 2, 3], [PAD, 4], [5]]
+RESPONSES = [[6], [7, PAD, 8], []]
+FULL = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+LOGPROBS = [[0.0, 0.0, 0.0, -0.5], [0.0, 0.0, -1.0, -1.5, -2.0], [0.0]]
+RAW = Provenance("toy", "tiny", "0")
+HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))
+
+SPLIT = Parts(Ragged.from_list(PROMPTS), Ragged.from_list(RESPONSES), Ragged.from_list(FULL))
+WHOLE: Parts[Ragged] = Parts(None, None, Ragged.from_list(FULL))
+
+
+def marks(left: bool, right: bool) -> list[list[bool]]:
+    """`left` on every prompt position, `right` on every response position."""
+    return [[left] * len(p) + [right] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+def request(*fields: str, **changes: Any) -> ContainerRequest:
+    given: dict[str, Any] = {
+        "batch_size": (3,),
+        "tokens": SPLIT,
+        "logprobs": Ragged.from_list(LOGPROBS, torch.float32),
+        "scored": Ragged.from_list(marks(False, True), torch.bool),
+        "provenance": RAW,
+        "pad_id": PAD,
+    }
+    return ContainerRequest(fields=frozenset(fields), **given | changes)
+
+
+def plain(value: Any) -> Any:
+    """Tensors, alone or in lists, as plain lists."""
+    return [plain(item) for item in value] if isinstance(value, list) else value.tolist()
+
+
+# The two layouts -----------------------------------------------------------------------------------------------------
+
+
+def test_one_row_a_sample() -> None:
+    td = assemble(request("tokens", "masks", "log_probs", assistant=Ragged.from_list(marks(True, False), torch.bool)))
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert isinstance(tokens, Tokens) and isinstance(masks, Masks) and isinstance(log_probs, LogProbs)
+    assert (plain(tokens.prompt), plain(tokens.response), plain(tokens.full)) == (PROMPTS, RESPONSES, FULL)
+    assert plain(masks.all_attention_mask) == marks(True, True)
+    assert plain(masks.all_response_mask) == marks(False, True)
+    assert plain(masks.all_assistant_mask) == marks(True, False)
+    assert plain(log_probs.full) == LOGPROBS
+    assert plain(log_probs.prompt) == [[0.0] * len(p) for p in PROMPTS]
+    assert plain(log_probs.response) == [[-0.5], [-1.0, -1.5, -2.0], []]
+    assert plain(log_probs.scored_mask) == marks(False, True)
+    assert log_probs.provenance == RAW
+    assert [tokens.padded, masks.padded, log_probs.padded] == [False] * 3
+    dtypes = {value.dtype for value in (tokens.full[0], log_probs.full[0], masks.all_attention_mask[0])}
+    assert dtypes == {torch.int64, torch.float32, torch.bool}
+
+
+def test_dense() -> None:
+    td = assemble(request("tokens", "masks", "log_probs", pad_output=True, pad_id=9))
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert tokens.prompt.tolist() == [[1, 2, 3], [9, 0, 4], [9, 9, 5]]
+    assert tokens.response.tolist() == [[6, 9, 9], [7, 0, 8], [9, 9, 9]]
+    assert tokens.full.tolist() == [[1, 2, 3, 6, 9, 9], [9, 0, 4, 7, 0, 8], [9, 9, 5, 9, 9, 9]]
+    o, x = False, True
+    assert masks.all_attention_mask.tolist() == [[x, x, x, x, o, o], [o, x, x, x, x, x], [o, o, x, o, o, o]]
+    assert masks.all_response_mask.tolist() == [[o, o, o, x, o, o], [o, o, o, x, x, x], [o] * 6]
+    assert log_probs.prompt.tolist() == [[0.0] * 3] * 3
+    assert log_probs.response.tolist() == [[-0.5, 0.0, 0.0], [-1.0, -1.5, -2.0], [0.0] * 3]
+    assert log_probs.full.tolist() == [[0.0] * 3 + row for row in log_probs.response.tolist()]
+    assert log_probs.scored_mask.tolist() == masks.all_response_mask.tolist()
+    assert log_probs.provenance == RAW
+    assert [tokens.padded, masks.padded, log_probs.padded] == [True] * 3
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_without_a_split_there_is_full_alone(pad_output: bool) -> None:
+    td = assemble(request("tokens", "masks", "log_probs", tokens=WHOLE, pad_output=pad_output))
+    mark = {"padded"} if pad_output else set()
+    assert set(td["tokens"].keys()) == {"full"} | mark
+    assert set(td["masks"].keys()) == {"all_attention_mask"} | mark
+    assert set(td["log_probs"].keys()) == {"full", "scored_mask", "provenance"} | mark
+    assert td["tokens"].prompt is None and td["log_probs"].response is None
+    assert td["masks"].all_response_mask is None and td["masks"].all_assistant_mask is None
+    if pad_output:
+        assert td["tokens"].full.tolist() == [[1, 2, 3, 6, 0], [0, 4, 7, 0, 8], [5, 0, 0, 0, 0]]
+        assert td["masks"].all_attention_mask.sum(-1).tolist() == [4, 5, 1]
+
+
+@pytest.mark.parametrize("tokens", [SPLIT, WHOLE])
+def test_columns_are_kept(tokens: Parts[Ragged]) -> None:
+    """A scored batch comes back in the columns it came in, pads on both sides and all."""
+    o, x = False, True
+    mask = torch.tensor([[o, x, x, x, x, o, o, o], [o, o, x, x, x, x, x, o], [o, o, o, x, o, o, o, o]])
+    columns = Columns(mask, None if tokens is WHOLE else 4)
+    td = assemble(request("tokens", "masks", "log_probs", tokens=tokens, columns=columns, pad_output=True))
+    assert td["tokens"].full.tolist() == [[0, 1, 2, 3, 6, 0, 0, 0], [0, 0, 0, 4, 7, 0, 8, 0], [0, 0, 0, 5, 0, 0, 0, 0]]
+    assert td["masks"].all_attention_mask.tolist() == mask.tolist()
+    assert td["log_probs"].full.tolist()[1] == [0.0, 0.0, 0.0, 0.0, -1.0, -1.5, -2.0, 0.0]
+    if tokens is SPLIT:
+        assert td["tokens"].prompt.tolist() == [[0, 1, 2, 3], [0, 0, 0, 4], [0, 0, 0, 5]]
+        assert td["log_probs"].response.tolist()[0] == [-0.5, 0.0, 0.0, 0.0]
+        assert td["masks"].all_response_mask.sum(-1).tolist() == [1, 3, 0]
+    rows = assemble(request("tokens", tokens=tokens, columns=columns))
+    assert plain(rows["tokens"].full) == FULL
+
+
+def test_dense_columns() -> None:
+    columns = dense_columns(SPLIT)
+    assert columns.prompt_width == 3
+    assert columns.mask.tolist() == [[True] * 4 + [False] * 2, [False] + [True] * 5, [False, False, True] + [False] * 3]
+    assert dense_columns(WHOLE).prompt_width is None
+    assert dense_columns(WHOLE).mask.sum(-1).tolist() == [4, 5, 1]
+
+
+# Batch shapes --------------------------------------------------------------------------------------------------------
+
+
+def nested(flat: list[Any], shape: tuple[int, ...]) -> Any:
+    def take(items: Iterator[Any], shape: tuple[int, ...]) -> Any:
+        return [take(items, shape[1:]) for _ in range(shape[0])] if shape else next(items)
+
+    return take(iter(flat), shape)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (4,), (2, 3), (2, 0), (0, 3), (2, 1, 3)])
+def test_every_container_for_every_batch_shape(shape: tuple[int, ...], pad_output: bool) -> None:
+    rows = range(math.prod(shape))
+    prompts, responses = [[r] * (1 + r % 2) for r in rows], [[r + 10] * (r % 3) for r in rows]
+    full = [p + r for p, r in zip(prompts, responses, strict=True)]
+    asks = tuple((Message("user", f"ask {r}"),) for r in rows)
+    says = tuple((Message("assistant", f"say {r}"),) for r in rows)
+    td = assemble(
+        ContainerRequest(
+            batch_size=shape,
+            fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
+            tokens=Parts(Ragged.from_list(prompts), Ragged.from_list(responses), Ragged.from_list(full)),
+            texts=Parts(tuple(f"p{r}" for r in rows), tuple(f"r{r}" for r in rows), tuple(f"p{r}r{r}" for r in rows)),
+            chats=Parts(asks, says, tuple(a + s for a, s in zip(asks, says, strict=True))),
+            logprobs=Ragged.from_list([[-1.0] * len(row) for row in full], torch.float32),
+            scored=Ragged.from_list([[True] * len(row) for row in full], torch.bool),
+            provenance=tuple(RAW if r < 2 else HOT for r in rows),
+            finish_reasons=("stop",) * len(rows),
+            errors=tuple(f"e{r}" for r in rows),
+            pad_output=pad_output,
+        )
+    )
+    assert td.batch_size == torch.Size(shape)
+    assert td["text"].response == nested([f"r{r}" for r in rows], shape)
+    assert td["text"].full == nested([f"p{r}r{r}" for r in rows], shape)
+    if shape and 0 not in shape:
+        assert type(td["text"].response) is list
+    if pad_output:
+        assert td["tokens"].full.shape[:-1] == shape
+    else:
+        assert td["tokens"].padded is False
+        assert plain(td["tokens"].response) == nested(responses, shape)
+    for name, expected in (("prompt", prompts), ("response", responses), ("full", full)):
+        assert ragged(td, ("tokens", name)).tolist() == expected
+    assert ragged(td, ("masks", "all_attention_mask")).tolist() == [[True] * len(row) for row in full]
+    assert td["history"].full.to_chats() == nested(
+        [[{"role": "user", "content": f"ask {r}"}, {"role": "assistant", "content": f"say {r}"}] for r in rows], shape
+    )
+    assert td["log_probs"].provenance == (None if not rows else RAW if len(rows) <= 2 else (RAW, HOT))
+    assert td["finish_reason"] == (nested(["stop"] * len(rows), shape) if rows else [])
+    assert td["errors"] == (nested([f"e{r}" for r in rows], shape) if rows else [])
+
+
+row = st.lists(st.integers(0, 3), max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(row, row), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_nothing_is_lost_whatever_the_lengths(pairs: list[Any], pad_output: bool, split: bool) -> None:
+    prompts, responses, full = [a for a, _ in pairs], [b for _, b in pairs], [a + b for a, b in pairs]
+    parts = (Ragged.from_list(prompts), Ragged.from_list(responses)) if split else (None, None)
+    scores = [[float(t) for t in range(len(row))] for row in full]
+    td = assemble(
+        ContainerRequest(
+            batch_size=(len(full),),
+            fields=frozenset({"tokens", "masks", "log_probs"}),
+            tokens=Parts(*parts, Ragged.from_list(full)),
+            logprobs=Ragged.from_list(scores, torch.float32),
+            scored=Ragged.from_list([[t % 2 == 1 for t in range(len(row))] for row in full], torch.bool),
+            pad_output=pad_output,
+        )
+    )
+    odd = [[t if t % 2 else 0.0 for t in row] for row in scores]
+    assert ragged(td, ("tokens", "full")).tolist() == full
+    assert ragged(td, ("log_probs", "full")).tolist() == odd
+    if split:
+        assert ragged(td, ("tokens", "prompt")).tolist() == prompts
+        assert ragged(td, ("tokens", "response")).tolist() == responses
+        assert ragged(td, ("log_probs", "response")).tolist() == [
+            o[len(p) :] for o, p in zip(odd, prompts, strict=True)
+        ]
+        assert ragged(td, ("masks", "all_response_mask")).values.sum() == sum(map(len, responses))
+    if pad_output and split:
+        both = [torch.cat([td[c].prompt, td[c].response], -1) for c in ("tokens", "log_probs")]
+        assert torch.equal(both[0], td["tokens"].full) and torch.equal(both[1], td["log_probs"].full)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_an_unscored_position_holds_zero_whatever_the_engine_left_there(pad_output: bool) -> None:
+    junk = [[float("nan")] * len(p) + [-1.0] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    logprobs = Ragged.from_list(junk, torch.float32)
+    td = assemble(request("log_probs", "masks", logprobs=logprobs, pad_output=pad_output))
+    expected = [[0.0] * len(p) + [-1.0] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    assert ragged(td, ("log_probs", "full")).tolist() == expected
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize(("field", "reached"), [("full", 1.0), ("response", 1.0), ("prompt", 0.0)])
+def test_gradients_reach_the_scored_values(field: str, reached: float, pad_output: bool) -> None:
+    values = torch.tensor(list(itertools.chain(*LOGPROBS)), requires_grad=True)
+    td = assemble(request("log_probs", logprobs=Ragged(values, SPLIT.full.lengths), pad_output=pad_output))
+    found = getattr(td["log_probs"], field)
+    (found if pad_output else torch.cat(found)).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [reached * scored for row in marks(False, True) for scored in row]
+
+
+def leaves(td: Any, *keys: tuple[str, str]) -> list[Tensor]:
+    values = [getattr(td[container], field) for container, field in keys]
+    return [tensor for value in values for tensor in (value if isinstance(value, list) else [value])]
+
+
+EVERY = [(c, f) for c in ("tokens", "log_probs") for f in ("prompt", "response", "full")] + [
+    ("masks", "all_attention_mask"),
+    ("masks", "all_response_mask"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "scored_mask"),
+]
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_each_row_and_field_has_storage_of_its_own(pad_output: bool) -> None:
+    assistant = Ragged.from_list(marks(True, True), torch.bool)
+    asked = request("tokens", "masks", "log_probs", assistant=assistant, pad_output=pad_output)
+    tensors = [tensor for tensor in leaves(assemble(asked), *EVERY) if tensor.numel()]
+    given = [asked.tokens.full, asked.logprobs, asked.scored, asked.assistant]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(storages) == len(tensors)
+    assert storages.isdisjoint(rows.values.untyped_storage().data_ptr() for rows in given if rows is not None)
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_no_tensor_is_an_inference_tensor(pad_output: bool) -> None:
+    with torch.inference_mode():
+        tokens = Parts(*(Ragged.from_list(rows) for rows in (PROMPTS, RESPONSES, FULL)))
+        logprobs = Ragged.from_list(LOGPROBS, torch.float32)
+        scored, assistant = (Ragged.from_list(marks(left, True), torch.bool) for left in (False, True))
+    given = {"tokens": tokens, "logprobs": logprobs, "scored": scored, "assistant": assistant}
+    td = assemble(request("tokens", "masks", "log_probs", **given, pad_output=pad_output))
+    assert not any(tensor.is_inference() for tensor in leaves(td, *EVERY))
+
+
+def test_only_what_is_asked_for_is_built() -> None:
+    assert set(assemble(request("tokens")).keys()) == {"tokens"}
+    texts: Parts[tuple[str, ...]] = Parts(None, None, ("a", "b", "c"))
+    td = assemble(request("text", texts=texts, finish_reasons=("stop", "length", "error"), errors=("", "", "boom")))
+    assert set(td.keys()) == {"text", "finish_reason", "errors"}
+    assert isinstance(td["text"], Text)
+    assert td["text"].full == ["a", "b", "c"] and td["text"].response is None
+    assert td["finish_reason"] == ["stop", "length", "error"]
+    assert td[2]["errors"] == "boom"
+
+
+# Requests at fault ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "message"),
+    [
+        (request("text"), "text", "'text' is asked for"),
+        (request("history"), "history", "'history' is asked for"),
+        (request("log_probs", scored=None), "log_probs", "'log_probs' is asked for"),
+        (request("images"), "images", "'images' is asked for"),
+        (request("tokens", batch_size=(2, 2)), "tokens.prompt", r"has 3 rows; a batch of \(2, 2\) has 4"),
+        (request("tokens", finish_reasons=("stop",)), "finish_reasons", "has 1 rows"),
+        (request("tokens", errors=("",) * 4), "errors", "has 4 rows"),
+        (request("text", texts=Parts(None, None, ("a",))), "texts.full", "has 1 rows"),
+        (request("log_probs", provenance=(RAW, HOT)), "provenance", "has 2 rows"),
+    ],
+)
+def test_a_request_that_does_not_add_up_is_refused(asked: ContainerRequest, field: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        assemble(asked)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("name", ["logprobs", "scored", "assistant", "prompt and response", "columns"])
+def test_lengths_that_disagree_are_refused_by_row(name: str) -> None:
+    wrong = Ragged.from_list([[1] * 4, [1] * 4, [1] * 2])
+    changes: dict[str, Any] = {name: wrong}
+    if name == "columns":
+        changes = {"columns": Columns(wrong.mask(), None), "pad_output": True}
+    elif name == "prompt and response":
+        changes = {"tokens": Parts(Ragged.from_list([[], [], []]), wrong, SPLIT.full)}
+    with pytest.raises(InvalidRequestError, match=f"{name}: row 1 is 4 long where tokens.full is 5") as error:
+        assemble(request("tokens", **changes))
+    assert error.value.rows == (1, 2)

@@ -1,0 +1,435 @@
+"""The containers under everything people do to a TensorDict, in both layouts, against plain Python lists."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+
+from corelm.assemble import assemble
+from corelm.containers import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, Text, Tokens, ragged
+from corelm.errors import InvalidRequestError
+from corelm.history import History, Message
+from corelm.messages import ContainerRequest, Parts
+from corelm.provenance import Provenance
+from corelm.rows import Ragged
+
+RAW = Provenance("toy", "tiny", "0")
+HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))
+
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7]]
+RESPONSES = [[8], [9, 10, 11], [], [12, 13]]
+TEXTS = ["a", "b", "c", "d"]
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+
+# What the four rows look like padded: prompts to 3 columns, responses to 3.
+LEFT = [[1, 2, 3], [0, 0, 4], [0, 5, 6], [0, 0, 7]]
+RIGHT = [[8, 0, 0], [9, 10, 11], [0, 0, 0], [12, 13, 0]]
+
+
+def batch(shape: tuple[int, ...] = (4,), pad_output: bool = False, provenance: Any = RAW) -> TensorDict:
+    """The four rows above. A log-prob is minus its token's id."""
+    full = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    tokens = Parts(*(Ragged.from_list(rows) for rows in (PROMPTS, RESPONSES, full)))
+    scored = [[False] * len(p) + [True] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    messages = tuple((Message("user", text),) for text in TEXTS)
+    request = ContainerRequest(
+        batch_size=shape,
+        fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
+        tokens=tokens,
+        texts=Parts(tuple(TEXTS), tuple(TEXTS), tuple(TEXTS)),
+        chats=Parts(messages, messages, messages),
+        logprobs=Ragged(-tokens.full.values.float(), tokens.full.lengths),
+        scored=Ragged.from_list(scored, torch.bool),
+        provenance=provenance,
+        finish_reasons=("stop", "length", "stop", "length"),
+        pad_output=pad_output,
+    )
+    return assemble(request)
+
+
+def plain(value: Any) -> Any:
+    return [plain(item) for item in value] if isinstance(value, list) else value.tolist()
+
+
+def pick(table: list[Any], rows: Any) -> Any:
+    """The rows of a table, nested as `rows` is."""
+    return [pick(table, row) for row in rows] if isinstance(rows, list) else table[rows]
+
+
+def assert_holds(td: TensorDictBase, rows: Any, pad_output: bool) -> None:
+    """That `td` holds these of the four rows, nested like this, in every container and still in its layout."""
+    prompts, responses = (LEFT, RIGHT) if pad_output else (PROMPTS, RESPONSES)
+    tokens, log_probs = td["tokens"], td["log_probs"]
+    assert (type(tokens), type(log_probs), type(td["text"])) == (Tokens, LogProbs, Text)
+    assert [tokens.padded, td["masks"].padded, log_probs.padded] == [pad_output] * 3
+    assert plain(tokens.prompt) == pick(prompts, rows)
+    assert plain(tokens.response) == pick(responses, rows)
+    assert plain(log_probs.response) == pick([[-float(i) for i in row] for row in responses], rows)
+    assert td["text"].response == pick(TEXTS, rows)
+    assert td["history"].full.to_chats() == pick(CHATS, rows)
+    flat = pick(list(range(4)), rows)
+    while isinstance(flat, list) and any(isinstance(item, list) for item in flat):
+        flat = [row for part in flat for row in part]
+    flat = flat if isinstance(flat, list) else [flat]
+    assert ragged(td, ("tokens", "full")).tolist() == [PROMPTS[row] + RESPONSES[row] for row in flat]
+    assert ragged(td, ("masks", "all_response_mask")).tolist() == [
+        [False] * len(PROMPTS[row]) + [True] * len(RESPONSES[row]) for row in flat
+    ]
+    assert log_probs.provenance == (RAW if flat else None)
+    assert set(td["masks"].keys()) - {"padded"} == {"all_attention_mask", "all_response_mask"}
+
+
+both_layouts = pytest.mark.parametrize("pad_output", [False, True], ids=["rows", "dense"])
+Operation = Callable[[TensorDict], TensorDictBase]
+
+FLAT: dict[str, tuple[Operation, Any]] = {
+    "as it is": (lambda td: td, [0, 1, 2, 3]),
+    "a row": (lambda td: td[1], 1),
+    "a slice": (lambda td: td[1:3], [1, 2]),
+    "an ellipsis": (lambda td: td[..., 2:], [2, 3]),
+    "a mask": (lambda td: td[torch.tensor([True, False, False, True])], [0, 3]),
+    "an index": (lambda td: td[torch.tensor([3, 1, 1])], [3, 1, 1]),
+    "a list": (lambda td: td[[2, 0]], [2, 0]),
+    "a two-dimensional index": (lambda td: td[torch.tensor([[3, 1], [0, 2]])], [[3, 1], [0, 2]]),
+    "an empty slice": (lambda td: td[:0], []),
+    "an empty mask": (lambda td: td[torch.zeros(4, dtype=torch.bool)], []),
+    "an empty index": (lambda td: td.exclude("finish_reason")[torch.tensor([], dtype=torch.int64)], []),
+    "nothing of nothing": (lambda td: td.exclude("finish_reason")[:0][:0], []),
+    "rows stacked lazily": (lambda td: lazy_stack([td[2], td[0]]), [2, 0]),
+    "slices stacked lazily": (lambda td: lazy_stack([td[:2], td[2:]]), [[0, 1], [2, 3]]),
+    "rows taken apart and put together": (lambda td: lazy_stack(list(td.unbind(0))), [0, 1, 2, 3]),
+    "a replayed batch": (lambda td: lazy_stack(list(lazy_stack(list(td.unbind(0)))[1:].unbind(0))), [1, 2, 3]),
+    "a slice of stacked rows": (lambda td: lazy_stack(list(td.unbind(0)))[2:], [2, 3]),
+    "equal rows stacked": (lambda td: torch.stack([td[1], td[1]]), [1, 1]),
+    "equal rows stacked if they fit": (lambda td: LazyStackedTensorDict.maybe_dense_stack([td[1], td[1]]), [1, 1]),
+    "two batches stacked": (lambda td: torch.stack([td, td]), [[0, 1, 2, 3], [0, 1, 2, 3]]),
+    "two batches stacked along the rows": (lambda td: torch.stack([td, td], 1), [[0, 0], [1, 1], [2, 2], [3, 3]]),
+    "concatenated": (lambda td: torch.cat([td[2:], td[:2]]), [2, 3, 0, 1]),
+    "concatenated with nothing": (lambda td: torch.cat([td[:0], td[:2], td[4:]]), [0, 1]),
+    "split": (lambda td: td.split(2)[1], [2, 3]),
+    "reshaped": (lambda td: td.reshape(2, 2), [[0, 1], [2, 3]]),
+    "cloned": (lambda td: td.clone(), [0, 1, 2, 3]),
+    "shallowly cloned": (lambda td: td.clone(recurse=False), [0, 1, 2, 3]),
+    "moved": (lambda td: td.to("cpu"), [0, 1, 2, 3]),
+    "locked": (lambda td: td.lock_(), [0, 1, 2, 3]),
+    "pickled": (lambda td: pickle.loads(pickle.dumps(td)), [0, 1, 2, 3]),
+    "a row pickled": (lambda td: pickle.loads(pickle.dumps(td[3])), 3),
+    "nothing pickled": (lambda td: pickle.loads(pickle.dumps(td[:0])), []),
+    "selected": (lambda td: td.select("tokens", "masks", "log_probs", "text", "history"), [0, 1, 2, 3]),
+    "excluded": (lambda td: td.exclude("finish_reason"), [0, 1, 2, 3]),
+}
+
+SQUARE: dict[str, tuple[Operation, Any]] = {
+    "as it is": (lambda td: td, [[0, 1], [2, 3]]),
+    "a sample": (lambda td: td[0, 1], 1),
+    "a prompt": (lambda td: td[1], [2, 3]),
+    "the first samples": (lambda td: td[:, 0], [0, 2]),
+    "no samples": (lambda td: td[:, :0], [[], []]),
+    "a mask": (lambda td: td[torch.tensor([[True, False], [False, True]])], [0, 3]),
+    "flattened": (lambda td: td.flatten(0, 1), [0, 1, 2, 3]),
+    "taken apart by sample": (lambda td: lazy_stack(list(td.unbind(1))), [[0, 2], [1, 3]]),
+    "rows stacked lazily": (lambda td: lazy_stack([td[1, 0], td[0, 0]]), [2, 0]),
+    "concatenated by sample": (lambda td: torch.cat([td[:, 1:], td[:, :1]], 1), [[1, 0], [3, 2]]),
+    "two batches stacked": (lambda td: torch.stack([td, td]), [[[0, 1], [2, 3]]] * 2),
+    "pickled": (lambda td: pickle.loads(pickle.dumps(td)), [[0, 1], [2, 3]]),
+    "cloned": (lambda td: td.clone(), [[0, 1], [2, 3]]),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("name", FLAT)
+def test_a_batch_survives(name: str, pad_output: bool) -> None:
+    operation, rows = FLAT[name]
+    assert_holds(operation(batch((4,), pad_output)), rows, pad_output)
+
+
+@both_layouts
+@pytest.mark.parametrize("name", SQUARE)
+def test_a_batch_of_samples_survives(name: str, pad_output: bool) -> None:
+    operation, rows = SQUARE[name]
+    assert_holds(operation(batch((2, 2), pad_output)), rows, pad_output)
+
+
+@both_layouts
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_nothing_keeps_every_key(shape: tuple[int, ...], pad_output: bool) -> None:
+    td = batch(shape, pad_output)
+    assert set(td[:0].keys(True, True)) == set(td.keys(True, True))
+    assert {value.dtype for value in td[:0].values(True, True)} == {torch.int64, torch.float32, torch.bool}
+
+
+# On disk and elsewhere -----------------------------------------------------------------------------------------------
+
+
+@both_layouts
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_torch_save(pad_output: bool, weights_only: bool) -> None:
+    file = io.BytesIO()
+    torch.save(batch((4,), pad_output), file)
+    file.seek(0)
+    with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
+        assert_holds(torch.load(file, weights_only=weights_only), [0, 1, 2, 3], pad_output)
+
+
+@both_layouts
+@pytest.mark.parametrize(("shape", "rows"), [((4,), [0, 1, 2, 3]), ((2, 2), [[0, 1], [2, 3]])])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_memmap(tmp_path: Path, shape: tuple[int, ...], rows: Any, pad_output: bool, inplace: bool) -> None:
+    td = batch(shape, pad_output)
+    mapped = td.memmap_(tmp_path) if inplace else td.memmap(tmp_path)
+    assert_holds(mapped, rows, pad_output)
+    # Nothing of ours is pickled, so it loads where pickles are refused.
+    assert_holds(TensorDict.load_memmap(tmp_path, allow_pickle=False), rows, pad_output)
+
+
+@both_layouts
+def test_memmap_of_a_replayed_batch_and_of_nothing(tmp_path: Path, pad_output: bool) -> None:
+    td = batch((4,), pad_output)
+    lazy_stack([td[2], td[0]]).memmap(tmp_path / "some")
+    assert_holds(TensorDict.load_memmap(tmp_path / "some", allow_pickle=False), [2, 0], pad_output)
+    td.exclude("finish_reason")[:0].memmap(tmp_path / "none")
+    assert_holds(TensorDict.load_memmap(tmp_path / "none", allow_pickle=False), [], pad_output)
+
+
+@both_layouts
+def test_to_another_device(pad_output: bool) -> None:
+    td = batch((4,), pad_output).to("meta")
+    full = td["tokens"].full
+    assert td["tokens"].padded is pad_output
+    assert {tensor.device.type for tensor in ([full] if pad_output else full)} == {"meta"}
+    assert td["text"].full == TEXTS
+    assert td["log_probs"].provenance == RAW
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@both_layouts
+def test_repr_tells_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
+    shown = repr(batch(shape, pad_output))
+    for name in ("Tokens(", "LogProbs(", "Masks(", "Text(", "ChatHistory(", "scored_mask", "all_response_mask"):
+        assert name in shown
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_text_reads_as_plain_python() -> None:
+    td = batch()
+    assert td[0]["text"].response == "a"
+    assert type(td[0]["text"].response) is str
+    assert type(td["text"].response) is list
+    assert {type(row) for row in batch((2, 2))["text"].response} == {list}
+
+
+def test_equal_lengths_do_not_make_rows_dense() -> None:
+    td = lazy_stack([batch()[1], batch()[1]])
+    assert [row.tolist() for row in td["tokens"].response] == [[9, 10, 11]] * 2
+    assert isinstance(torch.stack([td[0], td[1]])["tokens"].response, list)
+
+
+@both_layouts
+def test_an_absent_field_reads_as_none_and_is_no_key(pad_output: bool) -> None:
+    td = batch((4,), pad_output).exclude(("tokens", "response"), ("text", "prompt"), ("history", "full"))
+    assert td["tokens"].response is None
+    assert td["text"].prompt is None
+    assert td["history"].full is None
+    assert td["masks"].all_assistant_mask is None
+    assert td.get(("tokens", "response")) is None
+    assert {("tokens", "response"), ("masks", "all_assistant_mask")}.isdisjoint(td.keys(True, True))
+
+
+def test_an_unknown_field_is_an_error_that_lists_the_known_ones() -> None:
+    td = batch()
+    with pytest.raises(AttributeError, match="Tokens has no 'respons'; its fields are prompt, response, full, padded"):
+        td["tokens"].respons  # noqa: B018
+    with pytest.raises(AttributeError, match="ChatHistory has no 'last'; its fields are prompt, response, full"):
+        td["history"].last  # noqa: B018
+    with pytest.raises(AttributeError, match="Text"):
+        td["text"].full_text = "x"
+
+
+@both_layouts
+def test_selecting_a_field_keeps_the_layout(pad_output: bool) -> None:
+    td = batch((4,), pad_output)
+    for chosen in (td.select(("tokens", "response"))["tokens"], td["tokens"].select("response")):
+        assert plain(chosen.response) == (RIGHT if pad_output else RESPONSES)
+        assert chosen.padded is pad_output
+        assert chosen.full is None
+
+
+def test_containers_made_by_hand() -> None:
+    tokens = Tokens(full=torch.tensor([[1, 2], [3, 0]]), batch_size=[2])
+    assert tokens.padded is True
+    assert tokens.full.tolist() == [[1, 2], [3, 0]]
+    row = Tokens(full=torch.tensor([1, 2]), padded=False, batch_size=[])
+    other = batch().select(("tokens", "full"))[1]["tokens"]
+    assert plain(lazy_stack([row, other]).full) == [[1, 2], [4, 9, 10, 11]]
+    log_probs = LogProbs(full=torch.zeros(2, 2), provenance=HOT, batch_size=[2])
+    assert log_probs.provenance == HOT
+    assert log_probs.scored_mask is None
+    assert Text(full="x", batch_size=[]).full == "x"
+    history = History.from_chats([CHATS[0]])
+    assert ChatHistory(full=history, batch_size=[1]).full.to_chats() == [CHATS[0]]
+
+
+# Provenance ----------------------------------------------------------------------------------------------------------
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda a, b: lazy_stack([a, b]),
+        lambda a, b: lazy_stack([a[1], b[0], a[0]]),
+        lambda a, b: torch.cat([a, b]),
+        lambda a, b: torch.stack([a, b]),
+    ],
+)
+def test_rows_keep_their_own_provenance(join: Callable[[Any, Any], TensorDictBase], pad_output: bool) -> None:
+    td = join(batch((4,), pad_output), batch((4,), pad_output, HOT))
+    assert td["log_probs"].provenance == (RAW, HOT)
+    loaded = pickle.loads(pickle.dumps(td))
+    assert loaded["log_probs"].provenance == (RAW, HOT)
+
+
+@both_layouts
+def test_a_tuple_of_provenances_is_one_a_row(pad_output: bool, tmp_path: Path) -> None:
+    td = batch((2, 2), pad_output, (HOT, RAW, RAW, RAW))
+    td.memmap(tmp_path)
+    for each in (td, TensorDict.load_memmap(tmp_path, allow_pickle=False)):
+        assert each["log_probs"].provenance == (HOT, RAW)
+        assert each[0, 0]["log_probs"].provenance == HOT
+        assert each[1]["log_probs"].provenance == RAW
+
+
+@both_layouts
+def test_replacing_a_row_changes_that_row_alone(pad_output: bool) -> None:
+    td, other = batch((4,), pad_output), batch((4,), pad_output, HOT)
+    td[1] = other[1]
+    assert [td[row]["log_probs"].provenance for row in range(4)] == [RAW, HOT, RAW, RAW]
+    assert plain(td["tokens"].response) == (RIGHT if pad_output else RESPONSES)
+
+
+# Mixtures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_rows_of_both_layouts_in_one_stack_are_noticed(order: tuple[bool, bool]) -> None:
+    # Row 1 has three response tokens and its padded row three columns: its shape does not tell.
+    td = lazy_stack([batch((4,), pad_output)[1] for pad_output in order])
+    for read in (lambda: td["tokens"].response, lambda: td["tokens"].padded, lambda: td["log_probs"].full):
+        with pytest.raises(InvalidRequestError, match="some rows are padded and others are not"):
+            read()
+    assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11]] * 2
+    assert ragged(td, ("log_probs", "prompt")).tolist() == [[-0.0]] * 2
+
+
+def test_dense_rows_of_different_widths_are_noticed() -> None:
+    wide = batch((4,), True)
+    narrow = TensorDict(
+        tokens=Tokens(full=torch.tensor([[5, 6]]), batch_size=[1]),
+        masks=Masks(all_attention_mask=torch.tensor([[False, True]]), batch_size=[1]),
+        batch_size=[1],
+    )
+    td = lazy_stack([wide[1], narrow[0]])
+    with pytest.raises(InvalidRequestError, match="padded to different widths"):
+        td["tokens"].full  # noqa: B018
+    assert td["tokens"].padded is True
+    assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11], [6]]
+
+
+# Setting -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@both_layouts
+def test_what_was_read_can_be_set(shape: tuple[int, ...], pad_output: bool) -> None:
+    td = batch(shape, pad_output)
+    td["tokens"].prompt = td["tokens"].response
+    td["text"].prompt = td["text"].response
+    td["history"].prompt = td["history"].full
+    expected = RIGHT if pad_output else RESPONSES
+    found = td.flatten(0, 1) if len(shape) == 2 else td
+    assert plain(found["tokens"].prompt) == expected
+    assert plain(found["tokens"].response) == expected
+    assert found["text"].prompt == TEXTS
+    assert found["history"].prompt.to_chats() == CHATS
+
+
+def test_rows_are_set_from_lists_and_ragged() -> None:
+    td = batch()
+    td["log_probs"].full = [torch.full((n,), -1.0) for n in (1, 2, 3, 4)]
+    assert plain(td[2]["log_probs"].full) == [-1.0] * 3
+    td["tokens"].set("full", Ragged.from_list([[1], [2, 3], [], [4]]))
+    assert plain(td["tokens"].full) == [[1], [2, 3], [], [4]]
+    assert [row.untyped_storage().nbytes() for row in td["tokens"].full] == [8, 16, 0, 8]
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected 4, one a row; got a list of 1"):
+        td["tokens"].full = [torch.tensor([1])]
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected one dense tensor"):
+        batch((4,), True)["tokens"].full = [torch.tensor([1])] * 4
+
+
+@both_layouts
+def test_new_fields_and_provenance_can_be_set(pad_output: bool) -> None:
+    td = batch((4,), pad_output)
+    td["masks"].all_assistant_mask = td["masks"].all_response_mask
+    td["log_probs"].provenance = HOT
+    assert plain(td["masks"].all_assistant_mask) == plain(td["masks"].all_response_mask)
+    assert td["log_probs"].provenance == td[3]["log_probs"].provenance == HOT
+    assert ragged(td, ("masks", "all_assistant_mask")).lengths.tolist() == [4, 4, 2, 3]
+
+
+# ragged --------------------------------------------------------------------------------------------------------------
+
+
+@both_layouts
+def test_ragged_reads_under_any_key(pad_output: bool) -> None:
+    td = batch((2, 2), pad_output)
+    td["ref_log_probs"] = td["log_probs"].clone()
+    expected = [[-float(i) for i in row] for row in RESPONSES]
+    assert ragged(td, ("ref_log_probs", "response")).tolist() == expected
+    deep = TensorDict(next=td, batch_size=[2, 2])
+    found = ragged(deep, ("next", "log_probs", "response"), masks=("next", "masks"))
+    assert found.tolist() == expected
+    assert found.values.dtype == torch.float32
+    assert ragged(td[1, 1], ("tokens", "response")).tolist() == [[12, 13]]
+    assert ragged(td[:0], ("log_probs", "full")).values.dtype == torch.float32
+
+
+@both_layouts
+def test_ragged_carries_gradients(pad_output: bool) -> None:
+    td = batch((4,), pad_output)
+    td["log_probs"] = td["log_probs"].apply(
+        lambda value: value.requires_grad_() if value.is_floating_point() else value
+    )
+    ragged(td, ("log_probs", "response")).values.sum().backward()
+    found = td["log_probs"].response
+    total = sum(int(row.grad.sum()) for row in found) if isinstance(found, list) else int(found.grad.sum())
+    assert total == 6
+
+
+def test_ragged_names_what_is_missing() -> None:
+    td = batch((4,), True)
+    for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
+        with pytest.raises(InvalidRequestError, match=r"is not a field of a Tokens, Masks or LogProbs here; there are"):
+            ragged(td, key)
+    with pytest.raises(InvalidRequestError, match="needs the attention mask of its rows") as error:
+        ragged(td.exclude("masks"), ("tokens", "full"))
+    assert error.value.field == "masks"
+    td["masks"] = Masks(all_attention_mask=torch.ones(4, 5, dtype=torch.bool), batch_size=[4])
+    with pytest.raises(InvalidRequestError, match=r"of shape \(4, 6\) needs .* there is: \(4, 5\)"):
+        ragged(td, ("tokens", "full"))
+    assert ragged(batch().exclude("masks"), ("tokens", "response")).tolist() == RESPONSES
+
+
+def test_a_shared_carrier_is_never_in_two_rows() -> None:
+    """tensordict writes to a non-tensor in place; a row's must be its own."""
+    rows = batch()["log_probs"].unbind(0)
+    rows[0]._tensordict.get("provenance").update_(NonTensorData({"backend": "x"}))
+    assert rows[1].provenance == RAW

@@ -1,0 +1,56 @@
+"""What importing core imports, seen from a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import corelm
+
+ENGINES = {"transformers", "vllm", "sglang", "peft", "transformers_backend", "toy_backend"}
+HEAVY = {"torch", "tensordict", "numpy"}
+
+
+def imported_by(code: str) -> set[str]:
+    """The top-level names of all modules that are loaded after `code` has run."""
+    code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_importing_core_is_light():
+    assert not imported_by("import corelm; dir(corelm)") & (HEAVY | ENGINES)
+
+
+def test_the_registry_is_light():
+    assert not imported_by("import corelm.registry") & (HEAVY | ENGINES)
+
+
+def test_no_module_of_core_imports_an_engine():
+    names = [
+        module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.") if ".testing" not in module.name
+    ]
+    assert "corelm.policy" in names
+    loaded = imported_by("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
+    assert "torch" in loaded and not loaded & ENGINES
+
+
+def test_every_public_name_is_there():
+    missing = [name for name in corelm.__all__ if not hasattr(corelm, name) or name not in dir(corelm)]
+    assert not missing and {"get_backend", "list_backends", "LLMPolicy", "History"} <= set(corelm.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(corelm, "no_such_name")
+
+
+def test_type_checkers_see_the_same_names():
+    """The names under ``TYPE_CHECKING`` and the lazy ones are kept by hand, so they are compared."""
+    tree = ast.parse(Path(corelm.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {(alias.name, node.module) for node in block.body for alias in node.names}
+    lazy = {(name, f"corelm.{module}") for name, module in corelm._HOME.items()}
+    assert seen == lazy

@@ -1,0 +1,152 @@
+"""What is published: the built files of core and of the plugin are opened and read."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import corelm
+
+ROOT = Path(__file__).parent.parent
+PLUGIN = ROOT / "plugins/transformers_backend"
+BACKEND_EXTRAS = {
+    "transformers": "core-transformers-backend",
+    "vllm": "core-vllm-backend[engine]",
+    "sglang": "core-sglang-backend[engine]",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel of both distributions."""
+    folder = tmp_path_factory.mktemp("built")
+    for source in (ROOT, PLUGIN):
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel"]
+        subprocess.run(command, cwd=source, check=True, capture_output=True)
+    return folder
+
+
+def wheel(built: Path, name: str) -> zipfile.ZipFile:
+    (path,) = built.glob(f"{name}-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata_of(built: Path, name: str) -> Message:
+    with wheel(built, name) as file:
+        (path,) = [n for n in file.namelist() if n.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(file.read(path))
+
+
+def sdist_names(built: Path, name: str) -> set[str]:
+    (path,) = built.glob(f"{name}-*.tar.gz")
+    with tarfile.open(path) as file:
+        return {member.partition("/")[2] for member in file.getnames()}
+
+
+def test_the_sdist_of_core_holds_core_and_no_plugin(built):
+    names = sdist_names(built, "core")
+    assert {name.partition("/")[0] for name in names} <= {
+        *("core", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore")
+    }
+    assert {"core/corelm/__init__.py", "core/corelm/py.typed", "LICENSE", "pyproject.toml", "README.md"} <= names
+    assert not any("backend/" in name or "plugins" in name for name in names)
+
+
+def test_the_wheel_of_core_holds_the_package_alone(built):
+    with wheel(built, "core") as file:
+        names = set(file.namelist())
+    sources = {path.relative_to(ROOT / "core").as_posix() for path in (ROOT / "core/corelm").rglob("*.py")}
+    assert sources <= names and "corelm/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_of_the_plugin_holds_the_plugin_alone(built):
+    with wheel(built, "core_transformers_backend") as file:
+        names = file.namelist()
+        (path,) = [name for name in names if name.endswith("entry_points.txt")]
+        points = configparser.ConfigParser()
+        points.read_string(file.read(path).decode())
+    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {"transformers_backend"}
+    assert {section: dict(points[section]) for section in points.sections()} == {
+        "corelm.backends": {"transformers": "transformers_backend:TransformersBackend"},
+        "corelm.engines": {"transformers": "transformers"},
+    }
+
+
+def test_the_extras_of_core_are_plain_requirements(built):
+    metadata = metadata_of(built, "core")
+    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, "http", "cli", "plot"}
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    assert all(requirement.url is None for requirement in requirements)
+    for extra, expected in BACKEND_EXTRAS.items():
+        brought = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
+        assert [(r.name, r.extras, str(r.specifier)) for r in brought] == [
+            (Requirement(expected).name, Requirement(expected).extras, "")
+        ]
+
+
+def test_core_asks_for_no_engine(built):
+    requirements = [Requirement(line) for line in metadata_of(built, "core").get_all("Requires-Dist")]
+    always = {canonicalize_name(r.name) for r in requirements if not r.marker}
+    assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity"}
+
+
+def test_the_plugin_fits_this_core(built):
+    requirements = [
+        Requirement(line) for line in metadata_of(built, "core_transformers_backend").get_all("Requires-Dist")
+    ]
+    (core,) = [r for r in requirements if r.name == "core"]
+    assert core.specifier.contains(corelm.__version__)
+    assert all(requirement.url is None for requirement in requirements)
+
+
+@pytest.mark.parametrize("name", ["core", "core_transformers_backend"])
+def test_the_metadata_says_which_python_and_which_licence(built, name):
+    metadata = metadata_of(built, name)
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Version"] == corelm.__version__
+
+
+def pins() -> dict[str, Requirement]:
+    lines = [line for line in (ROOT / "constraints/cpu.txt").read_text().splitlines() if not line.startswith("#")]
+    return {r.name: r for r in map(Requirement, lines) if r.specifier}
+
+
+def test_everything_asked_for_is_pinned_and_the_pin_fits():
+    tomllib = pytest.importorskip("tomllib")
+    core, plugin = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (ROOT, PLUGIN))
+    lines = [*core["project"]["dependencies"], *plugin["project"]["dependencies"]]
+    lines += [line for extra in ("cli", "http") for line in core["project"]["optional-dependencies"][extra]]
+    lines += [line for group in core["dependency-groups"].values() for line in group if isinstance(line, str)]
+    asked = [requirement for requirement in map(Requirement, lines) if requirement.name != "core"]
+    pinned = pins()
+    for requirement in asked:
+        (pin,) = pinned[canonicalize_name(requirement.name)].specifier
+        assert pin.operator == "==" and requirement.specifier.contains(pin.version), f"{requirement}: pinned {pin}"
+
+
+def test_no_pin_has_a_local_version_or_an_address():
+    assert str(pins()["torch"].specifier) == "==2.13.0"
+    for requirement in pins().values():
+        assert requirement.url is None and "+" not in str(requirement.specifier)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["pyproject.toml", "plugins/transformers_backend/pyproject.toml", "Makefile", ".ci/run", "constraints/cpu.txt"],
+)
+def test_nothing_names_a_package_index(path):
+    text = (ROOT / path).read_text()
+    assert "://" not in text and "index-url" not in text

@@ -1,0 +1,152 @@
+"""`Ragged` against plain Python lists, which are the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corelm.rows import Ragged, Side
+
+Rows = list[list[int]]
+
+quick = settings(deadline=None, max_examples=50)
+lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
+some_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=6)
+sides = st.sampled_from(["left", "right"])
+
+
+def padded(row: list[int], width: int, side: Side, filler: int) -> list[int]:
+    pads = [filler] * (width - len(row))
+    return pads + row if side == "left" else row + pads
+
+
+@quick
+@given(lists)
+def test_lists_go_in_and_come_out(rows: Rows) -> None:
+    ragged = Ragged.from_list(rows)
+    assert ragged.tolist() == rows
+    assert [row.tolist() for row in ragged.split()] == rows
+    assert Ragged.from_list([torch.tensor(row, dtype=torch.int64) for row in rows]).tolist() == rows
+    assert len(ragged) == len(rows)
+    assert ragged.values.dtype == torch.int64
+
+
+@quick
+@given(lists)
+def test_indices_say_where_each_value_stands(rows: Rows) -> None:
+    ragged = Ragged.from_list(rows)
+    assert ragged.offsets.tolist() == [sum(map(len, rows[:r])) for r in range(len(rows) + 1)]
+    assert ragged.row_index.tolist() == [r for r, row in enumerate(rows) for _ in row]
+    assert ragged.positions.tolist() == [t for row in rows for t, _ in enumerate(row)]
+
+
+@quick
+@given(lists, sides, st.none() | st.integers(5, 8), st.integers(-9, 9))
+def test_padding_and_back(rows: Rows, side: Side, width: int | None, filler: int) -> None:
+    ragged = Ragged.from_list(rows)
+    columns = max(map(len, rows), default=0) if width is None else width
+    dense = ragged.to_padded(filler, side, width)
+    assert dense.shape == (len(rows), columns)
+    assert dense.tolist() == [padded(row, columns, side, filler) for row in rows]
+    mask = ragged.mask(side, width)
+    assert mask.tolist() == [padded([True] * len(row), columns, side, False) for row in rows]
+    # A filler that also occurs among the values is no pad.
+    assert Ragged.from_padded(dense, mask).tolist() == rows
+
+
+@quick
+@given(some_lists, st.data())
+def test_scatter_fills_any_mask_row_after_row(rows: Rows, data: st.DataObject) -> None:
+    width = max(map(len, rows)) + 2
+    places = [sorted(data.draw(st.permutations(range(width)))[: len(row)]) for row in rows]
+    mask = torch.tensor([[t in at for t in range(width)] for at in places])
+    expected = [
+        [dict(zip(at, row, strict=True)).get(t, 77) for t in range(width)] for at, row in zip(places, rows, strict=True)
+    ]
+    assert Ragged.from_list(rows).scatter(mask, 77).tolist() == expected
+
+
+@quick
+@given(some_lists, st.data())
+def test_select_and_repeat(rows: Rows, data: st.DataObject) -> None:
+    ragged = Ragged.from_list(rows)
+    picked = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=8))
+    assert ragged.select(picked).tolist() == [rows[r] for r in picked]
+    keep = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    assert ragged.select(torch.tensor(keep)).tolist() == [row for row, kept in zip(rows, keep, strict=True) if kept]
+    n = data.draw(st.integers(1, 3))
+    assert ragged.repeat(n).tolist() == [row for row in rows for _ in range(n)]
+
+
+@quick
+@given(st.lists(st.tuples(st.lists(st.integers(), max_size=5), st.integers(-2, 7), st.integers(0, 7)), max_size=6))
+def test_slice(cases: list[tuple[list[int], int, int]]) -> None:
+    rows = [[value % 100 for value in row] for row, _, _ in cases]
+    start, stop = (torch.tensor([case[i] for case in cases], dtype=torch.int64) for i in (1, 2))
+    expected = [row[max(a, 0) : b] for row, (_, a, b) in zip(rows, cases, strict=True)]
+    assert Ragged.from_list(rows).slice(start, stop).tolist() == expected
+
+
+@quick
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4)), max_size=6)
+)
+def test_cat_and_join(pairs: list[tuple[list[int], list[int]]]) -> None:
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    assert Ragged.cat([Ragged.from_list(first), Ragged.from_list(second)]).tolist() == first + second
+    assert Ragged.from_list(first).join(Ragged.from_list(second)).tolist() == [a + b for a, b in pairs]
+
+
+@quick
+@given(lists)
+def test_values_of_more_dimensions(rows: Rows) -> None:
+    wide = [[[value, -value] for value in row] for row in rows]
+    flat = torch.tensor([value for row in wide for value in row], dtype=torch.int64).reshape(-1, 2)
+    ragged = Ragged(flat, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    longest = max(map(len, rows), default=0)
+    assert ragged.tolist() == wide
+    assert ragged.to_padded(0, "left").tolist() == [[[0, 0]] * (longest - len(row)) + row for row in wide]
+    assert ragged.repeat(2).tolist() == [row for row in wide for _ in range(2)]
+
+
+def test_full_has_one_value_everywhere() -> None:
+    ragged = Ragged.full(torch.tensor([2, 0, 1]), True, torch.bool)
+    assert ragged.tolist() == [[True, True], [], [True]]
+    assert ragged.values.dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda rows: rows.to_padded(0.0, "left"),
+        lambda rows: rows.select([1, 0]).values,
+        lambda rows: rows.repeat(1).values,
+        lambda rows: rows.join(Ragged.from_list([[], []], torch.float32)).values,
+        lambda rows: rows.slice(torch.tensor([0, 0]), torch.tensor([9, 9])).values,
+        lambda rows: Ragged.cat([rows]).values,
+    ],
+)
+def test_gradients_reach_every_value(through: Callable[[Ragged], torch.Tensor]) -> None:
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    (through(Ragged(values, torch.tensor([2, 1]))) ** 2).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Ragged(torch.arange(3), torch.tensor([1, 1])), "add up to 2, but there are 3"),
+        (lambda: Ragged(torch.arange(1), torch.tensor([2, -1])), "lengths add up"),
+        (lambda: Ragged(torch.tensor(1), torch.tensor([1])), "values\\[total, ...\\]"),
+        (lambda: Ragged.from_list([[1, 2]]).to_padded(0, width=1), "a row of 2 does not fit into 1 columns"),
+        (lambda: Ragged.from_list([[1]]).join(Ragged.from_list([])), "cannot join 1 rows with 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,116 @@
+"""SamplingParams: names, aliases, refusals; and the seeds that core derives."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from corelm.errors import InvalidRequestError
+from corelm.sampling import ALIASES, SamplingParams, answer_seeds
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_an_alias_sets_the_field_it_stands_for(alias):
+    value = {"stop": ["x"], "stop_token_ids": [3], "num_beams": 2, "repetition_penalty": 1.5}.get(ALIASES[alias], 7)
+    made = SamplingParams.make({alias: value})
+    assert made == SamplingParams.make({ALIASES[alias]: value})
+    assert made != SamplingParams()
+
+
+def test_two_names_for_one_thing_must_agree():
+    assert SamplingParams.make({"n": 2, "num_samples": 2}).num_samples == 2
+    with pytest.raises(InvalidRequestError, match="n=2 and num_return_sequences=3") as error:
+        SamplingParams.make({"n": 2, "num_return_sequences": 3})
+    assert error.value.field == "num_samples"
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_known_one():
+    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'") as error:
+        SamplingParams.make({"temprature": 0.5})
+    assert error.value.field == "temprature"
+
+
+@pytest.mark.parametrize("off", [None, 0, -1])
+def test_top_k_none_zero_and_minus_one_are_off(off):
+    assert SamplingParams(top_k=off).top_k is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
+        ("min_new_tokens", -1),
+        ("num_samples", 0),
+        ("num_beams", 0),
+        ("seed", "lucky"),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["x"]),
+    ],
+)
+def test_an_illegal_value_is_refused_by_name(field, value):
+    with pytest.raises(InvalidRequestError, match=field) as error:
+        SamplingParams(**{field: value})
+    assert error.value.field == field
+
+
+def test_limits_must_not_contradict_each_other():
+    with pytest.raises(InvalidRequestError, match="min_new_tokens"):
+        SamplingParams(min_new_tokens=5, max_new_tokens=4)
+    with pytest.raises(InvalidRequestError, match="beam search"):
+        SamplingParams(length_penalty=2.0)
+    with pytest.raises(InvalidRequestError, match="contradicts"):
+        SamplingParams(do_sample=False, temperature=0.5)
+    with pytest.raises(InvalidRequestError, match="contradicts"):
+        SamplingParams(do_sample=True, temperature=0)
+
+
+def test_do_sample_and_temperature_follow_each_other():
+    assert SamplingParams(do_sample=False).temperature == 0
+    assert SamplingParams(temperature=0).do_sample is False
+    assert SamplingParams().do_sample is True
+    greedy = SamplingParams(do_sample=False)
+    assert SamplingParams.make(greedy, temperature=0.5).do_sample is True
+    assert SamplingParams.make(greedy, max_tokens=3) == SamplingParams(do_sample=False, max_new_tokens=3)
+
+
+def test_engine_parameters_are_those_in_force_that_an_engine_must_declare():
+    assert SamplingParams(max_new_tokens=3, seed=1, num_samples=2, ignore_eos=True).engine_parameters() == {}
+    made = SamplingParams(temperature=0.5, top_k=4, stop="x", engine_kwargs={"a": 1})
+    assert made.engine_parameters() == {"temperature": 0.5, "top_k": 4, "stop": ("x",), "engine_kwargs": {"a": 1}}
+
+
+def test_every_field_has_a_line_of_documentation():
+    undocumented = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in (SamplingParams.__doc__ or "")]
+    assert undocumented == []
+
+
+def test_a_seed_depends_on_its_row_and_sample_alone():
+    few, many = answer_seeds(7, [4, 9], 2), answer_seeds(7, range(10), 5).reshape(10, 5)
+    assert few.reshape(2, 2).tolist() == many[[4, 9], :2].tolist()
+    assert not set(answer_seeds(8, range(10), 5).tolist()) & set(many.flatten().tolist())
+
+
+def test_seeds_are_legal_and_differ_in_their_low_32_bits():
+    # torch's CPU generator keeps 32 bits of a seed. 20,000 random 32-bit words hold 0.05 equal pairs on average.
+    seeds = answer_seeds(0, range(5000), 4)
+    assert seeds.dtype == torch.int64 and bool((seeds >= 0).all())
+    assert len({seed & 0xFFFFFFFF for seed in seeds.tolist()}) >= 20_000 - 2
+    # Each low bit is a fair coin: 10,000 ± 5 standard deviations of 71.
+    ones = torch.stack([(seeds >> bit) & 1 for bit in range(32)]).sum(1)
+    assert bool(((ones - 10_000).abs() < 354).all())
