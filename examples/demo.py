@@ -1,0 +1,98 @@
+"""The main job, on a model that is trained while you watch: chat for two turns, then score the chat again.
+
+python examples/demo.py [--output demo-output] [--steps 300] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict, TensorDictBase
+
+import corelm
+from corelm import History, LLMPolicy
+from tiny import build_tiny
+
+FIRST = ["Who are you?", "Hello!", "Good morning!", "How are you?"]
+SECOND = ["How big are you?", "What is your name?", "Who are you?", "I am well too."]
+
+#: Two float32 computations of one number, in batches of different shapes.
+TOLERANCE = 1e-4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("demo-output"))
+    parser.add_argument("--steps", type=int, default=300, help="training steps of the tiny model")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    console = Console()
+
+    path = options.output / "tiny-model"
+    if (path / "config.json").exists():
+        console.print(f"Using the model in {path}.")
+    else:
+        build_tiny(path, steps=options.steps, seed=options.seed)
+
+    with corelm.get_backend("transformers", path, dtype="float32") as backend:
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 32, "temperature": 0.7}, inplace=False)
+        history = History.from_chats([[{"role": "user", "content": question}] for question in FIRST])
+        first = policy(TensorDict(history=history), seed=options.seed)
+        history = first["history"].full.append([{"role": "user", "content": question} for question in SECOND])
+        second = policy(TensorDict(history=history), seed=options.seed + 1)
+        for turn, questions, result in ((1, FIRST, first), (2, SECOND, second)):
+            console.print(table(f"turn {turn}", questions, result))
+        console.print(f"These log-probs are {second['log_probs'].provenance}\n")
+
+        scored = policy.replace(generate=False)(TensorDict(history=second["history"].full))
+        agree(console, second, scored)
+    console.print(f"The model is in {path.resolve()}. Open it with corelm.get_backend('transformers', {str(path)!r}).")
+
+
+def table(title: str, questions: list[str], result: TensorDictBase) -> Table:
+    """What came back, a row a conversation."""
+    out = Table(title=title, title_justify="left")
+    for name, justify in (("question", "left"), ("answer", "left"), ("tokens", "right"), ("mean log-prob", "right")):
+        out.add_column(name, justify=justify)
+    out.add_column("finish")
+    out.add_column("masks: ·prompt a=assistant R=response", overflow="fold")
+    tokens, masks = result["tokens"], result["masks"]
+    for row, question in enumerate(questions):
+        marks = zip(masks.all_assistant_mask[row].tolist(), masks.all_response_mask[row].tolist(), strict=True)
+        out.add_row(
+            question,
+            result["text"].response[row],
+            f"{len(tokens.prompt[row])} + {len(tokens.response[row])}",
+            f"{result['log_probs'].response[row].mean():.3f}",
+            result["finish_reason"][row],
+            "".join("R" if response else "a" if assistant else "·" for assistant, response in marks),
+        )
+    return out
+
+
+def agree(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -> None:
+    """Both sets of log-probs, on the tokens that were sampled, and the largest difference."""
+    same = corelm.ragged(sampled, ("tokens", "full")).tolist() == corelm.ragged(scored, ("tokens", "full")).tolist()
+    mask = corelm.ragged(sampled, ("log_probs", "scored_mask")).values
+    while_sampling = corelm.ragged(sampled, ("log_probs", "full")).values[mask]
+    afterwards = corelm.ragged(scored, ("log_probs", "full")).values[mask]
+    largest = float((while_sampling - afterwards).abs().max())
+    out = Table(title="scored again", title_justify="left")
+    for name in ("", "while sampling", "scored afterwards"):
+        out.add_column(name, justify="right")
+    for at in torch.linspace(0, len(while_sampling) - 1, 5).long().tolist():
+        out.add_row(f"token {at + 1}", f"{while_sampling[at]:.6f}", f"{afterwards[at]:.6f}")
+    console.print(out)
+    console.print(
+        f"{int(mask.sum())} sampled tokens; ids {'identical' if same else 'DIFFER'}; largest difference {largest:.1e}\n"
+    )
+    if not same or largest > TOLERANCE:
+        raise SystemExit("The two do not agree.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A language model that fits in a coffee break: tokenizer and weights, made in seconds from a text that ships with us.
+
+    python examples/tiny.py /tmp/tiny
+
+The model knows some forty little dialogues by heart and nothing else. It is a real one all the same: a Qwen2 with a
+byte-level BPE tokenizer and a chat template, saved in the format every engine loads.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import chain
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+DIALOGUES = Path(__file__).parent / "data" / "dialogues.txt"
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] or '' }}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Chat = list[dict[str, str]]
+
+
+def read_chats(path: Path = DIALOGUES) -> list[Chat]:
+    """The dialogues of a text file: ``Q:`` and ``A:`` lines in turn, a blank line between dialogues."""
+    roles = {"Q": "user", "A": "assistant"}
+    return [
+        [{"role": roles[line[0]], "content": line[3:]} for line in block.splitlines()]
+        for block in path.read_text(encoding="utf-8").strip().split("\n\n")
+    ]
+
+
+def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learned from `text`, with ChatML's special tokens and a template that marks the assistant's turns.
+
+    It has at most `vocab_size` entries; a short text gives fewer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        model_max_length=1024,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: bool = True) -> Path:
+    """Train a tiny Qwen2 on the shipped dialogues and save it, with its tokenizer, to the folder `path`.
+
+    The same `steps` and `seed` give the same model; torch's and Python's own generators are left where they were.
+    """
+    path, chats = Path(path), read_chats()
+    tokenizer = build_tokenizer("\n".join(f"{turn['role']}\n{turn['content']}" for chat in chats for turn in chat))
+    rng = random.Random(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _new_model(tokenizer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=steps, pct_start=0.2)
+        for _ in (bar := tqdm(range(steps), desc="training a tiny model", disable=not progress)):
+            loss = model(**_batch(tokenizer, chats, rng)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
+    model.eval().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=1024,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _batch(
+    tokenizer: PreTrainedTokenizerFast, chats: list[Chat], rng: random.Random, rows: int = 8
+) -> dict[str, Tensor]:
+    """`rows` conversations of one or two dialogues each, so that a change of subject is nothing new."""
+    conversations = [list(chain.from_iterable(rng.sample(chats, rng.randint(1, 2)))) for _ in range(8)]
+    batch = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {**batch, "labels": labels}
+
+
+if __name__ == "__main__":
+    print(f"saved to {build_tiny(sys.argv[1] if len(sys.argv) > 1 else 'tiny-model')}")

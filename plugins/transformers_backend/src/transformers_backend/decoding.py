@@ -1,0 +1,187 @@
+"""Generation: one decoding loop that records each chosen token's log-probability as it goes.
+
+The answers of a prompt share its prefill, a row leaves the batch when it ends, and nothing of the model's generation
+config is read, so what was asked for is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm.errors import InvalidRequestError
+from corelm.messages import GenerateRequest, GenerationBatch
+from corelm.rows import Ragged
+from corelm.sampling import SamplingParams
+from transformers_backend.model import CausalLM, Deadline, micro_batches
+from transformers_backend.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a batch of prompts was answered with. `stopped`: bool[rows], False where the length ran out."""
+
+    ids: Ragged
+    logprobs: Ragged
+    stopped: Tensor
+
+
+def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batch_tokens: int) -> GenerationBatch:
+    """Answer every prompt, in as few batches as `max_batch_tokens` of prompt and answer allow.
+
+    Raises:
+        InvalidRequestError: no `max_new_tokens`, and the model states no context to fill.
+        TimeoutError: the request's timeout has passed.
+    """
+    sampling, prompts = request.sampling, request.prompts
+    deadline = Deadline(request.timeout)
+    limits = answer_limits(model, request)
+    # Without seeds the answers follow torch's global generator, as any other sampling in torch does.
+    seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
+    processed = request.logprobs == "processed"
+    order, parts = [], []
+    with model.evaluating():
+        for rows in micro_batches(prompts.lengths + limits, max_batch_tokens):
+            batch = prompts.select(rows)
+            sampler = Sampler(
+                sampling, batch, seeds[rows], request.stop_ids, model.vocab_size, model.device, processed
+            )
+            ending = Ending(sampling, request.stop_ids, limits[rows], tokenizer, model.device)
+            order.append(rows)
+            parts.append(_decode(model, batch, sampler, ending, deadline))
+        back, device = torch.cat(order).argsort(), prompts.values.device
+        ids = Ragged.cat([part.ids for part in parts]).select(back).to(device)
+        logprobs = Ragged.cat([part.logprobs for part in parts]).select(back).to(device)
+        stopped = torch.cat([part.stopped for part in parts])[back].tolist()
+    return GenerationBatch(
+        ids=ids,
+        logprobs=None if request.logprobs == "none" else logprobs,
+        finish_reasons=tuple("stop" if stop else "length" for stop in stopped),
+        mode="processed" if processed else "raw",
+        temperature=(sampling.temperature or 0.0) if processed else 1.0,
+        support="truncated" if processed and (sampling.truncates or sampling.min_new_tokens) else "full",
+    )
+
+
+def answer_limits(model: CausalLM, request: GenerateRequest) -> Tensor:
+    """int64[rows]: the longest answer each prompt may get."""
+    lengths, limit = request.prompts.lengths, request.sampling.max_new_tokens
+    if limit is not None:
+        return torch.full_like(lengths, limit)
+    if model.max_context is None:
+        raise InvalidRequestError(
+            "max_new_tokens=None fills the model's context, but this model states none; give a number",
+            field="max_new_tokens",
+        )
+    return model.max_context - lengths
+
+
+def _decode(model: CausalLM, prompts: Ragged, sampler: Sampler, ending: Ending, deadline: Deadline) -> Answers:
+    distinct, answers = _distinct(prompts)
+    cache = model.new_cache()
+    inputs = model.inputs(distinct, "left")
+    logits = model.next_logits(cache, **inputs)
+    mask, position = inputs["attention_mask"], inputs["position_ids"][:, -1:]
+    alive = torch.arange(len(prompts), device=model.device)
+    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    # From here on a row is an answer: first one for every prompt, then those that have not ended.
+    keep = answers.to(model.device)
+    if len(distinct) < len(prompts):
+        cache.reorder_cache(keep)
+    logits, mask, position = logits[keep], mask[keep], position[keep]
+    while True:
+        deadline.check()
+        token, logprob = sampler(logits)
+        steps.append((alive, token, logprob))
+        stops, ends = ending(token)
+        stopped[alive[stops]] = True
+        if bool(ends.all()):
+            break
+        if bool(ends.any()):
+            keep = (~ends).nonzero()[:, 0]
+            alive, token, mask, position = alive[keep], token[keep], mask[keep], position[keep]
+            cache.reorder_cache(keep)
+            sampler.keep(keep)
+            ending.keep(keep)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        position = position + 1
+        logits = model.next_logits(cache, input_ids=token[:, None], attention_mask=mask, position_ids=position)
+
+    rows, ids, logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    order, lengths = rows.argsort(stable=True), rows.bincount(minlength=len(prompts))
+    return Answers(Ragged(ids[order], lengths), Ragged(logprobs[order], lengths), stopped.cpu())
+
+
+def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
+    """The prompts that differ, and for every prompt which of them it is, int64[rows]."""
+    padded, which = prompts.to("cpu").to_padded(-1, "left").unique(dim=0, return_inverse=True)
+    if len(padded) == len(prompts):
+        return prompts, torch.arange(len(prompts))
+    return Ragged.from_padded(padded, padded >= 0), which
+
+
+class Ending:
+    """Says after every step which answers it ended, and which of those by a stop id or a stop string.
+
+    A stop string ends an answer when the newest token completes it and the answer has ``min_new_tokens``. Stop ids before
+    that were never sampled.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        stop_ids: frozenset[int],
+        limits: Tensor,
+        tokenizer: Any,
+        device: torch.device,
+    ) -> None:
+        self._sampling = sampling
+        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
+        self._limits = limits.to(device)
+        self._tokenizer = tokenizer
+        self._length = 0
+        self._tails: list[list[int]] = [[] for _ in limits.tolist()]
+        skip = sampling.skip_special_tokens and bool(sampling.stop)
+        self._unseen = frozenset(tokenizer.all_special_ids) if skip else frozenset()
+        # Every id that can be seen is at least one byte; the margin is for decoders that treat a text's start differently.
+        self._window = max((len(stop.encode()) for stop in sampling.stop), default=0) + 4
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the newest ids, int64[rows]: bool[rows] stopped by what was generated, and bool[rows] ended by anything."""
+        self._length += 1
+        stops = torch.isin(ids, self._stop_ids)
+        if self._sampling.stop:
+            stops = stops | torch.tensor(self._completed(ids.tolist()), device=ids.device)
+        return stops, stops | (self._limits <= self._length)
+
+    def keep(self, rows: Tensor) -> None:
+        self._limits = self._limits[rows]
+        self._tails = [self._tails[row] for row in rows.tolist()]
+
+    def _completed(self, ids: list[int]) -> list[bool]:
+        """Whether each row's newest id completes a stop string."""
+        for tail, token in zip(self._tails, ids, strict=True):
+            if token not in self._unseen:
+                tail.append(token)
+                del tail[: -self._window]
+        if self._length < self._sampling.min_new_tokens:
+            return [False] * len(ids)
+        skip = self._sampling.skip_special_tokens
+        texts = self._tokenizer.batch_decode(self._tails, skip_special_tokens=skip)
+        before = self._tokenizer.batch_decode([tail[:-1] for tail in self._tails], skip_special_tokens=skip)
+        return [
+            token not in self._unseen and any(_ends_late(text, old, stop) for stop in self._sampling.stop)
+            for token, text, old in zip(ids, texts, before, strict=True)
+        ]
+
+
+def _ends_late(text: str, before: str, stop: str) -> bool:
+    """Whether `stop` occurs in `text` and ends in what `text` has more than `before`."""
+    # Half a character decodes to U+FFFD, which the next token may turn into the whole one.
+    old = len(before.rstrip("\ufffd"))
+    return stop in text[max(0, old - len(stop) + 1) :]

@@ -1,0 +1,180 @@
+"""`Sampler`: from logits to one token per row, each row from its own stream of random numbers.
+
+The chain is penalties → temperature → top-k → top-p → min-p. Everything is float32 and vectorised over rows; sums over
+the vocabulary are taken in float64, so that the far tail of a large vocabulary keeps its share.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from corelm.rows import Ragged
+from corelm.sampling import SamplingParams
+
+#: Uniforms drawn per answer at a time. Fixed: a stream must not depend on how long the answer gets.
+_BLOCK = 64
+#: Vocabulary entries per tile of the two-level search.
+_TILE = 256
+
+
+class Sampler:
+    """Samples for a set of rows, step after step; rows that have ended are dropped with `keep`.
+
+    Args:
+        prompts: what the repetition penalty counts beside the answer; padding is not part of it.
+        seeds: int64[rows].
+        banned: ids that may not be sampled in the first ``sampling.min_new_tokens`` steps.
+        processed: report log-probs of the distribution sampled from, else the model's own.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompts: Ragged,
+        seeds: Tensor,
+        banned: frozenset[int],
+        vocab_size: int,
+        device: torch.device,
+        processed: bool,
+    ) -> None:
+        self.sampling = sampling
+        self.processed = processed
+        self.step = 0
+        untouched = sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalties or sampling.min_new_tokens)
+        self._reshapes = not untouched
+        self._banned = torch.tensor(sorted(banned), dtype=torch.int64, device=device)
+        self._uniforms = None if sampling.greedy else Uniforms(seeds, device)
+        self._counts = self._seen = None
+        shape = (len(prompts), vocab_size)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = torch.zeros(shape, dtype=torch.float32, device=device)
+        if sampling.repetition_penalty != 1.0:
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            self._seen[prompts.row_index.to(device), prompts.values.to(device)] = True
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """One token for every row of float32[rows, V]: its id, int64[rows], and its log-prob, float32[rows]."""
+        scores = self._penalised(logits)
+        if self._uniforms is None:
+            ids = scores.argmax(-1)
+            logprobs = torch.zeros(len(ids), device=logits.device)
+        else:
+            scores, candidates = truncated(scores / self.sampling.temperature, self.sampling)
+            ids, logprobs = inverse_cdf(scores, self._uniforms())
+            if candidates is not None:
+                ids = candidates.gather(-1, ids[:, None])[:, 0]
+        if self._reshapes and not self.processed:
+            logprobs = logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+        self._count(ids)
+        return ids, logprobs
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, int64[n]."""
+        if self._uniforms is not None:
+            self._uniforms.keep(rows)
+        if self._counts is not None:
+            self._counts = self._counts[rows]
+        if self._seen is not None:
+            self._seen = self._seen[rows]
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        sampling = self.sampling
+        if self._seen is not None:
+            penalty = sampling.repetition_penalty
+            shrunk = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._seen, shrunk, logits)
+        if self._counts is not None:
+            logits = logits - sampling.frequency_penalty * self._counts - sampling.presence_penalty * (self._counts > 0)
+        if self.step < sampling.min_new_tokens:
+            logits = logits.index_fill(-1, self._banned, -math.inf)
+        return logits
+
+    def _count(self, ids: Tensor) -> None:
+        self.step += 1
+        if self._counts is not None:
+            self._counts.scatter_add_(-1, ids[:, None], torch.ones_like(self._counts[:, :1]))
+        if self._seen is not None:
+            self._seen.scatter_(-1, ids[:, None], True)
+
+
+class Uniforms:
+    """float64[rows] in [0, 1) at every call; row i's numbers come from ``seeds[i]`` and nothing else.
+
+    The generators are the CPU's on every device, so that a seed means the same answer on all of them.
+    """
+
+    def __init__(self, seeds: Tensor, device: torch.device) -> None:
+        self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+        self._device = device
+        self._block = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+        self._used = _BLOCK
+
+    def __call__(self) -> Tensor:
+        if self._used == _BLOCK:
+            block = [torch.rand(_BLOCK, dtype=torch.float64, generator=stream) for stream in self._streams]
+            self._block, self._used = torch.stack(block).to(self._device), 0
+        self._used += 1
+        return self._block[:, self._used - 1]
+
+    def keep(self, rows: Tensor) -> None:
+        self._streams = [self._streams[row] for row in rows.tolist()]
+        self._block = self._block[rows]
+
+
+def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """Top-k, then top-p, then min-p, each on what the one before has left; the most likely token always stays.
+
+    Returns:
+        float32[rows, K] with -inf where cut, and the token each of the K columns stands for, int64[rows, K]; None
+        where the columns are the vocabulary itself. Top-p keeps the smallest set whose mass reaches p.
+    """
+    candidates = None
+    if sampling.top_k is not None:
+        scores, candidates = scores.topk(min(sampling.top_k, scores.shape[-1]))
+    elif sampling.top_p < 1.0:
+        scores, candidates = scores.sort(descending=True, stable=True)
+    if sampling.top_p < 1.0:
+        mass = scores.softmax(-1)
+        before = mass.cumsum(-1, dtype=torch.float64) - mass
+        # The first is kept even if rounding has pushed its "before" off zero.
+        before[:, 0] = 0.0
+        scores = scores.masked_fill(before >= sampling.top_p, -math.inf)
+    if sampling.min_p > 0.0:
+        floor = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < floor, -math.inf)
+    return scores, candidates
+
+
+def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The column where each row's cumulative softmax passes its uniform number, and that column's log-prob.
+
+    Two levels, a tile and then a column inside it: a cumulative sum over the whole vocabulary costs more than all the
+    rest. ``scores``: float32[rows, K]; ``uniforms``: float64[rows] in [0, 1). Columns at -inf are never chosen.
+    """
+    rows, width = scores.shape
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.new_zeros(rows, -(-width // _TILE) * _TILE)
+    torch.sub(scores, top, out=weights[:, :width]).exp_()
+    tiles = weights.view(rows, -1, _TILE)
+    mass = tiles.sum(-1).cumsum(-1, dtype=torch.float64)
+    tile, uniforms = _locate(mass, uniforms)
+    inside = tiles[torch.arange(rows, device=tile.device), tile].cumsum(-1, dtype=torch.float64)
+    column, _ = _locate(inside, uniforms)
+    ids = tile * _TILE + column
+    logprobs = scores.gather(-1, ids[:, None])[:, 0] - top[:, 0] - mass[:, -1].log().float()
+    return ids, logprobs
+
+
+def _locate(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The cell of the cumulative float64[rows, n] that `uniforms` falls into, and where in it, again in [0, 1]."""
+    total = mass[:, -1]
+    # Strictly below the total, so that a cell with some mass is found.
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The clamp only matters for NaN, which must not become an index out of range.
+    cell = torch.searchsorted(mass, target[:, None], right=True).clamp_max(mass.shape[-1] - 1)
+    upper = mass.gather(-1, cell)[:, 0]
+    lower = torch.where(cell > 0, mass.gather(-1, (cell - 1).clamp_min(0)), 0.0)[:, 0]
+    return cell[:, 0], (target - lower) / (upper - lower)

@@ -1,0 +1,36 @@
+"""The oracle: what a model says about tokens, computed the plainest way there is and with no code of ours.
+
+One sequence at a time, no padding, no cache, every position, all logits, float32 log-softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    """float32[len(ids), V]: row t is what the model says after ``ids[: t + 1]``. Dropout is off; the modes are put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([list(ids)], device=next(model.parameters()).device)).logits
+    for module, training in modes:
+        module.training = training
+    return logits[0].float().cpu()
+
+
+def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """float32[len(ids)]: the log-probability of every token given those before it; entry 0 is 0."""
+    out = torch.zeros(len(ids))
+    if len(ids) > 1:
+        table = (next_logits(model, ids[:-1]) / temperature).log_softmax(-1)
+        out[1:] = table[torch.arange(len(ids) - 1), torch.tensor(list(ids[1:]))]
+    return out
+
+
+def answer_logprobs(model: nn.Module, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """float32[len(answer)]: the log-probability of every answer token after prompt and answer so far."""
+    return logprobs(model, [*prompt, *answer], temperature)[len(prompt) :]

@@ -1,0 +1,27 @@
+"""Fixtures of the transformers plugin's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from corelm.backend import Backend
+from transformers_backend import TransformersBackend
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture
+def open_model() -> Iterator[Open]:
+    """``open_model(model, **options)``: the plugin behind core's façade, with the tiny tokenizer; closed after the test."""
+    with ExitStack() as stack:
+
+        def make(model: Any, **options: Any) -> Backend:
+            engine = TransformersBackend.open(model, **({"tokenizer": tiny_tokenizer()} | options))
+            return stack.enter_context(Backend(engine, "transformers"))
+
+        yield make

@@ -1,0 +1,393 @@
+"""Generation: what is sampled, with which log-probability, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from tiny_models import random_rows, tiny_model, tiny_tokenizer
+from torch import Tensor, nn
+
+from corelm import Backend, Ragged
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.sampling import SamplingParams, answer_seeds
+from transformers_backend.decoding import Ending
+
+Open = Callable[..., Backend]
+PAD, EOS = 0, 2
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def eos_at_once(model: nn.Module, prompts: Sequence[Sequence[int]]) -> int:
+    """An id that greedy decoding puts first after one of the prompts."""
+    return int(oracle.next_logits(model, prompts[0])[-1].argmax())
+
+
+# Log-probabilities --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_one_batch_of_very_different_lengths_with_pads_inside(open_model: Open, implementation: str) -> None:
+    model = tiny_model()
+    model.set_attn_implementation(implementation)
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+    tokenizer.pad_token = tokenizer.eos_token
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == PAD
+    prompts = [*random_rows(1, 300, 17), [PAD] * 5, [PAD], [9, PAD, PAD, 31, PAD], [EOS]]
+    out = open_model(model, tokenizer=tokenizer).generate(prompts, {"max_new_tokens": 10, "seed": 1})
+    assert out.mode == "raw" and out.temperature == 1.0 and out.support == "full"
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+def test_an_answer_that_is_eos_at_once(open_model: Open) -> None:
+    model = tiny_model()
+    prompts = random_rows(7, 60, 2)
+    stop = eos_at_once(model, prompts)
+    out = open_model(model).generate(
+        prompts, {"max_new_tokens": 6, "temperature": 0, "stop_token_ids": [stop], "ignore_eos": True}
+    )
+    assert out.ids.tolist()[0] == [stop] and out.finish_reasons[0] == "stop"
+    for prompt, answer, found, reason in zip(
+        prompts, out.ids.tolist(), out.logprobs.split(), out.finish_reasons, strict=True
+    ):
+        assert stop not in answer[:-1] and (reason == "stop") == (answer[-1] == stop)
+        assert len(answer) == 6 or reason == "stop"
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+def processed(logits: Tensor, seen: list[int], answer: list[int], s: dict[str, float]) -> Tensor:
+    """Log-probs [V] of the distribution sampled from, entry by entry, from the definitions of the parameters."""
+    logits = logits.double().clone()
+    for token in set(seen + answer):
+        value, penalty = float(logits[token]), s.get("repetition_penalty", 1.0)
+        logits[token] = value / penalty if value > 0 else value * penalty
+    for token in set(answer):
+        logits[token] -= s.get("presence_penalty", 0) + s.get("frequency_penalty", 0) * answer.count(token)
+    logits /= s.get("temperature", 1.0)
+    order = logits.argsort(descending=True)
+    order = order[: s.get("top_k", len(order))]
+    mass = logits[order].softmax(-1)
+    order = order[: 1 + int((mass.cumsum(-1) < s.get("top_p", 1.0)).sum())]
+    order = order[logits[order].exp() >= s.get("min_p", 0.0) * logits[order[0]].exp()]
+    out = torch.full_like(logits, -math.inf)
+    out[order] = logits[order].log_softmax(-1)
+    return out
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"top_k": 7},
+        {"top_p": 0.7, "temperature": 1.4},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.7},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": -0.5},
+    ],
+    ids=str,
+)
+def test_processed_logprobs_are_those_of_the_distribution_sampled_from(
+    open_model: Open, sampling: dict[str, float]
+) -> None:
+    model = tiny_model()
+    # Rows of different lengths: the pads in front of the short ones (id 0) must not count as seen.
+    prompts = random_rows(40, 2, 11)
+    out = open_model(model).generate(
+        prompts, {**sampling, "max_new_tokens": 12, "seed": 3, "ignore_eos": True}, logprobs="processed"
+    )
+    assert out.mode == "processed" and out.temperature == sampling.get("temperature", 1.0)
+    assert out.support == ("truncated" if sampling.keys() & {"top_k", "top_p", "min_p"} else "full")
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        table = oracle.next_logits(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        expected = [processed(table[t], prompt, answer[:t], sampling)[token] for t, token in enumerate(answer)]
+        close(found.double(), torch.stack(expected))
+
+
+def test_greedy_is_the_argmax_step_by_step(open_model: Open) -> None:
+    model = tiny_model()
+    prompts = random_rows(25, 3)
+    out = open_model(model).generate(
+        prompts, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}, logprobs="processed"
+    )
+    assert out.temperature == 0.0 and not out.logprobs.values.any()
+    for prompt, answer in zip(prompts, out.ids.tolist(), strict=True):
+        assert answer == oracle.next_logits(model, prompt + answer[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_bfloat16_on_the_cpu(open_model: Open) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    prompts = random_rows(40, 2, 11)
+    out = open_model(model).generate(prompts, {"max_new_tokens": 8, "seed": 3})
+    assert out.logprobs.values.dtype == torch.float32
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        expected = oracle.answer_logprobs(model, prompt, answer)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.15)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda(open_model: Open) -> None:
+    model = tiny_model().to("cuda")
+    prompts = random_rows(1, 40, 3)
+    out = open_model(model).generate(prompts, {"max_new_tokens": 8, "seed": 3})
+    assert out.ids.values.device.type == "cpu"
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=0, atol=1e-3)
+
+
+# Seeds and company ----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_depends_on_its_prompt_and_seed_alone(open_model: Open) -> None:
+    prompts, seeds = random_rows(5, 33, 1, 12), answer_seeds(4, range(4))
+    sampling = {"max_new_tokens": 20, "top_p": 0.95}
+    backend, frugal = open_model(tiny_model()), open_model(tiny_model(), max_batch_tokens=50)
+    together = backend.generate(prompts, sampling, seeds=seeds)
+    order = [2, 0, 3, 1]
+    shuffled = backend.generate([prompts[i] for i in order], sampling, seeds=seeds[order])
+    apart = frugal.generate(prompts, sampling, seeds=seeds)
+    alone = backend.generate(prompts[1:2], sampling, seeds=seeds[1:2])
+    assert shuffled.ids.tolist() == [together.ids.tolist()[i] for i in order]
+    assert apart.ids.tolist() == together.ids.tolist()
+    assert alone.ids.tolist() == together.ids.tolist()[1:2]
+    close(apart.logprobs.values, together.logprobs.values)
+    other = backend.generate(prompts, sampling, seeds=answer_seeds(5, range(4)))
+    assert other.ids.tolist() != together.ids.tolist()
+
+
+def test_without_a_seed_the_global_generator_decides(open_model: Open) -> None:
+    backend, prompts = open_model(tiny_model()), random_rows(5, 9)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        first, second = (backend.generate(prompts, {"max_new_tokens": 12}).ids.tolist() for _ in range(2))
+        torch.manual_seed(11)
+        again = backend.generate(prompts, {"max_new_tokens": 12}).ids.tolist()
+    assert first == again != second
+
+
+def test_the_answers_of_a_prompt_share_its_prefill_and_change_nothing(open_model: Open) -> None:
+    model, prompts = tiny_model(), random_rows(30, 4, 30)
+    read: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(tuple(args[0].shape)))
+    sampling, seeds = {"max_new_tokens": 10, "ignore_eos": True}, answer_seeds(1, range(3), 4)
+    backend = open_model(model)
+    out = backend.generate(prompts, {**sampling, "num_samples": 4}, seeds=seeds)
+    assert read[0] == (3, 30) and read[1] == (12, 1)
+    rows = Ragged.from_list(prompts).repeat(4).tolist()
+    for row, (prompt, answer, found) in enumerate(zip(rows, out.ids.tolist(), out.logprobs.split(), strict=True)):
+        single = backend.generate([prompt], sampling, seeds=seeds[row : row + 1])
+        assert single.ids.tolist() == [answer]
+        close(found, single.logprobs.values)
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+# Endings --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
+def test_without_a_limit_every_row_fills_the_context_from_where_it_stands(open_model: Open, family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=32)
+    prompts = random_rows(30, 1, 31, 12)
+    out = open_model(model).generate(prompts, {"max_new_tokens": None, "ignore_eos": True, "seed": 0})
+    assert out.ids.lengths.tolist() == [2, 31, 1, 20] and set(out.finish_reasons) == {"length"}
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+def test_a_model_without_a_context_needs_a_limit(open_model: Open) -> None:
+    backend = open_model(tiny_model("bloom"))
+    assert backend.capabilities.max_context is None
+    with pytest.raises(InvalidRequestError, match="max_new_tokens"):
+        backend.generate([[5]], {"max_new_tokens": None})
+
+
+def test_no_stop_id_before_min_new_tokens(open_model: Open) -> None:
+    model, prompts = tiny_model(), random_rows(7, 20)
+    stop = eos_at_once(model, prompts)
+    sampling = {"max_new_tokens": 8, "temperature": 0, "stop_token_ids": [stop], "min_new_tokens": 3}
+    out = open_model(model).generate(prompts, sampling, logprobs="processed")
+    for answer in out.ids.tolist():
+        assert not {stop, EOS} & set(answer[:3]) and len(answer) > 3
+    assert out.support == "truncated"
+
+
+def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(open_model: Open) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    prompts, seeds = random_rows(6, 25, 3), answer_seeds(2, range(3))
+    backend = open_model(model)
+    free = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True}, seeds=seeds)
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in free.ids.tolist()]
+    # Six characters that straddle tokens, from the middle of one row's answer.
+    stop = texts[1][20:26]
+    out = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True, "stop": ["@@@@", stop]}, seeds=seeds)
+    for text, whole, cut, reason in zip(texts, free.ids.tolist(), out.ids.tolist(), out.finish_reasons, strict=True):
+        assert whole[: len(cut)] == cut
+        if stop in text:
+            assert reason == "stop" and stop in tokenizer.decode(cut, skip_special_tokens=True)
+            assert stop not in tokenizer.decode(cut[:-1], skip_special_tokens=True)
+        else:
+            assert reason == "length" and cut == whole
+    assert "stop" in out.finish_reasons
+    close(out.logprobs.split()[1], free.logprobs.split()[1][: len(out.ids.tolist()[1])])
+
+
+def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
+    """How many of `ids` are taken before the ending says stop."""
+    ending = Ending(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer(), torch.device("cpu"))
+    for step, token in enumerate(ids, 1):
+        if bool(ending(torch.tensor([token]))[0]):
+            return step
+    return None
+
+
+def encode(text: str) -> list[int]:
+    return tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_stop_string_of_half_characters() -> None:
+    ids = encode("zwölf €")
+    assert len(encode("ö")) == 2 and len(encode("€")) == 3
+    assert steps_until_stop(ids, stop="ö") == len(encode("zwö"))
+    assert steps_until_stop(ids, stop="wölf €") == len(ids)
+    assert steps_until_stop(ids, stop="x") is None
+
+
+def test_a_stop_string_is_found_across_hidden_tokens_and_in_shown_ones() -> None:
+    ids = [*encode("moo"), 1, *encode("n"), *encode(" over")]
+    at = len(encode("moo")) + 2
+    assert steps_until_stop(ids, stop="moon") == at
+    assert steps_until_stop(ids, stop="<|im_start|>", skip_special_tokens=False) == at - 1
+    assert steps_until_stop(ids, stop="moon", skip_special_tokens=False) is None
+
+
+def test_a_stop_string_in_the_first_min_new_tokens_does_not_count() -> None:
+    ids = encode("abcabc")
+    first, both = steps_until_stop(ids, stop="abc"), len(ids)
+    assert first is not None and first < both
+    assert steps_until_stop(ids, stop="abc", min_new_tokens=first) == first
+    assert steps_until_stop(ids, stop="abc", min_new_tokens=first + 1) == both
+
+
+# The model and its surroundings -----------------------------------------------------------------------------------------
+
+
+def test_the_models_generation_config_supplies_eos_and_nothing_else(open_model: Open) -> None:
+    model, prompts = tiny_model(), random_rows(5, 20)
+    sampling = {"max_new_tokens": 12, "seed": 7}
+    plain = open_model(model).generate(prompts, sampling)
+    config = model.generation_config
+    config.temperature, config.top_k, config.max_length, config.repetition_penalty = 0.01, 1, 3, 9.0
+    config.forced_bos_token_id, config.suppress_tokens = 7, list(range(100, 500))
+    assert open_model(model).generate(prompts, sampling).ids.tolist() == plain.ids.tolist()
+    config.eos_token_id = [PAD, 5, 10**6]
+    assert open_model(model).capabilities.eos_token_ids == {PAD, 5, EOS}
+
+
+def dropout_model() -> Any:
+    """A model with dropout everywhere, in train mode but for one layer, with one frozen layer."""
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    model.transformer.h[1].requires_grad_(False)
+    return model
+
+
+def state_of(model: nn.Module) -> tuple[list[bool], list[bool]]:
+    return [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+
+
+def test_a_model_in_train_mode_answers_without_dropout_and_is_left_as_it_was(open_model: Open) -> None:
+    model, prompts = dropout_model(), random_rows(5, 20)
+    before, backend = state_of(model), open_model(model)
+    out = backend.generate(prompts, {"max_new_tokens": 8, "seed": 7})
+    assert state_of(model) == before
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+def test_a_failing_step_is_reported_and_leaves_the_model_as_it_was(open_model: Open) -> None:
+    model, backend = (model := dropout_model()), open_model(model)
+    before = state_of(model)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory, on purpose")
+
+    handle = model.get_output_embeddings().register_forward_hook(fail)
+    with pytest.raises(EngineError, match="on purpose"):
+        backend.generate([[5]], {"max_new_tokens": 2})
+    assert state_of(model) == before
+    handle.remove()
+    assert backend.generate([[5]], {"max_new_tokens": 2}).ids.lengths.tolist() == [2]
+
+
+def test_results_are_no_inference_tensors_even_in_inference_mode(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    with torch.inference_mode():
+        out = backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True})
+    assert not out.ids.values.is_inference() and not out.logprobs.values.is_inference()
+    assert not out.logprobs.values.requires_grad
+
+
+def test_a_call_that_takes_too_long_says_so(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    with pytest.raises(BackendTimeoutError, match="1e-09"):
+        backend.generate([[5, 6]], {"max_new_tokens": 300, "ignore_eos": True}, timeout=1e-9)
+
+
+# Beams ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_beam_search_wide_enough_finds_the_likeliest_answer(open_model: Open) -> None:
+    model = tiny_model(vocab_size=12)
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.max_length = 3
+    prompts = [[3, 4, 5], [7]]
+    sampling = {"num_beams": 12, "max_new_tokens": 2, "ignore_eos": True, "temperature": 1.0}
+    out = open_model(model).generate(prompts, sampling, logprobs="none")
+    assert out.logprobs is None and out.finish_reasons == ("length", "length")
+    for prompt, answer in zip(prompts, out.ids.tolist(), strict=True):
+        every = {(a, b): float(oracle.answer_logprobs(model, prompt, [a, b]).sum()) for a in range(12) for b in range(12)}
+        assert tuple(answer) == max(every, key=lambda pair: every[pair])
+    assert model.generation_config.repetition_penalty == 5.0
+
+
+def test_beams_end_at_a_stop_id_and_keep_it(open_model: Open) -> None:
+    model = tiny_model(vocab_size=12)
+    prompts = [[3, 4, 5], [7]]
+    stop = eos_at_once(model, prompts)
+    sampling = {"num_beams": 2, "max_new_tokens": 8, "temperature": 0, "stop_token_ids": [stop], "length_penalty": -8.0}
+    out = open_model(model).generate(prompts, sampling, logprobs="none")
+    assert out.ids.tolist()[0] == [stop] and out.finish_reasons[0] == "stop"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"num_beams": 2, "temperature": 0.7},
+        {"num_beams": 2, "top_p": 0.5},
+        {"num_beams": 2, "stop": "x"},
+        {"engine_kwargs": {"no_repeat_ngram_size": 2}},
+    ],
+    ids=str,
+)
+def test_what_would_do_nothing_is_refused(open_model: Open, sampling: dict[str, Any]) -> None:
+    with pytest.raises(CapabilityError):
+        open_model(tiny_model()).generate([[5]], {"max_new_tokens": 2, **sampling}, logprobs="none")
+
+
+def test_engine_kwargs_reach_transformers_generate(open_model: Open) -> None:
+    sampling = {"num_beams": 2, "max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
+    backend = open_model(tiny_model(vocab_size=6))
+    free = backend.generate([[5]], sampling, logprobs="none").ids.tolist()[0]
+    held = backend.generate(
+        [[5]], {**sampling, "engine_kwargs": {"no_repeat_ngram_size": 2}}, logprobs="none"
+    ).ids.tolist()[0]
+    pairs = list(zip([5, *held], held, strict=False))
+    assert len(pairs) == len(set(pairs)) and held != free

@@ -1,0 +1,126 @@
+"""Opening: what is accepted, what is refused, and what importing the plugin costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+import transformers
+from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
+
+import corelm
+from corelm import Backend
+from corelm.errors import BackendClosedError, CapabilityError, EngineError, InvalidRequestError
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and its tokenizer, saved."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_loading_the_plugin_does_not_import_transformers() -> None:
+    code = "import sys, transformers_backend; print([m for m in ('transformers', 'peft', 'accelerate') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_opens_by_name(folder: Path) -> None:
+    model = tiny_model()
+    with corelm.get_backend("transformers", folder, dtype="float32", device="cpu") as backend:
+        (ids,) = backend.tokenize(["What does a cow say?"]).ids.tolist()
+        assert ids == tiny_tokenizer()("What does a cow say?")["input_ids"]
+        found = backend.score_logprobs([ids]).logprobs.values
+        torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+        capabilities = backend.capabilities
+        assert (capabilities.vocab_size, capabilities.max_context) == (VOCAB, CONTEXT)
+        assert capabilities.eos_token_ids == {2} and capabilities.gradients and not capabilities.empty_prompt
+    with pytest.raises(BackendClosedError):
+        backend.score_logprobs([ids])
+
+
+def test_dtype_and_from_pretrained_options_are_honoured(folder: Path) -> None:
+    with corelm.get_backend(
+        "transformers", folder, dtype="bfloat16", attn_implementation="eager", model_kwargs={"output_loading_info": False}
+    ) as backend:
+        base = backend._engine.model.base
+        assert base.dtype == torch.bfloat16 and base.config._attn_implementation == "eager" and not base.training
+
+
+def test_limits_are_the_models_not_the_tokenizers(open_model: Open) -> None:
+    backend = open_model(tiny_model(vocab_size=VOCAB + 64, max_position_embeddings=64))
+    assert (backend.capabilities.vocab_size, backend.capabilities.max_context) == (VOCAB + 64, 64)
+    assert len(tiny_tokenizer()) <= VOCAB and tiny_tokenizer().model_max_length > 64
+    assert backend.generate([[VOCAB + 63] * 63], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
+
+
+def test_an_eos_outside_the_vocabulary_is_none(open_model: Open) -> None:
+    assert open_model(tiny_model("gpt2", eos_token_id=50256)).capabilities.eos_token_ids == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"dtpye": "float32"}, "dtpye"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"device": "cpu"}, "device"),
+        ({"attn_implementation": "eager"}, "attn_implementation"),
+        ({"model_kwargs": {"revision": "main"}}, "model_kwargs"),
+        ({}, "tokenizer"),
+    ],
+    ids=str,
+)
+def test_an_option_that_would_do_nothing_is_an_error(options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        corelm.get_backend("transformers", tiny_model(), **options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("model", [None, 3])
+def test_nothing_to_open(model: object) -> None:
+    with pytest.raises(InvalidRequestError, match="model"):
+        corelm.get_backend("transformers", model)
+
+
+def test_a_folder_that_is_not_there_fails_as_transformers_says(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        corelm.get_backend("transformers", tmp_path / "absent")
+    assert caught.value.__cause__ is not None
+
+
+def test_models_that_are_no_causal_language_models_are_refused(open_model: Open) -> None:
+    config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    for model in (transformers.T5ForConditionalGeneration(config), tiny_model().model, torch.nn.Linear(2, 2)):
+        with pytest.raises(CapabilityError, match=type(model).__name__):
+            open_model(model)
+
+
+def test_a_model_without_a_cache_can_score_but_not_generate(open_model: Open) -> None:
+    config = transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2)
+    model, (ids,) = transformers.OpenAIGPTLMHeadModel(config).eval(), random_rows(9)
+    backend = open_model(model)
+    found = backend.score_logprobs([ids]).logprobs.values
+    torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+    with pytest.raises(CapabilityError, match="cache"):
+        backend.generate([ids], {"max_new_tokens": 2})
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    (folder / "planted.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError):
+        corelm.get_backend("transformers", folder)
+    assert not trace.exists()

@@ -1,0 +1,154 @@
+"""The sampler's distribution: against softmax by chi-square, and against an exact float64 CDF number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from corelm.rows import Ragged
+from corelm.sampling import SamplingParams, answer_seeds
+from transformers_backend.sampler import Sampler, Uniforms, inverse_cdf, truncated
+
+CPU = torch.device("cpu")
+V = 700
+LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def expected(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """float64[V]: the probabilities, one token at a time, straight from the definitions."""
+    mass = (logits.double() / temperature).softmax(-1)
+    order = sorted(range(len(mass)), key=lambda token: -float(mass[token]))
+    kept = order[:top_k] if top_k else order
+    if top_p < 1:
+        total, running, nucleus = sum(float(mass[t]) for t in kept), 0.0, []
+        for token in kept:
+            nucleus.append(token)
+            running += float(mass[token]) / total
+            if running >= top_p:
+                break
+        kept = nucleus
+    kept = [token for token in kept if mass[token] >= min_p * mass[kept[0]]]
+    out = torch.zeros_like(mass)
+    out[kept] = mass[kept]
+    return out / out.sum()
+
+
+def draw(logits: Tensor, rows: int, seed: int = 0, processed: bool = True, **sampling: object) -> tuple[Tensor, Tensor]:
+    sampler = Sampler(
+        SamplingParams(**sampling),
+        Ragged.from_list([[0]] * rows),
+        answer_seeds(seed, range(rows)),
+        frozenset(),
+        len(logits),
+        CPU,
+        processed,
+    )
+    return sampler(logits.expand(rows, -1))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution(sampling: dict[str, float]) -> None:
+    probabilities = expected(LOGITS, **sampling)
+    ids, logprobs = draw(LOGITS, 20_000, **sampling)
+    counts = torch.bincount(ids, minlength=V)
+    assert not counts[probabilities == 0].any()
+    # Cells with few expected draws are pooled, as the test requires.
+    big = probabilities * 20_000 >= 8
+    observed = [*counts[big].tolist(), int(counts[~big].sum())]
+    wanted = [*(probabilities[big] * 20_000).tolist(), float(probabilities[~big].sum()) * 20_000]
+    if wanted[-1] < 8:
+        observed, wanted = observed[:-1], wanted[:-1]
+        wanted = [w * sum(observed) / sum(wanted) for w in wanted]
+    assert scipy.stats.chisquare(observed, wanted).pvalue > 1e-4
+    torch.testing.assert_close(logprobs, probabilities[ids].log().float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["flat", "peaked", "long tail"])
+def test_every_number_falls_where_the_exact_cdf_says_even_in_the_tail_of_a_large_vocabulary(shape: str) -> None:
+    size = 151_936
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(size, generator=generator)
+    if shape == "flat":
+        logits = torch.zeros(size)
+    if shape == "long tail":
+        # Half of the mass on the first token, the other half spread over all the rest.
+        logits = torch.zeros(size)
+        logits[0] = math.log(size)
+    if shape == "peaked":
+        logits = logits * 8
+    uniforms = torch.cat(
+        [torch.rand(60, dtype=torch.float64, generator=generator), torch.tensor([0.0, 0.5, 1 - 1e-6, 1 - 2**-53])]
+    )
+    ids, logprobs = inverse_cdf(logits.expand(len(uniforms), -1), uniforms)
+    exact = logits.double().softmax(-1)
+    upper = exact.cumsum(-1)
+    assert bool((uniforms <= upper[ids] + 1e-7).all()) and bool((uniforms >= (upper - exact)[ids] - 1e-7).all())
+    torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
+
+
+def test_a_token_without_mass_is_never_chosen() -> None:
+    scores = torch.full((4, 1000), -math.inf)
+    scores[:, [300, 301, 999]] = 0.0
+    ids, logprobs = inverse_cdf(scores, torch.tensor([0.0, 0.4, 0.9, 1 - 2**-53], dtype=torch.float64))
+    assert ids.tolist() == [300, 301, 999, 999]
+    torch.testing.assert_close(logprobs, torch.full((4,), -math.log(3)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [({"top_k": 3}, 3), ({"top_p": 0.5}, 4), ({"top_p": 1e-9}, 1), ({"min_p": 1.0}, 8), ({"top_k": 100}, 8)],
+    ids=str,
+)
+def test_ties_are_cut_to_the_size_asked_for(sampling: dict[str, float], kept: int) -> None:
+    scores, _ = truncated(torch.zeros(1, 8), SamplingParams(**sampling))
+    assert int(scores.isfinite().sum()) == kept
+
+
+def test_an_answer_depends_on_its_seed_and_on_no_other_row() -> None:
+    seeds = answer_seeds(9, range(5))
+    together = Uniforms(seeds, CPU)
+    alone = Uniforms(seeds[3:4], CPU)
+    first = [(together()[3], alone()[0]) for _ in range(40)]
+    together.keep(torch.tensor([1, 3]))
+    later = [(together()[1], alone()[0]) for _ in range(100)]
+    assert all(a == b for a, b in first + later)
+    assert len({float(a) for a, _ in first + later}) == 140
+
+
+def test_raw_logprobs_are_the_models_whatever_was_sampled_from() -> None:
+    ids, logprobs = draw(LOGITS, 50, processed=False, temperature=0.3, top_p=0.5)
+    torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[ids], rtol=0, atol=1e-5)
+
+
+def test_greedy_takes_the_best_and_is_sure_of_it() -> None:
+    ids, logprobs = draw(LOGITS, 3, temperature=0.0)
+    assert ids.tolist() == [int(LOGITS.argmax())] * 3 and logprobs.tolist() == [0.0] * 3
+    _, raw = draw(LOGITS, 1, temperature=0.0, processed=False)
+    torch.testing.assert_close(raw[0], LOGITS.log_softmax(-1).max())
+
+
+def test_penalties_count_the_ids_of_their_own_row() -> None:
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
+    prompts = Ragged.from_list([[1], [2, 3]])
+    sampler = Sampler(sampling, prompts, torch.tensor([0, 1]), frozenset(), 5, CPU, True)
+    logits = torch.tensor([[1.0, 3.0, 2.6, -1.0, 0.0], [1.0, 3.0, 2.6, -1.0, 0.0]])
+    # Row 0: 3.0 / 2 loses to 2.6, then 2.6 / 2 - 0.75 to 3.0 / 2, which after that is 1.5 - 0.75 against 1.0.
+    # Row 1: 3.0, then 3.0 / 2 - 0.75 = 0.75 loses to 2.6 / 2 = 1.3, then 1.3 - 0.75 and 0.75 to 1.0.
+    steps = [sampler(logits)[0].tolist() for _ in range(3)]
+    assert steps == [[2, 1], [1, 2], [0, 0]]

@@ -1,0 +1,180 @@
+"""Scoring: ragged rows, partial rows, temperatures, logits, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from tiny_models import CONTEXT, random_rows, tiny_model
+from torch import Tensor, nn
+
+from corelm import Backend
+from corelm.errors import BackendTimeoutError, EngineError
+
+Open = Callable[..., Backend]
+ROWS = [*random_rows(30, 1, 200, 2, 57), [0, 0, 0, 0], [2, 0, 2]]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 256, 32768])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_every_token_but_the_first_is_scored(open_model: Open, max_batch_tokens: int, temperature: float) -> None:
+    model = tiny_model()
+    out = open_model(model, max_batch_tokens=max_batch_tokens).score_logprobs(ROWS, temperature=temperature)
+    assert out.temperature == temperature
+    for ids, found, scored in zip(ROWS, out.logprobs.split(), out.scored.split(), strict=True):
+        close(found, oracle.logprobs(model, ids, temperature))
+        assert scored.tolist() == [False] + [True] * (len(ids) - 1)
+
+
+def test_a_row_may_fill_the_context(open_model: Open) -> None:
+    model, rows = tiny_model("gpt2"), random_rows(CONTEXT, 3)
+    close(open_model(model).score_logprobs(rows).logprobs.split()[0], oracle.logprobs(model, rows[0]))
+
+
+def test_only_what_is_asked_for_is_scored_and_reaches_the_head(open_model: Open) -> None:
+    model, start = tiny_model(), [25, 1, 190, 2, 1, 3, 9]
+    backend = open_model(model)
+    backend.score_logprobs([[5, 6]])
+    seen: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[..., 0].numel()))
+    out = backend.score_logprobs(ROWS, score_from=start)
+    # While the body reads a batch, the head is shown one column of it.
+    scored_tokens = sum(max(0, len(ids) - first) for ids, first in zip(ROWS, start, strict=True))
+    assert sum(seen) <= scored_tokens + len(ROWS)
+    for ids, first, found, scored in zip(ROWS, start, out.logprobs.split(), out.scored.split(), strict=True):
+        assert scored.tolist() == [t >= first for t in range(len(ids))]
+        close(found, oracle.logprobs(model, ids) * scored)
+
+
+def test_a_large_vocabulary_is_scored_in_slices(open_model: Open) -> None:
+    model = tiny_model("qwen2-tied", vocab_size=300_000, hidden_size=32, num_hidden_layers=1)
+    (ids,) = random_rows(150, vocab=300_000)
+    backend, seen = open_model(model), []
+    expected = oracle.logprobs(model, ids)
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.numel()))
+    found = backend.score_logprobs([ids]).logprobs.values
+    assert max(seen) * 4 <= 2**27 < (len(ids) - 1) * 300_000 * 4
+    close(found, expected)
+
+
+def test_nothing_to_score_runs_nothing(open_model: Open) -> None:
+    model = tiny_model()
+    model.register_forward_pre_hook(lambda *args: pytest.fail("the model was called"))
+    out = open_model(model).score_logprobs([[5], [6, 7]], score_from=[1, 2], return_logits=True, grad=True)
+    assert out.logprobs.values.tolist() == [0.0] * 3 and not out.scored.values.any() and not out.logits.values.any()
+
+
+def test_logits_are_in_the_models_scale_and_zero_where_nothing_is_scored(open_model: Open) -> None:
+    model = tiny_model("granite")
+    out = open_model(model).score_logprobs(ROWS, temperature=0.5, score_from=[20] * len(ROWS), return_logits=True)
+    for ids, logits in zip(ROWS, out.logits.split(), strict=True):
+        torch.testing.assert_close(logits[20:], oracle.next_logits(model, ids)[19:-1], rtol=0, atol=1e-4)
+        assert not logits[:20].any()
+
+
+def test_gradients_flow_through_temperature_and_logits_alike(open_model: Open) -> None:
+    model, ids = tiny_model(), ROWS[0]
+    out = open_model(model).score_logprobs([ids, ROWS[4]], temperature=0.5, return_logits=True, grad=True)
+    weight = model.get_input_embeddings().weight
+    (found,) = torch.autograd.grad(out.logprobs.values.sum(), weight, retain_graph=True)
+    table = (out.logits.values / 0.5).log_softmax(-1)
+    tokens = torch.tensor([*ids, *ROWS[4]])
+    chosen = table.gather(-1, tokens[:, None])[:, 0][out.scored.values]
+    (through_logits,) = torch.autograd.grad(chosen.sum(), weight)
+    direct = sum(
+        (model(input_ids=torch.tensor([row])).logits[0, :-1] / 0.5)
+        .log_softmax(-1)
+        .gather(-1, torch.tensor(row[1:])[:, None])
+        .sum()
+        for row in (ids, ROWS[4])
+    )
+    (expected,) = torch.autograd.grad(direct, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(through_logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def dropout_model() -> Any:
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    return model
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_without_gradients_dropout_is_off_and_the_mode_is_put_back(open_model: Open) -> None:
+    model = dropout_model()
+    before, out = modes(model), open_model(model).score_logprobs(ROWS)
+    assert modes(model) == before and not out.logprobs.values.requires_grad
+    for ids, found in zip(ROWS, out.logprobs.split(), strict=True):
+        close(found, oracle.logprobs(model, ids))
+
+
+def test_with_gradients_the_model_runs_in_its_own_mode(open_model: Open) -> None:
+    model = dropout_model()
+    before, backend = modes(model), open_model(model)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        first, second = (backend.score_logprobs(ROWS, grad=True).logprobs.values for _ in range(2))
+    assert first.requires_grad and modes(model) == before
+    assert float((first - second).detach().abs().max()) > 0.1
+
+
+def test_a_failure_leaves_the_model_as_it_was(open_model: Open) -> None:
+    model = dropout_model()
+    backend, before = open_model(model), modes(model)
+    backend.score_logprobs([[5, 6]])
+    expected = oracle.logprobs(model, ROWS[0])
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory, on purpose")
+
+    handle = model.get_output_embeddings().register_forward_hook(fail)
+    for grad in (False, True):
+        with pytest.raises(EngineError, match="on purpose"):
+            backend.score_logprobs(ROWS, grad=grad)
+    handle.remove()
+    assert modes(model) == before
+    # The model's own forward is whole again, for its owner and for us.
+    close(oracle.logprobs(model, ROWS[0]), expected)
+    close(backend.score_logprobs(ROWS[:1]).logprobs.values, expected)
+
+
+def test_bfloat16_is_reduced_in_float32(open_model: Open) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    out = open_model(model).score_logprobs(ROWS)
+    assert out.logprobs.values.dtype == torch.float32
+    for ids, found in zip(ROWS, out.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=0.15)
+        # A float32 softmax over one row's logits; a bfloat16 one would round the result to three digits.
+    assert float((out.logprobs.values - out.logprobs.values.bfloat16().float()).abs().max()) > 0
+
+
+def test_results_are_no_inference_tensors_even_in_inference_mode(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    with torch.inference_mode():
+        out = backend.score_logprobs(ROWS, return_logits=True)
+    assert not any(part.values.is_inference() for part in (out.logprobs, out.scored, out.logits))
+
+
+def test_a_call_that_takes_too_long_says_so(open_model: Open) -> None:
+    with pytest.raises(BackendTimeoutError):
+        open_model(tiny_model()).score_logprobs(ROWS, timeout=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda(open_model: Open) -> None:
+    model = tiny_model().to("cuda")
+    backend = open_model(model)
+    assert backend.score_logprobs(ROWS, device="cuda").logprobs.values.is_cuda
+    out = backend.score_logprobs(ROWS)
+    for ids, found in zip(ROWS, out.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-3)

@@ -1,0 +1,186 @@
+"""New weights: from a state dict or a path, all of them or none."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import random_rows, tiny_model
+from torch import Tensor
+
+from corelm import Backend
+from corelm.errors import CoreLMError, InvalidRequestError
+
+Open = Callable[..., Backend]
+(IDS,) = random_rows(20)
+
+
+def scores(backend: Backend) -> Tensor:
+    return backend.score_logprobs([IDS]).logprobs.values
+
+
+def speaks_like(backend: Backend, model: torch.nn.Module) -> bool:
+    return torch.allclose(scores(backend), oracle.logprobs(model, IDS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "mixtral", "phi-biased"])
+def test_a_state_dict_replaces_every_weight_and_nothing_else(open_model: Open, family: str) -> None:
+    model, new = tiny_model(family), tiny_model(family, seed=1)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    frozen = [p.requires_grad for p in model.parameters()]
+    identities = [id(p) for p in model.parameters()]
+    backend = open_model(model)
+    assert not speaks_like(backend, new)
+    assert backend.update_weights(new.state_dict(), version="7") == "7"
+    assert speaks_like(backend, new)
+    answer = backend.generate([IDS], {"max_new_tokens": 4, "seed": 0})
+    assert answer.weight_versions == ("7",)
+    expected = oracle.answer_logprobs(new, IDS, answer.ids.tolist()[0])
+    torch.testing.assert_close(answer.logprobs.values, expected, rtol=0, atol=1e-5)
+    assert [p.requires_grad for p in model.parameters()] == frozen
+    assert [id(p) for p in model.parameters()] == identities
+
+
+def test_dtype_stays_the_models(open_model: Open) -> None:
+    model, new = tiny_model().bfloat16(), tiny_model(seed=1)
+    open_model(model).update_weights(new.state_dict())
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, new.state_dict()[name].bfloat16())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_a_state_dict_that_does_not_fit_changes_nothing(open_model: Open, fault: str) -> None:
+    model, state = tiny_model(), tiny_model(seed=1).state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del state[name]
+    if fault == "unexpected":
+        name = "model.layers.9.bias"
+        state[name] = torch.zeros(1)
+    if fault == "shape":
+        state[name] = state[name].T
+    backend = open_model(model)
+    before = scores(backend)
+    with pytest.raises(InvalidRequestError, match=name.replace(".", r"\.")) as caught:
+        backend.update_weights(state)
+    assert caught.value.field == "state_dict" and torch.equal(scores(backend), before)
+
+
+def test_one_name_is_enough_for_tied_weights_and_two_must_agree(open_model: Open) -> None:
+    backend, new = open_model(tiny_model("qwen2-tied")), tiny_model("qwen2-tied", seed=1)
+    state = dict(new.state_dict())
+    del state["lm_head.weight"]
+    backend.update_weights(state)
+    assert speaks_like(backend, new)
+    with pytest.raises(InvalidRequestError, match=r"lm_head\.weight"):
+        backend.update_weights({**state, "lm_head.weight": torch.zeros_like(new.lm_head.weight)})
+    assert speaks_like(backend, new)
+
+
+def saved(new: Any, folder: Path, kind: str) -> Path:
+    if kind == "safetensors folder":
+        new.save_pretrained(folder)
+    if kind == "sharded folder":
+        new.save_pretrained(folder, max_shard_size="100KB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+    if kind == "pytorch folder":
+        new.config.save_pretrained(folder)
+        torch.save(new.state_dict(), folder / "pytorch_model.bin")
+    if kind == "safetensors file":
+        folder = folder / "weights.safetensors"
+        save_file({name: value.clone() for name, value in new.state_dict().items()}, folder)
+    if kind == "pytorch file":
+        folder = folder / "weights.pt"
+        torch.save(new.state_dict(), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["safetensors folder", "sharded folder", "pytorch folder", "safetensors file", "pytorch file"]
+)
+@pytest.mark.parametrize("family", ["qwen2-tied", "mixtral"])
+def test_weights_are_read_from_a_path(open_model: Open, tmp_path: Path, family: str, kind: str) -> None:
+    backend, new = open_model(tiny_model(family)), tiny_model(family, seed=1)
+    backend.update_weights(saved(new, tmp_path, kind))
+    assert speaks_like(backend, new)
+
+
+class _Planted:
+    """Unpickles to a call that leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "pytorch_model.bin"])
+def test_a_pickle_is_not_run(open_model: Open, tmp_path: Path, name: str) -> None:
+    model, trace, folder = tiny_model(), tmp_path / "trace", tmp_path / "weights"
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    torch.save({**model.state_dict(), "model.norm.weight": _Planted(trace)}, folder / name)
+    backend = open_model(model)
+    before = scores(backend)
+    with pytest.raises(CoreLMError):
+        backend.update_weights(folder / name if name == "weights.pt" else folder)
+    assert not trace.exists() and torch.equal(scores(backend), before)
+    # The trap works where nothing guards against it.
+    with (folder / "plain").open("wb") as file:
+        pickle.dump(_Planted(trace), file)
+    pickle.loads((folder / "plain").read_bytes())
+    assert trace.exists()
+
+
+def test_a_path_that_is_not_there_or_holds_another_model_changes_nothing(open_model: Open, tmp_path: Path) -> None:
+    backend = open_model(tiny_model())
+    before = scores(backend)
+    with pytest.raises(InvalidRequestError, match="nothing at"):
+        backend.update_weights(tmp_path / "absent")
+    deeper = tiny_model(num_hidden_layers=3, seed=1)
+    deeper.save_pretrained(tmp_path / "deeper")
+    with pytest.raises(InvalidRequestError, match=r"layers\.2"):
+        backend.update_weights(tmp_path / "deeper")
+    shallow = tiny_model(num_hidden_layers=1, seed=1)
+    shallow.save_pretrained(tmp_path / "shallow")
+    with pytest.raises(InvalidRequestError, match=r"layers\.1"):
+        backend.update_weights(tmp_path / "shallow")
+    tiny_model(intermediate_size=48, seed=1).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(CoreLMError):
+        backend.update_weights(tmp_path / "narrow")
+    assert torch.equal(scores(backend), before)
+
+
+def lora(seed: int) -> peft.PeftModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(tiny_model(seed=seed), config).eval()
+
+
+def test_a_wrapped_model_takes_its_own_names_or_those_of_the_model_inside(open_model: Open, tmp_path: Path) -> None:
+    model, other = lora(0), lora(1)
+    backend = open_model(model)
+    backend.update_weights(other.state_dict())
+    assert speaks_like(backend, other)
+
+    plain = tiny_model(seed=2)
+    adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+    backend.update_weights(plain.state_dict())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in adapters.items())
+    with model.disable_adapter():
+        assert speaks_like(backend, plain)
+    assert not speaks_like(backend, plain)
+
+    tiny_model(seed=3).save_pretrained(tmp_path)
+    backend.update_weights(tmp_path)
+    with model.disable_adapter():
+        assert speaks_like(backend, tiny_model(seed=3))
