@@ -1,6 +1,6 @@
 """The main job, on a model that is trained while you watch: chat for two turns, then score the chat again.
 
-python examples/demo.py [--output demo-output] [--steps 300] [--seed 0]
+python examples/demo.py [--output demo-output] [--steps 200] [--seed 0]
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import corelm
 from corelm import History, LLMPolicy
 from tiny import build_tiny
 
-FIRST = ["Who are you?", "Hello!", "Good morning!", "How are you?"]
-SECOND = ["How big are you?", "What is your name?", "Who are you?", "I am well too."]
+FIRST = ["Hello!", "Good morning!", "What is your name?", "How are you?"]
+SECOND = ["What is your name?", "Who are you?", "How big are you?", "I am well too."]
 
 #: Two float32 computations of one number, in batches of different shapes.
 TOLERANCE = 1e-4
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
-    parser.add_argument("--steps", type=int, default=300, help="training steps of the tiny model")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of the tiny model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console = Console()

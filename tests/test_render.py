@@ -216,6 +216,7 @@ def test_turn_after_turn_no_id_changes(template: str, opening: str, told: bool, 
         # A last id that the template happens to write next, without being an end.
         (ct.BARE, "Par\n", "\nuser: And of Italy?\nassistant: "),
     ],
+    ids=["own EOS", "own EOS after a space", "cut off", "cut off before a space", "another EOS", "no EOS"],
 )
 def test_what_stands_between_a_sampled_turn_and_the_next(template: str, answer: str, between: str) -> None:
     turn = sampled(answer)
@@ -325,7 +326,11 @@ def test_texts_that_look_like_our_placeholders() -> None:
 # What cannot be done --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", [ct.FORGETFUL, ct.SHOUTING, ct.CHATML.replace("m.content +", "m.content * 2 +")])
+@pytest.mark.parametrize(
+    "template",
+    [ct.FORGETFUL, ct.SHOUTING, ct.CHATML.replace("m.content +", "m.content * 2 +")],
+    ids=["drops", "alters", "repeats"],
+)
 def test_a_template_that_loses_a_sampled_turn_is_refused(template: str) -> None:
     turn = sampled("Paris.<|im_end|>")
     with pytest.raises(TemplateError, match=r"message 1.*prefer_tokens=False") as caught:
@@ -338,7 +343,7 @@ def test_a_template_that_loses_a_sampled_turn_is_refused(template: str) -> None:
     ).retokenized == (True,)
 
 
-@pytest.mark.parametrize("template", [ct.FORGETFUL, ct.COUNTING])
+@pytest.mark.parametrize("template", [ct.FORGETFUL, ct.COUNTING], ids=["drops", "counts"])
 def test_a_template_that_rewrites_earlier_turns_gives_no_mask(template: str) -> None:
     chat = [QUESTION, ANSWER, MORE]
     with pytest.raises(

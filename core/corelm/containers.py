@@ -8,8 +8,8 @@ person expects. With batch ``(B,)``::
     td["log_probs"].provenance    # one Provenance, or a tuple of them if rows differ
 
 For batch ``()`` there is one tensor and one string, for ``(B, n)`` a list of lists. A field that does not exist for
-these rows reads as None and is not among the keys. What a field gives it also takes. Code that wants flat values,
-whatever the layout, calls `ragged`.
+these rows reads as None and is not among the keys. What a field gives it also takes. A container made by hand is dense
+unless it is given ``padded=False``. Code that wants flat values, whatever the layout, calls `ragged`.
 """
 
 from __future__ import annotations

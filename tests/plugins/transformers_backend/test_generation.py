@@ -99,11 +99,13 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from(
     open_model: Open, sampling: dict[str, float]
 ) -> None:
     model = tiny_model()
-    # Rows of different lengths: the pads in front of the short ones (id 0) must not count as seen.
-    prompts = random_rows(40, 2, 11)
+    # Prompts of different lengths: the pads in front of the short ones (id 0) must not count as seen. And many stop
+    # ids, so that rows leave the batch while others go on.
+    prompts = random_rows(40, 2, 11, 5, 23, 1)
     out = open_model(model).generate(
-        prompts, {**sampling, "max_new_tokens": 12, "seed": 3, "ignore_eos": True}, logprobs="processed"
+        prompts, {**sampling, "max_new_tokens": 12, "seed": 3, "stop_token_ids": range(1, 60)}, logprobs="processed"
     )
+    assert len(set(out.ids.lengths.tolist())) > 2
     assert out.mode == "processed" and out.temperature == sampling.get("temperature", 1.0)
     assert out.support == ("truncated" if sampling.keys() & {"top_k", "top_p", "min_p"} else "full")
     for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):

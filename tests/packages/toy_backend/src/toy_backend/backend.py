@@ -54,14 +54,14 @@ class ToyBackend:
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
         answers = [self._answer(prompt, seed, request) for prompt, seed in zip(prompts, seeds.tolist(), strict=True)]
         ids, logprobs, reasons = zip(*answers, strict=True)
-        processed = request.logprobs == "processed"
+        sampling, processed = request.sampling, request.logprobs == "processed"
         return GenerationBatch(
             ids=Ragged.from_list(ids),
             logprobs=Ragged.from_list(logprobs, dtype=torch.float32),
             finish_reasons=reasons,
             mode="processed" if processed else "raw",
-            temperature=request.sampling.temperature if processed else 1.0,
-            support="truncated" if processed and request.sampling.truncates else "full",
+            temperature=sampling.temperature if processed else 1.0,
+            support="truncated" if processed and (sampling.truncates or sampling.min_new_tokens) else "full",
         )
 
     def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> tuple[list[int], list[float], str]:
