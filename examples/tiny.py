@@ -1,6 +1,6 @@
 """A language model that fits in a coffee break: tokenizer and weights, made in seconds from a text that ships with us.
 
-    python examples/tiny.py /tmp/tiny
+    python examples/tiny.py tiny-model
 
 The model knows some forty little dialogues by heart and nothing else. It is a real one all the same: a Qwen2 with a
 byte-level BPE tokenizer and a chat template, saved in the format every engine loads.

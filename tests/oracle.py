@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """float32[len(ids), V]: row t is what the model says after ``ids[: t + 1]``. Dropout is off; the modes are put back."""
+    """float32[len(ids), V]: row t is what the model says after ``ids[: t + 1]``, without dropout."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():

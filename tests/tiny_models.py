@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import build_tokenizer, read_chats
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tiny import build_tokenizer, read_chats
 
 VOCAB = 512
 CONTEXT = 512
@@ -37,7 +38,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "opt-projected": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
-    "mixtral": ("Mixtral", _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "initializer_range": 0.15}),
+    "mixtral": (
+        "Mixtral",
+        _GATED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "initializer_range": 0.15},
+    ),
     "granite": ("Granite", _GATED | {"logits_scaling": 0.5, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
     "cohere": ("Cohere", _GATED | {"logit_scale": 2.0}),
     "gemma2": ("Gemma2", _GATED | {"head_dim": 16, "final_logit_softcapping": 5.0, "sliding_window": 8}),

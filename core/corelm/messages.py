@@ -163,7 +163,7 @@ class ContainerRequest:
         logprobs, scored: as long as ``tokens.full``. provenance: one per row, or one for all.
         assistant: bool, as long as ``tokens.full``; None where it cannot be known.
         errors: a message per row, "" where it went well.
-        retokenized: whether sampled turns of a row were rendered from their text, and their ids given up; None where all
+        retokenized: whether sampled turns of a row were rendered from their text and lost their ids; None where all
             ids were kept.
         pad_output: dense tensors instead of one row a sample. columns: the dense layout to keep; None to choose one.
     """

@@ -45,8 +45,8 @@ class LLMPolicy(TensorDictModuleBase):
             history is returned by default where one is read, and cannot be elsewhere.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed` is
             scoring at the temperature of `sampling_params`.
-        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the output says
-            which rows that changed: bool `retokenized`.
+        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the output
+            says of which rows: bool `retokenized`.
         inplace: True writes into the TensorDict that was passed (the default without `num_samples`, impossible with
             it); False returns a new one with the outputs alone (the default with `num_samples`); "empty" returns an
             empty copy of the one passed, filled with the outputs.

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from tiny_models import tiny_tokenizer
 
 from corelm.backend import Backend
+from tiny_models import tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]
@@ -17,7 +17,7 @@ Open = Callable[..., Backend]
 
 @pytest.fixture
 def open_model() -> Iterator[Open]:
-    """``open_model(model, **options)``: the plugin behind core's façade, with the tiny tokenizer; closed after the test."""
+    """``open_model(model, **options)``: the plugin behind core's façade, with the tiny tokenizer; closed afterwards."""
     with ExitStack() as stack:
 
         def make(model: Any, **options: Any) -> Backend:

@@ -1,16 +1,16 @@
-"""Every family computes its logits in a way of its own: scaled, capped, projected, tied, biased. All must come out right."""
+"""Families compute their logits each in its own way: scaled, capped, projected, tied, biased. All must be right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from tiny_models import FAMILIES, random_rows, tiny_model
 
+import oracle
 from corelm import Backend
+from tiny_models import FAMILIES, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 PROMPTS = random_rows(1, 40, 3, 17, 3)
@@ -47,7 +47,9 @@ def test_gradients_are_the_models_own(family: str, open_model: Open) -> None:
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max() + 1), msg=name)
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max() + 1), msg=name
+        )
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])

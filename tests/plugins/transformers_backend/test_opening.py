@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 import transformers
-from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
 
 import corelm
+import oracle
 from corelm import Backend
 from corelm.errors import BackendClosedError, CapabilityError, EngineError, InvalidRequestError
+from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
+from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]
 
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_loading_the_plugin_does_not_import_transformers() -> None:
-    code = "import sys, transformers_backend; print([m for m in ('transformers', 'peft', 'accelerate') if m in sys.modules])"
+    code = "import sys, transformers_backend; print([m for m in ('transformers', 'peft') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -49,12 +50,13 @@ def test_a_folder_opens_by_name(folder: Path) -> None:
         backend.score_logprobs([ids])
 
 
-def test_dtype_and_from_pretrained_options_are_honoured(folder: Path) -> None:
-    with corelm.get_backend(
-        "transformers", folder, dtype="bfloat16", attn_implementation="eager", model_kwargs={"output_loading_info": False}
-    ) as backend:
-        base = backend._engine.model.base
-        assert base.dtype == torch.bfloat16 and base.config._attn_implementation == "eager" and not base.training
+def test_options_of_loading_are_honoured(folder: Path) -> None:
+    engine = TransformersBackend.open(
+        folder, dtype="bfloat16", attn_implementation="eager", model_kwargs={"max_position_embeddings": 99}
+    )
+    base = engine.model.base
+    assert base.dtype == torch.bfloat16 and base.config._attn_implementation == "eager" and not base.training
+    assert engine.capabilities.max_context == 99
 
 
 def test_limits_are_the_models_not_the_tokenizers(open_model: Open) -> None:
@@ -65,7 +67,8 @@ def test_limits_are_the_models_not_the_tokenizers(open_model: Open) -> None:
 
 
 def test_an_eos_outside_the_vocabulary_is_none(open_model: Open) -> None:
-    assert open_model(tiny_model("gpt2", eos_token_id=50256)).capabilities.eos_token_ids == {2}
+    assert open_model(tiny_model(eos_token_id=50256)).capabilities.eos_token_ids == {tiny_tokenizer().eos_token_id}
+    assert open_model(tiny_model(vocab_size=2)).capabilities.eos_token_ids == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,10 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     trace = tmp_path / "trace"
     (folder / "planted.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"}}
+    config |= {
+        "model_type": "planted",
+        "auto_map": {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError):
         corelm.get_backend("transformers", folder)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
-import oracle
 import peft
 import pytest
 import torch
-from tiny_models import random_rows, tiny_model
 
+import oracle
 from corelm import Backend
 from corelm.errors import CapabilityError
+from tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = random_rows(1, 40, 9)
@@ -19,7 +20,9 @@ ROWS = random_rows(1, 40, 9)
 
 @pytest.fixture
 def wrapped() -> peft.PeftModel:
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return peft.get_peft_model(tiny_model(), config).train()
@@ -47,13 +50,16 @@ def test_gradients_reach_the_adapters_and_only_them(open_model: Open, wrapped: p
         assert parameter.requires_grad == ("lora_" in name), name
 
 
-def test_beams_search_with_the_adapters(open_model: Open, wrapped: peft.PeftModel) -> None:
+def test_beams_search_with_the_adapters_and_without_anyones_defaults(open_model: Open, wrapped: peft.PeftModel) -> None:
     sampling = {"num_beams": 4, "max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
-    (answer,) = open_model(wrapped).generate([ROWS[2]], sampling, logprobs="none").ids.tolist()
+    ids = torch.tensor([ROWS[2]])
     reference = wrapped.eval().generate(
-        input_ids=torch.tensor([ROWS[2]]), num_beams=4, max_new_tokens=5, do_sample=False, eos_token_id=None
+        input_ids=ids, num_beams=4, max_new_tokens=5, do_sample=False, eos_token_id=None
     )
-    assert answer == reference[0, len(ROWS[2]) :].tolist()
+    wrapped.generation_config = copy.deepcopy(wrapped.generation_config)
+    wrapped.generation_config.repetition_penalty = 9.0
+    (answer,) = open_model(wrapped).generate(ids, sampling, logprobs="none").ids.tolist()
+    assert answer == reference[0, ids.shape[1] :].tolist()
 
 
 def test_virtual_tokens_are_refused(open_model: Open) -> None:

@@ -18,7 +18,9 @@ V = 700
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def expected(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def expected(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """float64[V]: the probabilities, one token at a time, straight from the definitions."""
     mass = (logits.double() / temperature).softmax(-1)
     order = sorted(range(len(mass)), key=lambda token: -float(mass[token]))
@@ -37,7 +39,7 @@ def expected(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: fl
     return out / out.sum()
 
 
-def draw(logits: Tensor, rows: int, seed: int = 0, processed: bool = True, **sampling: object) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, rows: int, seed: int = 0, raw: bool = False, **sampling: object) -> tuple[Tensor, Tensor]:
     sampler = Sampler(
         SamplingParams(**sampling),
         Ragged.from_list([[0]] * rows),
@@ -45,7 +47,7 @@ def draw(logits: Tensor, rows: int, seed: int = 0, processed: bool = True, **sam
         frozenset(),
         len(logits),
         CPU,
-        processed,
+        raw,
     )
     return sampler(logits.expand(rows, -1))
 
@@ -120,6 +122,19 @@ def test_ties_are_cut_to_the_size_asked_for(sampling: dict[str, float], kept: in
     assert int(scores.isfinite().sum()) == kept
 
 
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_top_p_over_a_large_vocabulary_keeps_the_smallest_set(spread: float) -> None:
+    """Among rows of which some need a few candidates and some need most of 20 000."""
+    logits = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(2)) * torch.tensor([[spread], [4.0], [6.0]])
+    scores, candidates = truncated(logits, SamplingParams(top_p=0.6))
+    for row in range(3):
+        kept = candidates[row][scores[row].isfinite()]
+        mass = logits[row].double().softmax(-1).sort(descending=True)
+        size = 1 + int((mass.values.cumsum(-1) < 0.6).sum())
+        assert set(kept.tolist()) == set(mass.indices[:size].tolist())
+        torch.testing.assert_close(scores[row][scores[row].isfinite()], logits[row][kept])
+
+
 def test_an_answer_depends_on_its_seed_and_on_no_other_row() -> None:
     seeds = answer_seeds(9, range(5))
     together = Uniforms(seeds, CPU)
@@ -132,21 +147,21 @@ def test_an_answer_depends_on_its_seed_and_on_no_other_row() -> None:
 
 
 def test_raw_logprobs_are_the_models_whatever_was_sampled_from() -> None:
-    ids, logprobs = draw(LOGITS, 50, processed=False, temperature=0.3, top_p=0.5)
+    ids, logprobs = draw(LOGITS, 50, raw=True, temperature=0.3, top_p=0.5)
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[ids], rtol=0, atol=1e-5)
 
 
 def test_greedy_takes_the_best_and_is_sure_of_it() -> None:
     ids, logprobs = draw(LOGITS, 3, temperature=0.0)
     assert ids.tolist() == [int(LOGITS.argmax())] * 3 and logprobs.tolist() == [0.0] * 3
-    _, raw = draw(LOGITS, 1, temperature=0.0, processed=False)
+    _, raw = draw(LOGITS, 1, temperature=0.0, raw=True)
     torch.testing.assert_close(raw[0], LOGITS.log_softmax(-1).max())
 
 
 def test_penalties_count_the_ids_of_their_own_row() -> None:
     sampling = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
     prompts = Ragged.from_list([[1], [2, 3]])
-    sampler = Sampler(sampling, prompts, torch.tensor([0, 1]), frozenset(), 5, CPU, True)
+    sampler = Sampler(sampling, prompts, torch.tensor([0, 1]), frozenset(), 5, CPU, raw=False)
     logits = torch.tensor([[1.0, 3.0, 2.6, -1.0, 0.0], [1.0, 3.0, 2.6, -1.0, 0.0]])
     # Row 0: 3.0 / 2 loses to 2.6, then 2.6 / 2 - 0.75 to 3.0 / 2, which after that is 1.5 - 0.75 against 1.0.
     # Row 1: 3.0, then 3.0 / 2 - 0.75 = 0.75 loses to 2.6 / 2 = 1.3, then 1.3 - 0.75 and 0.75 to 1.0.

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import peft
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import random_rows, tiny_model
 from torch import Tensor
 
+import oracle
 from corelm import Backend
 from corelm.errors import CoreLMError, InvalidRequestError
+from tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
 (IDS,) = random_rows(20)

@@ -55,6 +55,7 @@ class TransformersBackend:
         self.capabilities = Capabilities(
             vocab_size=model.vocab_size,
             max_context=model.max_context,
+            # A configuration class may default to the EOS of a larger vocabulary.
             eos_token_ids=frozenset(token for token in eos if token is not None and token < model.vocab_size),
             sampling=dict.fromkeys(HONOURED),
             generation_modes=frozenset({"raw", "processed"}),
@@ -82,11 +83,12 @@ class TransformersBackend:
         """Load a model, or take one that is there.
 
         Args:
-            model: a folder or hub name, or a model object, PEFT-wrapped or not. An object keeps its train/eval mode, its
-                device, its dtype and its `requires_grad`.
+            model: a folder or hub name, or a model object, PEFT-wrapped or not. An object keeps its device, dtype,
+                train/eval mode and `requires_grad`.
             tokenizer: a tokenizer, or a folder or hub name of one; None for the model's own.
             dtype: None for the checkpoint's own. device: None for the first GPU, or the CPU where there is none.
-            max_batch_tokens: how many tokens share a forward pass, padding (and answers to come) included.
+            max_batch_tokens: how many tokens share a forward pass, padding and answers to come included. With
+                ``max_new_tokens=None`` an answer counts as long as the context allows: give more to batch those.
             model_kwargs: passed to ``from_pretrained`` as they are.
 
         Raises:
@@ -114,7 +116,7 @@ class TransformersBackend:
             return beams.beam_search(model, request)
         if request.sampling.engine_kwargs:
             raise CapabilityError(
-                "engine_kwargs go to transformers' own generate, which runs beam search only; drop them, or give num_beams",
+                "engine_kwargs go to transformers' own generate, which serves beams only; drop them or give num_beams",
                 capability="engine_kwargs",
             )
         return decoding.generate(model, self.tokenizer, request, self.max_batch_tokens)

@@ -30,8 +30,6 @@ def beam_search(model: CausalLM, request: GenerateRequest) -> GenerationBatch:
     deadline = Deadline(request.timeout)
     limits = answer_limits(model, request).tolist()
     stop_ids = sorted(request.stop_ids)
-    # `generate` fills up with the pad id after an answer; a stop id keeps that out of the answer's own ids.
-    ending = {"eos_token_id": stop_ids, "pad_token_id": stop_ids[0]} if stop_ids else {"pad_token_id": 0}
     answers, reasons = [], []
     with model.evaluating(), _no_defaults(model.base):
         for prompt, limit in zip(request.prompts.split(), limits, strict=True):
@@ -46,13 +44,13 @@ def beam_search(model: CausalLM, request: GenerateRequest) -> GenerationBatch:
                 early_stopping=sampling.early_stopping,
                 max_new_tokens=limit,
                 min_new_tokens=sampling.min_new_tokens,
-                **ending,
+                eos_token_id=stop_ids or None,
+                pad_token_id=0,
                 **sampling.engine_kwargs,
             )
             answer = found[0, len(prompt) :].cpu()
-            ends = torch.isin(answer, torch.tensor(stop_ids, dtype=torch.int64)).nonzero()[:1, 0].tolist()
-            answers.append(answer[: ends[0] + 1] if ends else answer)
-            reasons.append("stop" if ends else "length")
+            answers.append(answer)
+            reasons.append("stop" if int(answer[-1]) in request.stop_ids else "length")
     device = request.prompts.values.device
     return GenerationBatch(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
 
@@ -64,14 +62,14 @@ def _only_what_is_honoured(sampling: SamplingParams) -> None:
     if refused:
         names = ", ".join(sorted(refused))
         raise CapabilityError(
-            f"beam search looks for the likeliest answer and does not sample: {names} would do nothing; drop it or num_beams",
+            f"beam search does not sample, so {names} would do nothing; drop that, or num_beams",
             capability=min(refused),
         )
 
 
 @contextmanager
 def _no_defaults(base: Any) -> Iterator[None]:
-    """`generate` fills what it is not told from the model's generation config: an empty one inside, the model's afterwards."""
+    """An empty generation config inside, the model's own afterwards: `generate` takes from it what it is not told."""
     own = base.generation_config
     base.generation_config = type(own)()
     try:

@@ -19,6 +19,9 @@ from corelm.sampling import SamplingParams
 from transformers_backend.model import CausalLM, Deadline, micro_batches
 from transformers_backend.sampler import Sampler
 
+#: What a part of a character decodes to. The next token may turn it into the whole one.
+_HALF = "\ufffd"
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -41,14 +44,12 @@ def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batc
     limits = answer_limits(model, request)
     # Without seeds the answers follow torch's global generator, as any other sampling in torch does.
     seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
-    processed = request.logprobs == "processed"
+    raw, processed = request.logprobs == "raw", request.logprobs == "processed"
     order, parts = [], []
     with model.evaluating():
         for rows in micro_batches(prompts.lengths + limits, max_batch_tokens):
             batch = prompts.select(rows)
-            sampler = Sampler(
-                sampling, batch, seeds[rows], request.stop_ids, model.vocab_size, model.device, processed
-            )
+            sampler = Sampler(sampling, batch, seeds[rows], request.stop_ids, model.vocab_size, model.device, raw)
             ending = Ending(sampling, request.stop_ids, limits[rows], tokenizer, model.device)
             order.append(rows)
             parts.append(_decode(model, batch, sampler, ending, deadline))
@@ -128,8 +129,8 @@ def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
 class Ending:
     """Says after every step which answers it ended, and which of those by a stop id or a stop string.
 
-    A stop string ends an answer when the newest token completes it and the answer has ``min_new_tokens``. Stop ids before
-    that were never sampled.
+    A stop string ends an answer when the newest token completes it and the answer has ``min_new_tokens``. Stop ids are
+    not sampled before that.
     """
 
     def __init__(
@@ -146,42 +147,40 @@ class Ending:
         self._tokenizer = tokenizer
         self._length = 0
         self._tails: list[list[int]] = [[] for _ in limits.tolist()]
-        skip = sampling.skip_special_tokens and bool(sampling.stop)
-        self._unseen = frozenset(tokenizer.all_special_ids) if skip else frozenset()
-        # Every id that can be seen is at least one byte; the margin is for decoders that treat a text's start differently.
+        # A token in a tail is at least one byte; the margin is for decoders that treat the start of a text differently.
         self._window = max((len(stop.encode()) for stop in sampling.stop), default=0) + 4
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the newest ids, int64[rows]: bool[rows] stopped by what was generated, and bool[rows] ended by anything."""
+        """From the newest ids, int64[rows]: bool[rows] stopped by what was generated, and bool[rows] ended at all."""
         self._length += 1
         stops = torch.isin(ids, self._stop_ids)
         if self._sampling.stop:
-            stops = stops | torch.tensor(self._completed(ids.tolist()), device=ids.device)
+            completed = [self._completes(tail, token) for tail, token in zip(self._tails, ids.tolist(), strict=True)]
+            stops = stops | torch.tensor(completed, device=ids.device)
         return stops, stops | (self._limits <= self._length)
 
     def keep(self, rows: Tensor) -> None:
         self._limits = self._limits[rows]
         self._tails = [self._tails[row] for row in rows.tolist()]
 
-    def _completed(self, ids: list[int]) -> list[bool]:
-        """Whether each row's newest id completes a stop string."""
-        for tail, token in zip(self._tails, ids, strict=True):
-            if token not in self._unseen:
-                tail.append(token)
-                del tail[: -self._window]
-        if self._length < self._sampling.min_new_tokens:
-            return [False] * len(ids)
-        skip = self._sampling.skip_special_tokens
-        texts = self._tokenizer.batch_decode(self._tails, skip_special_tokens=skip)
-        before = self._tokenizer.batch_decode([tail[:-1] for tail in self._tails], skip_special_tokens=skip)
-        return [
-            token not in self._unseen and any(_ends_late(text, old, stop) for stop in self._sampling.stop)
-            for token, text, old in zip(ids, texts, before, strict=True)
-        ]
+    def _completes(self, tail: list[int], token: int) -> bool:
+        """Whether `token` completes a stop string; it joins the `tail` of the answer's latest ids, in place."""
+        before = self._decode(tail)
+        tail.append(token)
+        text = self._decode(tail)
+        if text == before and not text.endswith(_HALF):
+            # It does not show, so it must not use up the window.
+            tail.pop()
+        del tail[: -self._window]
+        late_enough = self._length >= self._sampling.min_new_tokens
+        return late_enough and any(_ends_late(text, before, stop) for stop in self._sampling.stop)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._sampling.skip_special_tokens)
+        return text
 
 
 def _ends_late(text: str, before: str, stop: str) -> bool:
     """Whether `stop` occurs in `text` and ends in what `text` has more than `before`."""
-    # Half a character decodes to U+FFFD, which the next token may turn into the whole one.
-    old = len(before.rstrip("\ufffd"))
+    old = len(before.rstrip(_HALF))
     return stop in text[max(0, old - len(stop) + 1) :]

@@ -34,7 +34,7 @@ class CausalLM:
         head = base.get_output_embeddings()
         self.vocab_size: int = text.vocab_size if head is None else head.weight.shape[0]
         self.max_context: int | None = getattr(text, "max_position_embeddings", None)
-        self.eos_token_ids = _eos_token_ids(base.generation_config, self.vocab_size)
+        self.eos_token_ids = _eos_token_ids(base.generation_config)
         self._accepted = inspect.signature(base.forward).parameters.keys()
         # The auxiliary loss of experts is nobody's here, and with a cache its mask does not fit.
         quiet = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
@@ -68,7 +68,7 @@ class CausalLM:
         return DynamicCache(config=self.base.config)
 
     def inputs(self, rows: Ragged, side: Side) -> dict[str, Tensor]:
-        """`rows` padded on the far side: `input_ids`, `attention_mask` and `position_ids`, each int64[rows, width].
+        """`rows` with padding on that side: `input_ids`, `attention_mask` and `position_ids`, each int64[rows, width].
 
         The mask comes from the lengths: a prompt may contain the id that pads.
         """
@@ -87,7 +87,7 @@ class CausalLM:
             inputs["position_ids"] = position_ids
         return self.module(**self._always, **inputs)
 
-    def next_logits(self, cache: Any, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
+    def next_logits(self, cache: Any, attention_mask: Tensor, **inputs: Any) -> Tensor:
         """float32[rows, vocab] of what follows the last column; `cache` is extended by `inputs`.
 
         Raises:
@@ -102,12 +102,12 @@ class CausalLM:
             # A recurrent state has taken the past in: here the mask is of the new columns alone.
             attention_mask = attention_mask[:, -inputs["input_ids"].shape[1] :]
         keep = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
-        state = {self._cache_name: cache, "use_cache": True}
-        logits: Tensor = self.forward(attention_mask=attention_mask, **state, **keep, **inputs).logits
+        inputs |= {self._cache_name: cache, "use_cache": True, **keep}
+        logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits
         return logits[:, -1].float()
 
     def predictions(self, rows: Ragged) -> Predictions:
-        """Read `rows` once. Logits are then made only for the positions that are asked for, where the model allows it."""
+        """Read `rows` once; logits are then made for the positions asked for only, where the model allows it."""
         inputs = self.inputs(rows, "right")
         if not self._head_works_on_slices():
             logits = self.forward(use_cache=False, **inputs).logits
@@ -117,11 +117,11 @@ class CausalLM:
 
     # The head, a slice at a time --------------------------------------------------------------------------------------
     #
-    # Between the body's last hidden state and the logits a model may scale, cap or shift. So the model's own forward does
-    # that step, with a body that returns the hidden states it is told to.
+    # Between the body's last hidden state and the logits a model may scale, cap or shift. So the model's own forward
+    # does that step, with a body that returns the hidden states it is told to.
 
     def _head_works_on_slices(self) -> bool:
-        """Whether slices give what the plain forward gives: tried once, on a batch whose rows and slices do not line up."""
+        """Whether slices give what the plain forward gives. Tried once, with slices that do not line up with rows."""
         if self._slices is None:
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(self.vocab_size, (15,), generator=generator)
@@ -132,7 +132,10 @@ class CausalLM:
                 whole = self.forward(use_cache=False, **inputs).logits[row, column].float()
                 try:
                     hidden, kind = self._read(inputs)
-                    parts = [self._head(hidden[r, c], kind).float() for r, c in zip(row.split(5), column.split(5), strict=True)]
+                    parts = [
+                        self._head(hidden[r, c], kind).float()
+                        for r, c in zip(row.split(5), column.split(5), strict=True)
+                    ]
                 except _NoSeparateBody:
                     self._slices = False
                 else:
@@ -215,8 +218,6 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
         order = order[rows:]
 
 
-def _eos_token_ids(config: Any, vocab_size: int) -> frozenset[int]:
+def _eos_token_ids(config: Any) -> frozenset[int]:
     eos = None if config is None else config.eos_token_id
-    ids = [eos] if isinstance(eos, int) else eos or []
-    # A configuration class may default to the EOS of a larger vocabulary.
-    return frozenset(token for token in ids if token < vocab_size)
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

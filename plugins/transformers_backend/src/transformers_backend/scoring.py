@@ -57,7 +57,9 @@ def _score(model: CausalLM, request: ScoreRequest, max_batch_tokens: int) -> Sco
     return ScoreBatch(
         logprobs=Ragged(_spread(logprobs, index, (total,)), sequences.lengths),
         scored=scored.to(device),
-        logits=Ragged(_spread(logits, index, (total, model.vocab_size)), sequences.lengths) if request.return_logits else None,
+        logits=Ragged(_spread(logits, index, (total, model.vocab_size)), sequences.lengths)
+        if request.return_logits
+        else None,
         # At another temperature it is no longer the model's own distribution.
         mode="raw" if request.temperature == 1.0 else "processed",
         temperature=request.temperature,

@@ -20,14 +20,14 @@ _SPELLED_OUT = 5
 def update(model: CausalLM, given: Mapping[str, Tensor]) -> None:
     """Copy `given` into the model, by name. Device, dtype and requires_grad stay the model's.
 
-    A PEFT-wrapped model takes its own names, or the plain names of the model inside, whose adapters then stay as they are.
+    A PEFT-wrapped model takes its own names, or the plain names of the model inside; its adapters then stay.
 
     Raises:
-        InvalidRequestError: names missing, unknown or of another shape, or tied weights that differ. Nothing has changed.
+        InvalidRequestError: missing or unknown names, other shapes, tied weights that differ. Nothing has changed.
     """
     own = max(_namings(model), key=lambda names: len(names.keys() & given.keys()))
     problems = [f"unexpected {name!r}" for name in sorted(given.keys() - own.keys())]
-    by_storage: dict[tuple[int, int, torch.Size], str] = {}
+    by_storage: dict[tuple[int, torch.Size], str] = {}
     for name in sorted(own.keys() & given.keys()):
         if given[name].shape != own[name].shape:
             problems.append(f"{name!r} is {tuple(given[name].shape)}, expected {tuple(own[name].shape)}")
@@ -35,7 +35,9 @@ def update(model: CausalLM, given: Mapping[str, Tensor]) -> None:
         if twin != name and not torch.equal(given[twin].to("cpu"), given[name].to("cpu")):
             problems.append(f"{twin!r} and {name!r} are one tensor in this model, but differ")
     # One name is enough for weights that are tied.
-    problems += [f"missing {name!r}" for name in sorted(own.keys() - given.keys()) if _storage(own[name]) not in by_storage]
+    problems += [
+        f"missing {name!r}" for name in sorted(own.keys() - given.keys()) if _storage(own[name]) not in by_storage
+    ]
     if problems:
         more = f"; and {len(problems) - _SPELLED_OUT} more" if len(problems) > _SPELLED_OUT else ""
         raise InvalidRequestError(
@@ -97,5 +99,5 @@ def _namings(model: CausalLM) -> list[dict[str, Tensor]]:
     return [own, plain]
 
 
-def _storage(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    return tensor.data_ptr(), tensor.storage_offset(), tensor.shape
+def _storage(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape

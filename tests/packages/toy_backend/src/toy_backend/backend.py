@@ -82,7 +82,9 @@ class ToyBackend:
     def _completes(self, ids: list[int], sampling: SamplingParams) -> bool:
         """Whether the last id completes a stop string; one that was there before it does not count."""
         before, text = self.tokenizer.batch_decode([ids[:-1], ids], sampling.skip_special_tokens)
-        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in sampling.stop)
+        # Half a character decodes to U+FFFD, which the next byte may turn into the whole one.
+        old = len(before.rstrip("\ufffd"))
+        return any(stop in text[max(0, old - len(stop) + 1) :] for stop in sampling.stop)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
