@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -79,7 +81,7 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
     path, chats = Path(path), read_chats()
     tokenizer = build_tokenizer("\n".join(f"{turn['role']}\n{turn['content']}" for chat in chats for turn in chat))
     rng = random.Random(seed)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = _new_model(tokenizer)
         optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -94,6 +96,17 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
     model.eval().save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small are computed before a second thread has woken up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
