@@ -13,10 +13,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from corelm import checks
-from corelm.calls import HookCaller
+from corelm import arguments, checks
+from corelm.calls import HookCaller, ordinary_tensors
 from corelm.capabilities import Capabilities
-from corelm.errors import BackendIncompatibleError, CapabilityError, CoreLMError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.messages import (
     AbortRequest,
     CloseRequest,
@@ -61,6 +61,8 @@ def get_backend(
         InvalidRequestError: an option that the plugin does not know.
         EngineError: the engine did not open; its own error is the cause.
     """
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name: expected a backend's name, got {name!r}", field="name")
     plugin, info = load_backend(name)
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
@@ -69,13 +71,13 @@ def get_backend(
         engine = plugin.open(model, **options)
     except CoreLMError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise open_error(info, error) from error
     try:
         return Backend(
             engine, name, model_name=_model_name(model, options), plugins=plugins, retry=retry, timeout=timeout
         )
-    except BackendIncompatibleError:
+    except BaseException:
         # Nobody else holds the engine, and it may own processes.
         if callable(getattr(engine, "close", None)):
             engine.close(CloseRequest())
@@ -92,6 +94,8 @@ class Backend:
         name: what it was opened as. model_name: what its numbers are labelled with.
         capabilities: what it can do. tokenizer: the engine's tokenizer.
         weight_version: the label of the weights in force, "0" until the first update.
+
+    It cannot be copied or pickled: open it where it is needed.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Backend:
     ) -> None:
         self.name = name
         self.model_name = model_name
-        self.timeout = timeout
+        self.timeout = None if timeout is None else arguments.positive(timeout, "timeout")
         self.weight_version = "0"
         self._engine = engine
         self._hooks = HookCaller(engine, name, plugins, retry)
@@ -127,20 +131,21 @@ class Backend:
         """What ends an answer by itself: the model's own list, else the tokenizer's EOS."""
         if self.capabilities.eos_token_ids is not None:
             return self.capabilities.eos_token_ids
-        eos = self.tokenizer.eos_token_id
+        eos = getattr(self.tokenizer, "eos_token_id", None)
         return frozenset() if eos is None else frozenset([eos])
 
     @property
     def pad_id(self) -> int:
         """What fills dense tensors; no mask is ever derived from it."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0
+        known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        return next((int(token) for token in known if token is not None), 0)
 
     @property
     def closed(self) -> bool:
         return self._hooks.closed
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an open engine cannot be copied or pickled; open it where it is needed with get_backend")
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self._hooks.closed else ''})"
@@ -156,57 +161,65 @@ class Backend:
         offsets: bool = False,
     ) -> TokenBatch:
         """One row of ids per text (a single text is one row)."""
-        texts = (texts,) if isinstance(texts, str) else tuple(texts)
-        wrong = {
-            row: f"expected a str, got {type(t).__name__}" for row, t in enumerate(texts) if not isinstance(t, str)
-        }
-        checks.refuse(wrong, "texts")
+        found = arguments.texts(texts)
         request = TokenizeRequest(
-            texts=texts, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
+            texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
         )
-        batch: TokenBatch = self._hooks.call("tokenize", request)
-        checks.check_tokens(batch, len(texts), self._hooks.fault("tokenize"))
-        return batch
+
+        def finish(batch: TokenBatch) -> TokenBatch:
+            checks.check_tokens(batch, len(found), self._hooks.fault("tokenize"))
+            return batch
+
+        tokens: TokenBatch = self._hooks.call("tokenize", request, finish)
+        return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
         """One text per row of ids."""
-        rows = checks.as_ragged(ids, "ids").tolist()
+        self._hooks.require_open()
+        rows = arguments.rows_of_ids(ids, "ids").tolist()
         return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
+    @ordinary_tensors()
     def generate(
         self,
         prompts: Any,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         *,
         logprobs: Literal["none", "raw", "processed"] = "raw",
-        seeds: Tensor | None = None,
+        seeds: Tensor | Sequence[int] | None = None,
         request_ids: Sequence[str] | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
+        problems: Mapping[int, str] | None = None,
     ) -> GenerationBatch:
         """Sample ``num_samples`` answers for every prompt; those of one prompt are neighbours in the result.
 
         Args:
             prompts: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
             seeds: int64[answers], instead of those that follow from ``sampling.seed``.
+            request_ids: one per row the engine is sent: an answer, or a prompt if it declares `native_samples`.
             on_error: "raise" finds all bad rows first and runs nothing; "skip" serves the others, and a bad row comes
                 back empty with the finish reason `error` and its message in `errors`.
+            problems: rows already known to be bad, and why.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
             CapabilityError: something the engine does not do.
             EngineError, BackendTimeoutError, BackendClosedError: as they say.
         """
+        self._hooks.require_open()
         sampling = SamplingParams.make(sampling)
-        prompts = checks.as_ragged(prompts, "prompts")
+        prompts = arguments.rows_of_ids(prompts, "prompts")
         capabilities = self.capabilities
         checks.sampling_is_honoured(sampling, capabilities, self.name)
+        self._stops_can_match(sampling)
         mode = checks.generation_mode(logprobs, sampling, capabilities, self.name)
         samples = sampling.num_samples or 1
         seeds = self._seeds(sampling, len(prompts), seeds)
-        problems = checks.prompt_problems(prompts, capabilities, sampling)
+        problems = {**checks.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
         good = admitted(problems, len(prompts), on_error, "prompts")
         answers = (good[:, None] * samples + torch.arange(samples)).flatten()
+        names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
         prompts = prompts.select(good)
         if not capabilities.native_samples:
             prompts = prompts.repeat(samples)
@@ -217,20 +230,27 @@ class Backend:
             logprobs=mode,
             seeds=None if seeds is None else seeds[answers],
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids),
-            request_ids=checks.request_ids(request_ids, len(prompts)),
+            request_ids=tuple(names[row] for row in (good if capabilities.native_samples else answers).tolist()),
             timeout=self._limit(timeout),
         )
-        version = self.weight_version
-        batch = no_answers(mode, sampling.temperature) if not len(answers) else self._hooks.call("generate", request)
-        checks.check_generation(batch, request, len(answers), capabilities.vocab_size, self._hooks.fault("generate"))
-        batch = replace(
-            batch,
-            mode=batch.mode if logprobs == "none" else logprobs,
-            logprobs=None if logprobs == "none" else batch.logprobs,
-            weight_versions=batch.weight_versions or (version,) * len(answers),
-        )
-        return spread_answers(batch, answers, samples, problems, version) if problems else batch
 
+        def finish(batch: GenerationBatch) -> GenerationBatch:
+            fail = self._hooks.fault("generate")
+            checks.check_generation(batch, request, len(answers), capabilities.vocab_size, fail)
+            return replace(
+                batch,
+                mode=batch.mode if logprobs == "none" else logprobs,
+                logprobs=None if logprobs == "none" else batch.logprobs,
+                weight_versions=batch.weight_versions or (self.weight_version,) * len(answers),
+            )
+
+        if len(answers):
+            batch: GenerationBatch = self._hooks.call("generate", request, finish)
+        else:
+            batch = finish(no_answers(mode, sampling.temperature))
+        return spread_answers(batch, answers, samples, problems, self.weight_version) if problems else batch
+
+    @ordinary_tensors()
     def score_logprobs(
         self,
         sequences: Any,
@@ -243,6 +263,7 @@ class Backend:
         request_ids: Sequence[str] | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
+        problems: Mapping[int, str] | None = None,
     ) -> ScoreBatch:
         """Log-probability of every token but the first of each sequence, from position ``score_from[r]`` on.
 
@@ -251,9 +272,11 @@ class Backend:
             CapabilityError: the engine cannot score, or not like this.
             EngineError, BackendTimeoutError, BackendClosedError: as they say.
         """
-        sequences = checks.as_ragged(sequences, "sequences")
+        self._hooks.require_open()
+        sequences = arguments.rows_of_ids(sequences, "sequences")
         capabilities = self.capabilities
-        temperature = checks.scoring_temperature(temperature)
+        # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
+        temperature = arguments.positive(temperature, "temperature")
         self._needs("score", "score_logprobs works on engines that score")
         if temperature != 1.0:
             self._needs("score_temperature", f"its scores ignore the temperature, so {temperature} is refused")
@@ -261,27 +284,31 @@ class Backend:
             self._needs("logits", "it returns no logits")
         if grad:
             self._needs("gradients", "its scores carry no gradients")
-        starts = checks.starts(score_from, len(sequences))
-        problems = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
+        starts = arguments.starts(score_from, len(sequences))
+        found = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
+        problems = {**found, **(problems or {})}
         good = admitted(problems, len(sequences), on_error, "sequences")
+        names = arguments.request_ids(request_ids, len(sequences))
         request = ScoreRequest(
             sequences=sequences.select(good) if problems else sequences,
             score_from=starts[good],
             temperature=temperature,
             return_logits=return_logits,
             grad=grad,
-            device=None if device is None else torch.device(device),
-            request_ids=checks.request_ids(request_ids, len(good)),
+            device=arguments.device(device),
+            request_ids=tuple(names[row] for row in good.tolist()),
             timeout=self._limit(timeout),
         )
-        version = self.weight_version
-        asked = len(good) > 0
-        batch: ScoreBatch = (
-            self._hooks.call("score_logprobs", request) if asked else no_scores(temperature, capabilities.vocab_size)
-        )
-        checks.check_scores(batch, request, capabilities.vocab_size, self._hooks.fault("score_logprobs"))
-        batch = replace(batch, weight_versions=batch.weight_versions or (version,) * len(good))
-        return spread_scores(batch, sequences.lengths, good, problems, version) if problems else batch
+
+        def finish(batch: ScoreBatch) -> ScoreBatch:
+            checks.check_scores(batch, request, capabilities.vocab_size, self._hooks.fault("score_logprobs"))
+            return replace(batch, weight_versions=batch.weight_versions or (self.weight_version,) * len(good))
+
+        if len(good):
+            batch: ScoreBatch = self._hooks.call("score_logprobs", request, finish)
+        else:
+            batch = no_scores(temperature, capabilities.vocab_size)
+        return spread_scores(batch, sequences.lengths, good, problems, self.weight_version) if problems else batch
 
     def to_containers(self, request: ContainerRequest) -> TensorDict:
         return self._hooks.call("to_containers", request)
@@ -320,7 +347,12 @@ class Backend:
         """
         self._needs("update_weights", "its weights cannot be changed")
         if version is None:
-            version = str(int(self.weight_version) + 1) if self.weight_version.isdigit() else f"{self.weight_version}+1"
+            # Whatever the caller named the last one, the next one has another name.
+            version = (
+                str(int(self.weight_version) + 1) if self.weight_version.isdecimal() else f"{self.weight_version}+1"
+            )
+        if not isinstance(version, str):
+            raise InvalidRequestError(f"version: expected a str, got {version!r}", field="version")
         by_path = isinstance(weights, (str, os.PathLike))
         if not by_path and not isinstance(weights, Mapping):
             raise InvalidRequestError(
@@ -332,9 +364,15 @@ class Backend:
             state_dict=None if by_path else weights,  # type: ignore[arg-type]
             path=Path(weights) if by_path else None,  # type: ignore[arg-type]
         )
-        self._hooks.call("update_weights", request)
-        self.weight_version = version
-        return version
+
+        def finish(done: Any) -> str:
+            if done is not True:
+                raise self._hooks.fault("update_weights")(f"returned {done!r}: the new weights are not in force")
+            self.weight_version = version
+            return version
+
+        loaded: str = self._hooks.call("update_weights", request, finish)
+        return loaded
 
     def health(self) -> bool:
         """Whether the engine can serve. An engine that does not say is healthy while it is open."""
@@ -364,18 +402,32 @@ class Backend:
             raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
 
     def _limit(self, timeout: float | None) -> float | None:
-        return self.timeout if timeout is None else timeout
+        return self.timeout if timeout is None else arguments.positive(timeout, "timeout")
 
-    def _seeds(self, sampling: SamplingParams, rows: int, seeds: Tensor | None) -> Tensor | None:
+    def _stops_can_match(self, sampling: SamplingParams) -> None:
+        """Where special tokens are left out of the text, a stop string that has one would never be met."""
+        if not (sampling.stop and sampling.skip_special_tokens):
+            return
+        specials = getattr(self.tokenizer, "all_special_tokens", ())
+        for stop in sampling.stop:
+            if any(special in stop for special in specials):
+                raise InvalidRequestError(
+                    f"stop: {stop!r} has a special token in it, and the text has none; give its id in "
+                    "stop_token_ids, or skip_special_tokens=False",
+                    field="stop",
+                )
+
+    def _seeds(self, sampling: SamplingParams, rows: int, seeds: Any) -> Tensor | None:
         samples = sampling.num_samples or 1
         if not self.capabilities.per_answer_seeds:
             if seeds is not None or (sampling.seed is not None and not sampling.greedy):
                 self._needs("per_answer_seeds", "it does not honour seeds; leave the seed out")
             return None
         if seeds is not None:
-            if seeds.shape != (rows * samples,):
-                raise InvalidRequestError(f"seeds: expected {rows * samples}, got {tuple(seeds.shape)}", field="seeds")
-            return seeds
+            return arguments.seeds(seeds, rows * samples)
+        if sampling.greedy:
+            # Nothing is drawn, so torch's generator stays where it is.
+            return answer_seeds(0, range(rows), samples)
         # Without a seed torch.manual_seed governs the answers, as it does all else that a torch user samples.
         seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
         return answer_seeds(seed, range(rows), samples)

@@ -7,13 +7,18 @@ core's defaults and the wrappers its user passed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pluggy
 import tenacity
+import torch
 
+from corelm.capabilities import Capabilities
 from corelm.defaults import DefaultHooks
 from corelm.errors import (
     BackendClosedError,
@@ -22,14 +27,25 @@ from corelm.errors import (
     CapabilityError,
     CoreLMError,
     EngineError,
+    InvalidRequestError,
 )
 from corelm.hookspecs import PROJECT, BackendSpec
 from corelm.messages import CloseRequest
 
-R = TypeVar("R")
-
 #: Repeating these changes nothing but the time it takes.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
+#: These are about a call that is under way, so they do not wait for it.
+OUT_OF_TURN = frozenset({"abort", "health"})
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """What is made inside a caller's ``inference_mode`` could not be used outside it. In here it can; gradients stay as
+    they were, on or off.
+    """
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 class HookCaller:
@@ -39,17 +55,22 @@ class HookCaller:
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
 
     Raises:
-        BackendIncompatibleError: a hook that the specification does not know, or with other arguments.
+        BackendIncompatibleError: an engine without capabilities or tokenizer, or a hook that the specification does not
+            know, or with other arguments.
+        InvalidRequestError: a `retry` of another kind.
     """
 
     def __init__(
         self, engine: Any, name: str, plugins: Sequence[object], retry: int | tenacity.BaseRetrying | None
     ) -> None:
         self.closed = False
-        self._engine = engine
         self._name = name
         self._retry = _retrying(retry)
         self._turn = threading.RLock()
+        capabilities = getattr(engine, "capabilities", None)
+        if not isinstance(capabilities, Capabilities) or not hasattr(engine, "tokenizer"):
+            raise self._misfit(f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`")
+        self._concurrent = capabilities.concurrent_calls
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(BackendSpec)
         try:
@@ -57,79 +78,104 @@ class HookCaller:
             manager.register(engine, name)
             for plugin in plugins:
                 manager.register(plugin)
+                if not manager.get_hookcallers(plugin):
+                    raise self._misfit(f"{plugin!r} was passed as a plugin and has no hook; mark its methods @hookimpl")
             # Without this a misspelt hook would be silence.
             manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            raise BackendIncompatibleError(f"backend {name!r} does not fit the hook specification: {error}") from error
+            raise self._misfit(str(error)) from error
         self._hooks = manager.hook
 
     def implements(self, hook: str) -> bool:
         return bool(getattr(self._hooks, hook).get_hookimpls())
 
+    def require_open(self) -> None:
+        """Raises:
+        BackendClosedError: the engine is closed.
+        """
+        if self.closed:
+            raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
+
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Makes the error for a result that breaks the specification."""
         return lambda what: EngineError(f"backend {self._name!r}, hook {hook}: {what}", usable=True)
 
-    def call(self, hook: str, request: Any) -> Any:
-        """The hook's answer.
+    def call(self, hook: str, request: Any, finish: Callable[[Any], Any] = lambda result: result) -> Any:
+        """The hook's answer, as `finish` makes it while the engine is still this call's: nobody can have changed the
+        weights in between.
 
         Raises:
             BackendClosedError, CapabilityError: the engine is closed, or has no such hook.
-            BackendTimeoutError: the engine, or the wait for one's turn, took longer than ``request.timeout``.
+            BackendTimeoutError: the wait for one's turn and the engine together took longer than ``request.timeout``.
             EngineError: the hook raised something else (chained), or answered None.
         """
-        if self.closed:
-            raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
+        self.require_open()
         if not self.implements(hook):
             raise CapabilityError(f"backend {self._name!r} has no hook {hook}", capability=hook)
-        if self._retry is None or hook not in RETRIED:
-            return self._attempt(hook, request)
-        return self._retry.copy()(self._attempt, hook, request)
+        timeout = getattr(request, "timeout", None)
+        attempt = partial(self._attempt, hook, request, finish, None if timeout is None else time.monotonic() + timeout)
+        return attempt() if self._retry is None or hook not in RETRIED else self._retry.copy()(attempt)
 
     def close(self) -> None:
-        """Call the engine's `close`, once; the engine counts as closed even if that fails."""
+        """Call the engine's `close`, once; the engine counts as closed from the start, and even if that fails."""
         with self._turn:
             if self.closed:
                 return
-            try:
-                if self.implements("close"):
-                    self.call("close", CloseRequest())
-            finally:
-                self.closed = True
+            self.closed = True
+            if self.implements("close"):
+                self._ask("close", CloseRequest())
 
-    def _attempt(self, hook: str, request: Any) -> Any:
-        with self._in_turn(getattr(request, "timeout", None)):
-            try:
-                result = getattr(self._hooks, hook)(request=request)
-            except CoreLMError:
-                raise
-            except TimeoutError as error:
-                raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {error}") from error
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise EngineError(f"backend {self._name!r}, hook {hook}: {cause}") from error
-        if result is None:
-            raise self.fault(hook)("returned None, which is no result")
-        return result
+    def _attempt(self, hook: str, request: Any, finish: Callable[[Any], Any], end: float | None) -> Any:
+        turn = nullcontext() if self._concurrent or hook in OUT_OF_TURN else self._in_turn(end)
+        with turn, ordinary_tensors():
+            if end is not None:
+                request = replace(request, timeout=self._left(end))
+            result = self._ask(hook, request)
+            if result is None:
+                raise self.fault(hook)("returned None, which is no result")
+            return finish(result)
+
+    def _ask(self, hook: str, request: Any) -> Any:
+        try:
+            return getattr(self._hooks, hook)(request=request)
+        except CoreLMError:
+            raise
+        except TimeoutError as error:
+            raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {error}") from error
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineError(f"backend {self._name!r}, hook {hook}: {cause}") from error
 
     @contextmanager
-    def _in_turn(self, timeout: float | None) -> Iterator[None]:
-        if self._engine.capabilities.concurrent_calls:
-            yield
-            return
-        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
-            raise BackendTimeoutError(f"backend {self._name!r} was busy with other calls for {timeout} s")
+    def _in_turn(self, end: float | None) -> Iterator[None]:
+        if not self._turn.acquire(timeout=-1 if end is None else self._left(end)):
+            raise BackendTimeoutError(f"backend {self._name!r} was busy with other calls until the time was over")
         try:
-            if self.closed:
-                raise BackendClosedError(f"backend {self._name!r} was closed while this call waited")
+            self.require_open()
             yield
         finally:
             self._turn.release()
 
+    def _left(self, end: float) -> float:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise BackendTimeoutError(f"backend {self._name!r}: the time was over before the engine was asked")
+        return left
+
+    def _misfit(self, what: str) -> BackendIncompatibleError:
+        return BackendIncompatibleError(f"backend {self._name!r} does not fit the hook specification: {what}")
+
 
 def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying | None:
-    if not isinstance(retry, int):
-        return retry
+    if retry is None:
+        return None
+    if isinstance(retry, tenacity.Retrying):
+        # The last error itself, not tenacity's wrapping of it.
+        return retry.copy(reraise=True)
+    if not isinstance(retry, int) or retry < 1:
+        raise InvalidRequestError(
+            f"retry: expected a count from 1 or a tenacity.Retrying, got {retry!r}", field="retry"
+        )
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(retry),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=10),

@@ -6,13 +6,10 @@ together or serve the others. Everything else raises.
 
 from __future__ import annotations
 
-import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from corelm.capabilities import Capabilities
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
@@ -28,41 +25,6 @@ _SPELLED_OUT = 5
 
 
 # Before -------------------------------------------------------------------------------------------------------------
-
-
-def as_ragged(ids: Any, field: str) -> Ragged:
-    """Rows of token ids from a Ragged, a list of lists or tensors, or an integer tensor ``[rows, time]``.
-
-    Raises:
-        InvalidRequestError: anything else, naming the row.
-    """
-    if isinstance(ids, Ragged):
-        rows = ids
-    elif isinstance(ids, Tensor):
-        if ids.ndim != 2:
-            raise InvalidRequestError(
-                f"{field}: expected one row per sequence, got a tensor of shape {tuple(ids.shape)}", field=field
-            )
-        rows = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
-    else:
-        ids = list(ids)
-        wrong = {
-            row: f"expected a list of token ids, got {value!r}" for row, value in enumerate(ids) if not _is_row(value)
-        }
-        refuse(wrong, field)
-        try:
-            rows = Ragged.from_list(ids)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidRequestError(f"{field}: the ids cannot be read as int64: {error}", field=field) from error
-    if rows.values.dtype.is_floating_point or rows.values.dtype == torch.bool or rows.values.ndim != 1:
-        raise InvalidRequestError(f"{field}: token ids are integers, got {rows.values.dtype}", field=field)
-    return Ragged(rows.values.to(torch.int64), rows.lengths)
-
-
-def _is_row(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 1 and not value.dtype.is_floating_point and value.dtype != torch.bool
-    return isinstance(value, (list, tuple)) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
 
 
 def refuse(problems: Mapping[int, str], field: str) -> None:
@@ -161,44 +123,12 @@ def untouched(sampling: SamplingParams) -> bool:
     return sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalties or restricted)
 
 
-def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
-    """One unique name per row, made up here unless given."""
-    if given is None:
-        return tuple(uuid.uuid4().hex for _ in range(rows))
-    if len(given) != rows or len(set(given)) != rows:
-        raise InvalidRequestError(
-            f"request_ids: expected {rows} different names, got {len(given)}", field="request_ids"
-        )
-    return tuple(given)
-
-
-def scoring_temperature(temperature: float) -> float:
-    """A temperature that given tokens can be scored at."""
-    # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
-    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-        raise InvalidRequestError(
-            f"temperature: expected a finite number above 0, got {temperature!r}", field="temperature"
-        )
-    return float(temperature)
-
-
-def starts(score_from: Any, rows: int) -> Tensor:
-    """int64[rows]: where scoring starts. Nothing precedes position 0, so it is never scored."""
-    if score_from is None:
-        return torch.ones(rows, dtype=torch.int64)
-    first = torch.as_tensor(score_from, dtype=torch.int64)
-    first = first.expand(rows) if first.ndim == 0 else first
-    if first.shape != (rows,):
-        raise InvalidRequestError(
-            f"score_from: expected {rows} positions, got {tuple(first.shape)}", field="score_from"
-        )
-    return first.clamp_min(1)
-
-
 # After --------------------------------------------------------------------------------------------------------------
 
 
 def check_tokens(batch: TokenBatch, texts: int, fail: Callable[[str], EngineError]) -> None:
+    _is(batch, TokenBatch, "the result", fail)
+    _rows("ids", batch.ids, torch.int64, fail)
     if len(batch.ids) != texts:
         raise fail(f"returned {len(batch.ids)} rows for {texts} texts")
 
@@ -207,10 +137,12 @@ def check_generation(
     batch: GenerationBatch, request: GenerateRequest, answers: int, vocab_size: int, fail: Callable[[str], EngineError]
 ) -> None:
     """Hold an engine's answers against the specification. `fail` names the plugin and the hook."""
+    _is(batch, GenerationBatch, "the result", fail)
     ids = batch.ids
+    _rows("ids", ids, torch.int64, fail)
     if len(ids) != answers:
         raise fail(f"returned {len(ids)} rows for {answers} answers")
-    _owned("ids", ids, torch.int64, fail)
+    _is(batch.finish_reasons, (tuple, list), "finish_reasons", fail)
     if len(batch.finish_reasons) != answers:
         raise fail(f"returned {len(batch.finish_reasons)} finish reasons for {answers} answers")
     for row, reason in enumerate(batch.finish_reasons):
@@ -221,28 +153,36 @@ def check_generation(
     limit = request.sampling.max_new_tokens
     if limit is not None and bool((ids.lengths > limit).any()):
         raise fail(f"row {int(ids.lengths.argmax())}: {int(ids.lengths.max())} tokens, but max_new_tokens is {limit}")
+    stops = torch.isin(ids.values.cpu(), torch.tensor(sorted(request.stop_ids), dtype=torch.int64))
+    early = stops & (ids.positions + 1 < ids.lengths[ids.row_index])
+    if bool(early.any()):
+        raise fail(f"row {int(ids.row_index[early][0])}: goes on after a stop id, which ends an answer")
     _labels(batch, answers, fail)
     if request.logprobs == "none":
         return
     if batch.logprobs is None:
         raise fail(f"returned no log-probs, but {request.logprobs} ones were asked for")
+    _rows("logprobs", batch.logprobs, torch.float32, fail)
     if not torch.equal(batch.logprobs.lengths, ids.lengths):
         raise fail("log-probs and ids differ in length")
-    _owned("logprobs", batch.logprobs, torch.float32, fail)
     _finite(batch.logprobs, fail)
+    _one_of("mode", batch.mode, ("raw", "processed"), fail)
+    _one_of("support", batch.support, ("full", "truncated"), fail)
     if batch.mode != request.logprobs:
         raise fail(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
     if batch.mode == "processed" and batch.temperature != request.sampling.temperature:
         raise fail(f"says temperature {batch.temperature}, but sampled at {request.sampling.temperature}")
+    if batch.mode == "processed" and request.sampling.truncates and batch.support == "full":
+        raise fail("says full support, but sampled under truncation")
 
 
 def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail: Callable[[str], EngineError]) -> None:
+    _is(batch, ScoreBatch, "the result", fail)
     sequences = request.sequences
-    for name, rows in (("logprobs", batch.logprobs), ("scored", batch.scored)):
+    for name, rows, dtype in (("logprobs", batch.logprobs, torch.float32), ("scored", batch.scored, torch.bool)):
+        _rows(name, rows, dtype, fail)
         if not torch.equal(rows.lengths, sequences.lengths):
             raise fail(f"{name} and sequences differ in length")
-    _owned("logprobs", batch.logprobs, torch.float32, fail)
-    _owned("scored", batch.scored, torch.bool, fail)
     _finite(batch.logprobs, fail)
     _labels(batch, len(sequences), fail)
     scored = batch.scored.values.cpu()
@@ -257,9 +197,13 @@ def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail
         raise fail("an unscored position holds something other than 0.0")
     if batch.temperature != request.temperature:
         raise fail(f"scored at temperature {batch.temperature}, but {request.temperature} was asked for")
+    _one_of("mode", batch.mode, ("raw", "processed") if request.temperature == 1.0 else ("processed",), fail)
+    _one_of("support", batch.support, ("full",), fail)
+    if request.grad and not batch.logprobs.values.requires_grad and bool(scored.any()):
+        raise fail("returned log-probs without a gradient, but one was asked for")
     if request.return_logits:
         logits = batch.logits
-        if logits is None:
+        if not isinstance(logits, Ragged):
             raise fail("returned no logits, but they were asked for")
         if logits.values.shape != (sequences.values.shape[0], vocab_size):
             raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
@@ -274,15 +218,33 @@ def _labels(batch: GenerationBatch | ScoreBatch, rows: int, fail: Callable[[str]
             raise fail(f"returned {len(values)} {name} for {rows} rows")
 
 
-def _owned(name: str, rows: Ragged, dtype: torch.dtype, fail: Callable[[str], EngineError]) -> None:
-    if rows.values.dtype != dtype:
-        raise fail(f"{name} are {rows.values.dtype}, expected {dtype}")
+def _is(value: Any, kind: type | tuple[type, ...], name: str, fail: Callable[[str], EngineError]) -> None:
+    if not isinstance(value, kind):
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise fail(f"{name} is a {type(value).__name__}, expected a {expected}")
+
+
+def _one_of(name: str, value: Any, legal: tuple[str, ...], fail: Callable[[str], EngineError]) -> None:
+    if value not in legal:
+        raise fail(f"says {name} {value!r}, expected {' or '.join(map(repr, legal))}")
+
+
+def _rows(name: str, rows: Any, dtype: torch.dtype, fail: Callable[[str], EngineError]) -> None:
+    """A Ragged of single values of that dtype, fit for later computations."""
+    _is(rows, Ragged, name, fail)
+    if rows.values.dtype != dtype or rows.values.ndim != 1:
+        raise fail(f"{name} are {rows.values.dtype}{list(rows.values.shape)}, expected one {dtype} per position")
     if rows.values.is_inference():
         raise fail(f"{name} is an inference tensor, which no later computation may use; compute under torch.no_grad()")
 
 
+#: A log-probability may come out above 0 by rounding, not by more than this.
+_ABOVE_ZERO = 1e-3
+
+
 def _finite(rows: Ragged, fail: Callable[[str], EngineError]) -> None:
-    bad = ~torch.isfinite(rows.values.detach())
+    values = rows.values.detach()
+    bad = ~torch.isfinite(values) | (values > _ABOVE_ZERO)
     if bool(bad.any()):
         index = int(bad.nonzero()[0])
         row, position = int(rows.row_index[index]), int(rows.positions[index])

@@ -16,6 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from corelm import checks
+from corelm.arguments import rows_of_ids
 from corelm.containers import ChatHistory, Text, Tokens, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.history import Chat, History
@@ -166,7 +167,7 @@ class InputReader:
             return self._own_tokens(td, container, part)
         key = ".".join(self.key(part))
         if not isinstance(value, Tensor):
-            ids = checks.as_ragged(value, key)
+            ids = rows_of_ids(value, key)
             return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
@@ -174,8 +175,8 @@ class InputReader:
         if mask is None or mask.shape != value.shape:
             # A bare tensor comes without a mask; then there are no pads in it.
             mask = torch.ones_like(value, dtype=torch.bool)
-        mask = mask.reshape(-1, value.shape[-1])
-        ids = checks.as_ragged(Ragged.from_padded(value.reshape(mask.shape), mask), key)
+        mask = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
+        ids = rows_of_ids(Ragged.from_padded(value.reshape(mask.shape), mask), key)
         shape = _batch(td, tuple(value.shape[:-1]), self.key(part))
         return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
 
@@ -192,7 +193,8 @@ class InputReader:
         columns = None
         if tokens.padded:
             mask = masks.all_attention_mask
-            columns = Columns(mask.reshape(-1, mask.shape[-1]), tokens.prompt.shape[-1] if split else None)
+            flat = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
+            columns = Columns(flat, tokens.prompt.shape[-1] if split else None)
         # Scoring cannot tell whose words these are, but must not forget it where the input says so.
         known = masks is not None and masks.all_assistant_mask is not None
         assistant = read(self.keys.masks, "all_assistant_mask") if known else None

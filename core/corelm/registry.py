@@ -131,7 +131,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     info = claims[0]
     try:
         plugin = metadata.EntryPoint(name, info.target, BACKENDS).load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendImportError(
             f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
             f"{type(error).__name__}: {error}. To mend it: pip install --upgrade {info.distribution}"
@@ -142,7 +142,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     return plugin, info
 
 
-def open_error(info: BackendInfo, error: Exception) -> EngineError:
+def open_error(info: BackendInfo, error: BaseException) -> EngineError:
     """What to raise from `error` when a plugin's ``open`` failed with it; says so if the engine is not installed."""
     line = install_line(info.name)
     hint = ""
@@ -163,7 +163,7 @@ def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Map
     try:
         signature.bind(model, **options)
     except TypeError as error:
-        known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
         unknown = next((option for option in options if option not in signature.parameters), None)
         near = difflib.get_close_matches(unknown or "", known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."

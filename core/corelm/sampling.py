@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ ALIASES = {
     "random_seed": "seed",
     "beam_width": "num_beams",
 }
+
+#: Names that people know for something close, but not the same.
+NOT_OURS = {"max_length": "it counts the prompt too; give max_new_tokens", "best_of": "give num_samples and choose"}
 
 #: What core does itself or every engine must do: never looked up in ``Capabilities.sampling``.
 EVERY_ENGINE = frozenset(
@@ -84,7 +88,9 @@ class SamplingParams:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         temperature = self.temperature
         if temperature is None:
             temperature = 0.0 if self.do_sample is False else 1.0
@@ -95,7 +101,7 @@ class SamplingParams:
                 "do_sample", f"do_sample={self.do_sample} contradicts temperature={temperature}; give one of them"
             )
         put("do_sample", sampled)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        put("stop", _texts("stop", self.stop))
         put("stop_token_ids", tuple(_ids("stop_token_ids", self.stop_token_ids)))
         put("top_k", None if self.top_k in (None, 0, -1) else _count("top_k", self.top_k, 1))
         if self.max_new_tokens is not None:
@@ -114,12 +120,19 @@ class SamplingParams:
             put("num_samples", _count("num_samples", self.num_samples, 1))
         if self.seed is not None:
             put("seed", _count("seed", self.seed, None))
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise _invalid("stop", f"a stop string is a text of at least one character, not {text!r}")
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
             raise _invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
+        for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, f"expected True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.engine_kwargs, Mapping):
+            raise _invalid("engine_kwargs", f"expected a mapping, got {self.engine_kwargs!r}")
         put("engine_kwargs", dict(self.engine_kwargs))
+
+    def __hash__(self) -> int:
+        # By value, like ==. What the engine's own arguments hold need not be hashable, their names are.
+        plain = (getattr(self, name) for name in FIELDS if name != "engine_kwargs")
+        return hash((*plain, frozenset(self.engine_kwargs)))
 
     @classmethod
     def make(cls, value: SamplingParams | Mapping[str, Any] | None = None, **changes: Any) -> SamplingParams:
@@ -138,6 +151,10 @@ class SamplingParams:
                 # The one that is not given follows the other, as it did when `value` was made.
                 changes = {"temperature": None, "do_sample": None, **changes}
             return dataclasses.replace(value, **changes) if changes else value
+        if value is not None and not isinstance(value, Mapping):
+            raise InvalidRequestError(
+                f"sampling parameters: expected a SamplingParams or a mapping, got {value!r}", field="sampling_params"
+            )
         return cls(**{**_canonical(value or {}), **changes})
 
     @property
@@ -172,9 +189,11 @@ def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         key = ALIASES.get(name, name)
         if key not in FIELDS:
-            near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise _invalid(name, f"unknown sampling parameter{hint} The engine's own go into engine_kwargs")
+            near = difflib.get_close_matches(str(name), [*FIELDS, *ALIASES], n=1)
+            hint = NOT_OURS.get(name) or (
+                f"did you mean {near[0]!r}?" if near else "the engine's own go into engine_kwargs"
+            )
+            raise _invalid(str(name), f"unknown sampling parameter; {hint}")
         if key in out and out[key] != value:
             raise _invalid(key, f"{source[key]}={out[key]!r} and {name}={value!r} name one thing with two values")
         out[key], source[key] = value, name
@@ -205,7 +224,19 @@ def _count(name: str, value: Any, low: int | None) -> int:
 
 
 def _ids(name: str, value: Any) -> Iterable[int]:
-    return [_count(name, i, 0) for i in ((value,) if isinstance(value, int) else value or ())]
+    try:
+        found = [operator.index(i) for i in ((value,) if isinstance(value, int) else () if value is None else value)]
+    except TypeError:
+        raise _invalid(name, f"expected token ids, got {value!r}") from None
+    return [_count(name, i, 0) for i in found]
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else () if value is None else value
+    texts = tuple(found) if isinstance(found, Iterable) else (found,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _invalid(name, f"a stop string is a text of at least one character, not {value!r}")
+    return texts
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
