@@ -44,6 +44,7 @@ class Fake:
     def __init__(self, bend: Callable[[Any], Any] = lambda batch: batch, **capabilities: Any) -> None:
         self.bend = bend
         self.requests: list[Any] = []
+        self.updated = True
         self.capabilities = replace(type(self).capabilities, **capabilities)
 
     @classmethod
@@ -71,4 +72,4 @@ class Fake:
     @hookimpl
     def update_weights(self, request: Any) -> bool:
         self.requests.append(request)
-        return True
+        return self.updated

@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tenacity
 import torch
@@ -179,6 +180,47 @@ def test_torch_governs_the_answers_when_no_seed_is_given():
     assert first == second != third
 
 
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda b: b.generate(None), "prompts"),
+        (lambda b: b.generate(5), "prompts"),
+        (lambda b: b.generate("text"), "prompts"),
+        (lambda b: b.generate([[1]], SHORT, request_ids=["a", "b"]), "request_ids"),
+        (lambda b: b.generate([[1]], SHORT, request_ids="a"), "request_ids"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[0.5]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[1, 2]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[-1]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, timeout=-1), "timeout"),
+        (lambda b: b.generate([[1]], SHORT, timeout=float("nan")), "timeout"),
+        (lambda b: b.generate([[1]], 5), "sampling_params"),
+        (lambda b: b.generate([[1]], logprobs="cooked"), "logprobs"),
+        (lambda b: b.generate([[1]], on_error="ignore"), "on_error"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from="abc"), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from=[1, 2]), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from=1.5), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], device="nowhere"), "device"),
+        (lambda b: b.score_logprobs([[1, 2]], temperature=10**400), "temperature"),
+        (lambda b: b.score_logprobs([[1, 2]], temperature=True), "temperature"),
+        (lambda b: b.tokenize(None), "texts"),
+        (lambda b: b.tokenize(["1", 2]), "texts"),
+        (lambda b: b.update_weights({}, version=7), "version"),
+        (lambda b: Backend(Fake(), "fake", retry="3"), "retry"),
+        (lambda b: Backend(Fake(), "fake", timeout=0), "timeout"),
+        (lambda b: corelm.get_backend(None), "name"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(call, field):
+    with pytest.raises(InvalidRequestError) as error:
+        call(fake())
+    assert error.value.field == field
+
+
+def test_arrays_are_ids_too():
+    assert fake().generate(np.array([[1, 3], [4, 5]]), SHORT).ids.tolist() == [[3, 3], [5, 5]]
+    assert fake().generate([np.array([1, 3]), [np.int64(4)]], SHORT).ids.tolist() == [[3, 3], [4, 4]]
+
+
 # Skipping bad rows ---------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +233,14 @@ def test_skipping_serves_the_other_rows_in_place():
     sampled = fake().generate([[99], [3]], {"num_samples": 2, **SHORT}, on_error="skip")
     assert sampled.ids.tolist() == [[], [], [3, 3], [3, 3]]
     assert sampled.finish_reasons == ("error", "error", "length", "length")
+
+
+def test_skipped_rows_take_their_request_ids_along():
+    backend = fake()
+    backend.generate([[1], [99], [3]], SHORT, request_ids=["a", "b", "c"], on_error="skip")
+    assert sent(backend)[-1].request_ids == ("a", "c")
+    backend.score_logprobs([[1, 2], [99, 1]], request_ids=["a", "b"], on_error="skip")
+    assert sent(backend)[-1].request_ids == ("a",)
 
 
 def test_skipping_in_scoring_keeps_every_row_as_long_as_its_sequence():
@@ -236,6 +286,11 @@ def rows(*lists, dtype=torch.int64) -> Ragged:
         ),
         (lambda b: replace(b, logprobs=Ragged(b.logprobs.values.double(), b.logprobs.lengths)), "torch.float64"),
         (lambda b: replace(b, mode="processed"), "processed log-probs, but raw"),
+        (lambda b: {}, "the result is a dict, expected a GenerationBatch"),
+        (lambda b: replace(b, ids=[[1, 1], [3, 3]]), "ids is a list, expected a Ragged"),
+        (lambda b: replace(b, finish_reasons=None), "finish_reasons is a NoneType"),
+        (lambda b: replace(b, logprobs=rows([0.5, -1.0], [-1.0, -1.0], dtype=torch.float32)), "log-prob is 0.5"),
+        (lambda b: replace(b, ids=rows([EOS, 1], [3, 3])), "row 0: goes on after a stop id"),
         (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2 rows"),
     ],
 )
@@ -254,12 +309,25 @@ def test_a_result_that_breaks_the_specification_is_an_engine_error(bend, says):
         (lambda b: replace(b, scored=rows([False, True, False], dtype=torch.bool)), "not every position"),
         (lambda b: replace(b, logprobs=rows([-1.0] * 3, dtype=torch.float32)), "something other than 0.0"),
         (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
+        (lambda b: replace(b, mode="cooked"), "mode 'cooked'"),
+        (lambda b: replace(b, support="truncated"), "support 'truncated'"),
+        (lambda b: replace(b, scored=None), "scored is a NoneType"),
     ],
 )
 def test_a_score_that_breaks_the_specification_is_an_engine_error(bend, says):
     with pytest.raises(EngineError, match="backend 'fake', hook score_logprobs") as error:
         fake(bend).score_logprobs([[1, 3, 4]])
     assert says in str(error.value)
+
+
+def test_scores_at_a_temperature_are_not_raw_and_truncated_ones_not_full():
+    bend = lambda b: replace(b, temperature=0.5)  # noqa: E731
+    with pytest.raises(EngineError, match="mode 'raw', expected 'processed'"):
+        fake(bend, score_temperature=True).score_logprobs([[1, 3]], temperature=0.5)
+    bend = lambda b: replace(b, mode="processed", temperature=1.0)  # noqa: E731
+    honours = {"sampling": {"top_k": None}, "generation_modes": frozenset({"processed"})}
+    with pytest.raises(EngineError, match="says full support, but sampled under truncation"):
+        fake(bend, **honours).generate([[1]], {"top_k": 2, **SHORT}, logprobs="processed")
 
 
 def test_an_inference_tensor_never_reaches_a_user():
@@ -356,6 +424,45 @@ def test_a_closed_backend_says_so_and_closes_twice():
             call()
 
 
+def test_waiting_and_running_share_one_timeout():
+    backend = fake()
+    backend.generate([[1]], SHORT, timeout=5)
+    assert 0 < sent(backend)[-1].timeout <= 5
+
+
+def test_a_callers_retrying_ends_with_the_last_error_itself():
+    twice = tenacity.Retrying(stop=tenacity.stop_after_attempt(2))
+    with pytest.raises(EngineError, match="lost"):
+        Backend(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
+
+
+def test_health_does_not_wait_for_a_call_under_way():
+    class Healthy(Fake):
+        @hookimpl
+        def health(self, request):
+            return True
+
+    inside, go_on = threading.Event(), threading.Event()
+    backend = Backend(Healthy(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1]), "fake")
+    thread = threading.Thread(target=backend.generate, args=([[1]], SHORT))
+    thread.start()
+    assert inside.wait(timeout=10)
+    assert backend.health()
+    go_on.set()
+    thread.join(timeout=10)
+
+
+@pytest.mark.parametrize("lacks", ["capabilities", "tokenizer"])
+def test_an_engine_without_what_the_specification_names_is_refused(lacks):
+    engine = type("Bare", (), {"capabilities": Fake.capabilities, "tokenizer": Fake.tokenizer, lacks: None})()
+    if lacks == "tokenizer":
+        del type(engine).tokenizer
+    with pytest.raises(BackendIncompatibleError, match="without `capabilities` or `tokenizer`"):
+        Backend(engine, "fake")
+    with pytest.raises(BackendIncompatibleError, match="has no hook"):
+        Backend(Fake(), "fake", plugins=[object()])
+
+
 def test_a_timeout_inside_the_engine_is_typed():
     with pytest.raises(BackendTimeoutError, match="too slow"):
         fake(failing(1, TimeoutError("too slow"))).generate([[1]], SHORT)
@@ -421,6 +528,42 @@ def test_rows_of_different_weights_have_different_provenance():
     backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
     made = backend.provenance(backend.generate([[1], [3]], SHORT))
     assert [p.weight_version for p in made] == ["7", "8"]
+
+
+def test_a_call_that_waited_behind_an_update_has_the_new_version():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(batch):
+        inside.set()
+        assert go_on.wait(timeout=10)
+        return batch
+
+    backend = fake(hold)
+    results = {}
+    first = threading.Thread(target=lambda: results.update(a=backend.generate([[1]], SHORT)))
+    first.start()
+    assert inside.wait(timeout=10)
+    # The update waits for the first call, and the second call behind the update or before it: its label must be true.
+    order = []
+    engine = backend._engine
+    engine.bend = lambda batch: order.append(batch) or batch
+    update = threading.Thread(target=backend.update_weights, args=({},))
+    second = threading.Thread(target=lambda: results.update(c=backend.generate([[1]], SHORT)))
+    update.start()
+    second.start()
+    go_on.set()
+    for thread in (first, update, second):
+        thread.join(timeout=10)
+    updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
+    assert results["a"].weight_versions == ("0",)
+    assert results["c"].weight_versions == (("1",) if updated_before else ("0",))
+
+
+def test_an_update_that_did_not_happen_is_an_error():
+    engine = Fake()
+    engine.updated = False
+    with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
+        Backend(engine, "fake").update_weights({})
 
 
 # Opening -------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """LLMPolicy on the toy backend: every cell filled the same way, and every number what the bigram table says."""
 
 import asyncio
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 from tensordict.nn import TensorDictSequential
 from toy_backend import Bigram, ByteTokenizer
 
@@ -204,12 +206,33 @@ def test_what_was_generated_is_what_is_scored(backend, pad, samples):
         again = corelm.ragged(scored, ("log_probs", "full"))
         torch.testing.assert_close(again.values[answered.values], sampled.values[answered.values], atol=1e-5, rtol=0)
         assert corelm.ragged(scored, ("masks", "all_assistant_mask")).tolist() == answered.tolist()
-    # Tokens carry their split, so both parts are there; and a dense batch keeps its columns.
-    assert by_tokens["log_probs"].prompt is not None and by_history["log_probs"].prompt is None
-    if pad:
-        assert torch.equal(by_tokens["tokens"].full, out["tokens"].full)
-        assert torch.equal(by_tokens["masks"].all_attention_mask, out["masks"].all_attention_mask)
-        assert torch.equal(by_tokens["tokens"].response, out["tokens"].response)
+    # A history that stands beside its own tokens keeps their split and, if they are dense, their columns.
+    for scored in (by_tokens, by_history):
+        assert scored["log_probs"].prompt is not None
+        if pad:
+            assert torch.equal(scored["tokens"].full, out["tokens"].full)
+            assert torch.equal(scored["masks"].all_attention_mask, out["masks"].all_attention_mask)
+            assert torch.equal(scored["tokens"].response, out["tokens"].response)
+    alone = policy.replace(generate=False, num_samples=None, inplace=False)(out.select("history"))
+    assert alone["log_probs"].prompt is None
+    told = History.of(
+        [[*c[:-1], {"role": "assistant", "content": "Else."}] for c in out["history"].full.chats], out.shape
+    )
+    stale = policy.replace(generate=False, num_samples=None, inplace=False)(out.copy().set("history", told))
+    assert stale["log_probs"].prompt is None
+
+
+def test_scoring_in_place_keeps_what_generation_wrote(backend):
+    policy = LLMPolicy(backend, pad_output=True, sampling_params=SAMPLING)
+    out = policy(prompts("history", (3,))[0], seed=1)
+    before = out["tokens"].response.clone()
+    reference = policy.replace(generate=False, keys=Keys(log_probs="ref_log_probs"))(out)
+    assert reference is out and torch.equal(out["tokens"].response, before)
+    assert out["masks"].all_response_mask is not None
+    mask = out["log_probs"].scored_mask
+    torch.testing.assert_close(out["ref_log_probs"].full[mask], out["log_probs"].full[mask], atol=1e-5, rtol=0)
+    dist = policy.replace(generate=False).get_dist(out, mask="response")
+    assert torch.equal(dist.mask, out["masks"].all_response_mask)
 
 
 def test_three_turns_never_change_an_id(backend):
@@ -289,6 +312,48 @@ def test_tokens_with_a_mask_leave_the_pads_out(backend):
     assert out["log_probs"].scored_mask.tolist() == [[False, False, False, True], [False, True, True, False]]
 
 
+def test_masks_of_zeros_and_ones_are_masks_and_others_are_refused(backend):
+    tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
+    whole = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    out = policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole}, batch_size=[2]))
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
+    with pytest.raises(InvalidRequestError, match="their attention mask is"):
+        policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("pad", [True, False])
+def test_no_rows_stay_no_rows_in_every_mode(backend, shape, mode, pad):
+    out = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
+    scorer = LLMPolicy(backend, input_mode=mode, generate=False, pad_output=pad, inplace=False)
+    assert tuple(scorer(out).batch_size) == shape
+    assert tuple(scorer.get_dist(out).batch_shape[:-1]) == shape
+
+
+def test_bare_rows_of_different_lengths_are_read_in_place(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
+    out = policy(TensorDict(tokens=[[72], [72, 105]]))
+    assert tuple(out.batch_size) == (2,) and [len(p) for p in out["tokens"].prompt] == [1, 2]
+    stacked = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ([72], [72, 105])])
+    assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("generate", [True, False])
+def test_a_callers_inference_mode_changes_nothing(backend, mode, generate):
+    with mode():
+        out = LLMPolicy(backend, input_mode="text", generate=generate, sampling_params=SAMPLING)(
+            TensorDict(text=["Hi"])
+        )
+        batch = backend.score_logprobs([[72, 105], [999]], on_error="skip")
+    for tensor in (out["tokens"].full[0], out["log_probs"].full[0], out["masks"].all_attention_mask[0]):
+        assert not tensor.is_inference()
+        tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
+    assert not batch.logprobs.values.is_inference()
+
+
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +430,83 @@ def test_a_bad_row_is_skipped_in_place_and_the_others_are_served(backend):
     scored = policy.replace(on_error="skip", generate=False, return_text=False)(tokens)
     assert not scored["log_probs"].scored_mask[1].any() and scored["log_probs"].scored_mask[2].tolist() == [False, True]
     assert "999" in list(scored["errors"])[1]
+
+
+def test_skipping_serves_the_rows_that_can_be_read(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    mixed = TensorDict(text=NonTensorStack("Hi", 3, "Ho"))
+    with pytest.raises(InvalidRequestError, match="row 1: expected a str, got int"):
+        policy(mixed)
+    out = policy.replace(on_error="skip")(mixed, seed=1)
+    assert out["finish_reason"][1] == "error" and "expected a str" in out["errors"][1]
+    assert out["text"].response[2] and out["errors"][0] == out["errors"][2] == ""
+
+    class Picky(ByteTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            if not conversation:
+                raise ValueError("nothing was said")
+            return super().apply_chat_template(conversation, **options)
+
+    with corelm.get_backend("toy", tokenizer=Picky()) as picky:
+        chats = TensorDict(history=History.of([chat("Hi"), [], chat("Ho")], (3,)))
+        out = LLMPolicy(picky, sampling_params=SAMPLING, inplace=False, on_error="skip")(chats)
+        assert out["finish_reason"][1] == "error" and "nothing was said" in out["errors"][1]
+        assert len(out["tokens"].response[1]) == 0 and len(out["tokens"].response[2]) > 0
+        scored = LLMPolicy(picky, generate=False, inplace=False, on_error="skip")(chats)
+        assert "nothing was said" in scored["errors"][1] and scored["log_probs"].scored_mask[2].any()
+
+
+def test_a_parser_that_fails_loses_no_answer_when_rows_are_skipped(backend):
+    def parser(text):
+        if not text:
+            raise KeyError("empty")
+        return {"role": "assistant", "content": text}
+
+    chats = TensorDict(history=History.of([chat("Where?"), chat("Who")], (2,)))
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False, response_parser=lambda text: {}["answer"])
+    with pytest.raises(InvalidRequestError, match="response_parser: row 0: KeyError") as error:
+        policy(chats)
+    assert error.value.rows == (0, 1)
+    out = policy.replace(on_error="skip")(chats)
+    assert all("KeyError" in text for text in out["errors"])
+    assert [c[-1].content for c in out["history"].full.chats] == out["text"].response
+
+
+def test_nothing_is_sampled_for_results_that_have_no_place(backend):
+    calls = []
+
+    class Watch:
+        @corelm.hookimpl(wrapper=True)
+        def generate(self, request):
+            calls.append(request)
+            return (yield)
+
+    with corelm.get_backend("toy", plugins=[Watch()]) as watched:
+        policy = LLMPolicy(watched, input_mode="text", sampling_params=SAMPLING)
+        with pytest.raises(InvalidRequestError, match="locked"):
+            policy(TensorDict(text=["Hi"]).lock_())
+        with pytest.raises(InvalidRequestError, match="does not fit"):
+            policy(TensorDict(text=["Hi"], reward=torch.zeros(3)))
+        with pytest.raises(InvalidRequestError, match="leave no room"):
+            policy.replace(truncation="left", sampling_params={"max_new_tokens": 600})(TensorDict(text=["Hi"]))
+        with pytest.raises(InvalidRequestError, match="expected a TensorDict"):
+            policy({"text": ["Hi"]})
+        with pytest.raises(InvalidRequestError, match="seed"):
+            policy.replace(generate=False)(TensorDict(text=["Hi"]), seed=1)
+        assert calls == []
+
+
+def test_it_keeps_what_it_was_given_and_not_what_became_of_it(backend):
+    sampling = {"max_new_tokens": 3}
+    policy = LLMPolicy(backend, sampling_params=sampling)
+    sampling["max_new_tokens"] = 7
+    assert policy.replace(pad_output=True).sampling_params.max_new_tokens == 3
+
+
+def test_an_open_engine_is_not_copied(backend):
+    for copier in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copier(LLMPolicy(backend))
 
 
 # What it does to what it is given ------------------------------------------------------------------------------------
@@ -459,6 +601,38 @@ def test_a_stop_string_ends_the_text_and_stays_in_the_ids(backend):
         whole = TOKENIZER.decode(out["tokens"].response[row].tolist())
         assert whole.endswith("the") and out["text"].response[row] == whole[:-3]
         assert out["finish_reason"][row] == "stop" and len(out["log_probs"].response[row]) == len(whole)
+
+
+def test_text_ends_where_the_stop_string_that_ended_it_begins(backend):
+    # " " occurs before min_new_tokens, and the long one never: neither may cut the text of an answer that EOS ended.
+    sampling = {"max_new_tokens": 40, "min_new_tokens": 12, "stop": [" ", "z" * 25]}
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, inplace=False)
+    out = policy(TensorDict(text=["The tea"] * 16), seed=1)
+    ended = [row for row, ids in enumerate(out["tokens"].response) if int(ids[-1]) == TOKENIZER.eos_token_id]
+    assert ended
+    for row in ended:
+        assert out["text"].response[row] == TOKENIZER.decode(
+            out["tokens"].response[row].tolist(), skip_special_tokens=True
+        )
+
+
+def test_a_stop_string_of_several_bytes_is_cut_off(backend):
+    table = torch.full((260, 260), -20.0)
+    for now, then in zip([ord("a"), *"é".encode()], [*"é".encode(), ord("b")], strict=True):
+        table[now, then] = 20.0
+    with corelm.get_backend("toy", Bigram(table)) as spoken:
+        policy = LLMPolicy(spoken, input_mode="text", sampling_params={"max_new_tokens": 5, "stop": "é"})
+        out = policy(TensorDict(text=["a"]), seed=0)
+    assert out["finish_reason"] == ["stop"] and bytes(out["tokens"].response[0].tolist()).decode() == "é"
+    assert out["text"].response == [""]
+
+
+def test_a_stop_string_that_could_do_nothing_is_refused(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 4, "stop": "<|im_start|>"})
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        policy(TensorDict(text=["a"]))
+    allowed = {"max_new_tokens": 4, "stop": "<|im_start|>", "skip_special_tokens": False}
+    assert policy.replace(sampling_params=allowed)(TensorDict(text=["a"]))["finish_reason"]
 
 
 def test_processed_log_probs_are_of_what_was_sampled_from(backend):

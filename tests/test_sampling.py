@@ -59,6 +59,12 @@ def test_top_k_none_zero_and_minus_one_are_off(off):
         ("seed", "lucky"),
         ("stop", [""]),
         ("stop", [3]),
+        ("stop", 5),
+        ("ignore_eos", "false"),
+        ("skip_special_tokens", None),
+        ("early_stopping", "banana"),
+        ("engine_kwargs", None),
+        ("stop_token_ids", 5.0),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["x"]),
     ],
@@ -67,6 +73,18 @@ def test_an_illegal_value_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequestError, match=field) as error:
         SamplingParams(**{field: value})
     assert error.value.field == field
+
+
+def test_a_name_for_something_close_is_not_suggested_as_the_same():
+    with pytest.raises(InvalidRequestError, match="it counts the prompt too; give max_new_tokens"):
+        SamplingParams.make(max_length=5)
+    with pytest.raises(InvalidRequestError, match="expected a SamplingParams or a mapping"):
+        SamplingParams.make(5)
+
+
+def test_equal_parameters_are_one_key():
+    first, second = (SamplingParams(stop=["x"], engine_kwargs={"a": [1]}) for _ in range(2))
+    assert {first: 1}[second] == 1 and first != SamplingParams(stop=["x"], engine_kwargs={"a": [2]})
 
 
 def test_limits_must_not_contradict_each_other():

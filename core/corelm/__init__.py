@@ -28,6 +28,7 @@ _HOME = {
     "History": "history",
     "ChatHistory": "containers",
     "LLMPolicy": "policy",
+    "Keys": "inputs",
     "API_VERSION": "hookspecs",
     "hookimpl": "hookspecs",
 }
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from corelm.history import Message as Message
     from corelm.hookspecs import API_VERSION as API_VERSION
     from corelm.hookspecs import hookimpl as hookimpl
+    from corelm.inputs import Keys as Keys
     from corelm.policy import LLMPolicy as LLMPolicy
     from corelm.provenance import Provenance as Provenance
     from corelm.registry import BackendInfo as BackendInfo

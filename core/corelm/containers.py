@@ -160,7 +160,7 @@ def _beside(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tens
         stop = width if name == "prompt" else attention.shape[-1]
         mask = attention[..., max(start, 0) : stop]
         if mask.shape == values.shape:
-            return mask.to(values.device)
+            return mask.to(values.device, torch.bool)
     found = tuple(attention.shape) if isinstance(attention, Tensor) else "none that is dense"
     raise InvalidRequestError(
         f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows, "

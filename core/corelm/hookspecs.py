@@ -10,10 +10,15 @@ A backend is a class with three attributes and the hooks below, found through th
         def open(cls, model=None, **options): ...    # import and start the engine here, not before
 
         capabilities: Capabilities                   # what it can do; known once it is open
-        tokenizer: Any                               # callable, with decode and apply_chat_template
+        tokenizer: Any                               # a transformers tokenizer, or what is said of it below
 
         @hookimpl
         def generate(self, request): ...
+
+A tokenizer is called as ``tokenizer(texts, add_special_tokens=…)`` and returns a mapping with ``input_ids``; it has
+``decode(ids, skip_special_tokens=…)``. `eos_token_id`, `pad_token_id` and `all_special_tokens` are read if it has them.
+Chats need ``apply_chat_template``; ``split_special_tokens=True`` is passed where a user typed a special token, and
+``return_offsets_mapping=True`` where a mask must follow a template's markers.
 
 Core checks every request before a hook sees it and every result before a user does (`checks.py`), so a plugin
 contains no checks of its own. A hook that cannot serve a request raises; what it raises reaches the caller chained to

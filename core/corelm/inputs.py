@@ -7,8 +7,10 @@ itself at the top key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,13 +18,14 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from corelm import checks
-from corelm.arguments import rows_of_ids
+from corelm.arguments import not_texts, rows_of_ids
 from corelm.containers import ChatHistory, Text, Tokens, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError
 from corelm.history import Chat, History
 from corelm.messages import Columns, Parts
 from corelm.render import render
 from corelm.rows import Ragged
+from corelm.skipping import OnError
 
 if TYPE_CHECKING:
     from corelm.backend import Backend
@@ -51,6 +54,7 @@ class InputRows:
         prompt_lengths: int64[rows], where sequences tell prompt and response apart.
         columns: the dense layout the sequences came in.
         retokenized: whether sampled turns of a row lost their ids to a rendering from text; None where that cannot be.
+        problems: rows that could not be read, and why. They are empty.
     """
 
     batch_size: tuple[int, ...]
@@ -61,6 +65,7 @@ class InputRows:
     prompt_lengths: Tensor | None = None
     columns: Columns | None = None
     retokenized: tuple[bool, ...] | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Parts[Ragged]:
@@ -103,30 +108,48 @@ class InputReader:
         """The key that is read, as in ``("history", "prompt")``."""
         return (*_parts(getattr(self.keys, self.mode)), part)
 
-    def read(self, td: TensorDictBase, part: Part, backend: Backend, *, want_assistant: bool = True) -> InputRows:
-        """The prompts or the whole sequences of `td`, as token ids.
+    def read(
+        self,
+        td: TensorDictBase,
+        part: Part,
+        backend: Backend,
+        *,
+        want_assistant: bool = True,
+        on_error: OnError = "raise",
+    ) -> InputRows:
+        """The prompts or the whole sequences of `td`, as token ids on the CPU.
+
+        Sequences that are rendered or tokenized here and that stand in `td` as tokens already, id for id, keep the
+        layout and the split of those, so that two scorings of one batch line up.
+
+        Args:
+            on_error: "skip" leaves a row that cannot be read empty and puts it among `problems`.
 
         Raises:
             MissingKeyError: the key is not there.
             InvalidRequestError: what is there is not what this mode reads.
             TemplateError: a conversation cannot be rendered.
         """
-        readers: dict[InputMode, Callable[..., InputRows]] = {
-            "history": self._chats,
-            "text": self._texts,
-            "tokens": self._tokens,
-        }
-        return readers[self.mode](td, part, backend, want_assistant)
+        if self.mode == "tokens":
+            return self._tokens(td, part)
+        rows = (
+            self._chats(td, part, backend, want_assistant, on_error)
+            if self.mode == "history"
+            else self._texts(td, part, backend, on_error)
+        )
+        return self._as_it_stands(td, rows) if part == "full" else rows
 
-    def _chats(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+    def _chats(
+        self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool, on_error: OnError
+    ) -> InputRows:
         history = self._value(td, part, bare=History)
         if not isinstance(history, History):
             raise self._wrong(part, "a History (see History.from_chats)", history)
         shape = _batch(td, tuple(history.batch_size), self.key(part))
-        rendered = render(
-            history.chats,
-            backend.tokenizer,
-            backend.tokenize,
+        apply = partial(
+            render,
+            tokenizer=backend.tokenizer,
+            tokenize=backend.tokenize,
             add_generation_prompt=part == "prompt",
             chat_template=self.chat_template,
             template_kwargs=self.template_kwargs,
@@ -134,35 +157,51 @@ class InputReader:
             want_assistant=want_assistant,
             eos_ids=backend.eos_token_ids,
         )
+        chats, problems = history.chats, {}
+        try:
+            rendered = apply(chats)
+        except TemplateError as error:
+            if on_error == "raise" or not error.problems:
+                raise
+            problems = error.problems
+            rendered = apply([chat for row, chat in enumerate(chats) if row not in problems])
+        gaps = _Gaps(len(chats), problems)
         return InputRows(
             batch_size=shape,
-            ids=rendered.ids,
-            texts=rendered.texts,
-            chats=history.chats,
-            assistant=rendered.assistant,
-            retokenized=None if self.prefer_tokens else rendered.retokenized,
+            ids=gaps.rows(rendered.ids),
+            texts=gaps.values(rendered.texts, ""),
+            chats=chats,
+            assistant=None if rendered.assistant is None else gaps.rows(rendered.assistant),
+            retokenized=None if self.prefer_tokens else gaps.values(rendered.retokenized, False),
+            problems=problems,
         )
 
-    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
         value = self._value(td, part, bare=(str, list, Tensor))
         if isinstance(value, Tensor) and value.numel() == 0:
             # What tensordict makes of an empty list.
             value = []
         texts, shape = _flatten(value)
-        wrong = {
-            row: f"expected a str, got {type(t).__name__}" for row, t in enumerate(texts) if not isinstance(t, str)
-        }
-        checks.refuse(wrong, ".".join(self.key(part)))
+        container = td.get(self.keys.text, None)
+        if isinstance(container, Text):
+            # Nested lists of nothing do not tell their shape.
+            shape = tuple(container.batch_size)
+        problems = not_texts(texts)
+        if on_error == "raise":
+            checks.refuse(problems, ".".join(self.key(part)))
+        gaps = _Gaps(len(texts), problems)
+        good = [text for row, text in enumerate(texts) if row not in problems]
         options = {"add_special_tokens": True, **self.tokenizer_kwargs}
         return InputRows(
             batch_size=_batch(td, shape, self.key(part)),
-            ids=backend.tokenize(texts, **options).ids,
-            texts=tuple(texts),
+            ids=gaps.rows(backend.tokenize(good, **options).ids),
+            texts=gaps.values(good, ""),
+            problems=problems,
         )
 
-    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+    def _tokens(self, td: TensorDictBase, part: Part) -> InputRows:
         value = self._value(td, part, bare=(Tensor, list))
-        container = td.get(self.keys.tokens, None)
+        container = _entry(td, self.keys.tokens)
         if isinstance(container, Tokens):
             return self._own_tokens(td, container, part)
         key = ".".join(self.key(part))
@@ -172,17 +211,35 @@ class InputReader:
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
         mask = td.get((*_parts(self.keys.masks), "all_attention_mask"), None)
-        if mask is None or mask.shape != value.shape:
-            # A bare tensor comes without a mask; then there are no pads in it.
+        if mask is None:
+            # A bare tensor without a mask has no pads in it.
             mask = torch.ones_like(value, dtype=torch.bool)
-        mask = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
-        ids = rows_of_ids(Ragged.from_padded(value.reshape(mask.shape), mask), key)
+        if mask.shape != value.shape:
+            raise InvalidRequestError(
+                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {tuple(mask.shape)}", field=key
+            )
+        # Zeros and ones are transformers' way to write a mask.
+        mask = _two_dimensional(mask).to("cpu", torch.bool)
+        ids = rows_of_ids(Ragged.from_padded(_two_dimensional(value).cpu(), mask), key)
         shape = _batch(td, tuple(value.shape[:-1]), self.key(part))
         return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
 
+    def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
+        tokens = td.get(self.keys.tokens, None)
+        if not isinstance(tokens, Tokens) or tokens.full is None or tuple(tokens.batch_size) != rows.batch_size:
+            return rows
+        if tokens.padded and td.get(self.keys.masks, None) is None:
+            return rows
+        own = self._own_tokens(td, tokens, "full")
+        same = torch.equal(own.ids.lengths, rows.ids.lengths) and torch.equal(own.ids.values, rows.ids.values)
+        return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
+
     def _own_tokens(self, td: TensorDictBase, tokens: Tokens, part: Part) -> InputRows:
         """From `Tokens`: the sequences keep their split and, if dense, their columns."""
-        read = lambda key, name: ragged(td, (*_parts(key), name), masks=self.keys.masks)  # noqa: E731
+
+        def read(key: NestedKey, name: str) -> Ragged:
+            return ragged(td, (*_parts(key), name), masks=self.keys.masks).to("cpu")
+
         shape = _batch(td, tuple(tokens.batch_size), self.key(part))
         rows = InputRows(batch_size=shape, ids=read(self.keys.tokens, part))
         if part == "prompt":
@@ -192,9 +249,8 @@ class InputReader:
         masks = td.get(self.keys.masks, None)
         columns = None
         if tokens.padded:
-            mask = masks.all_attention_mask
-            flat = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
-            columns = Columns(flat, tokens.prompt.shape[-1] if split else None)
+            mask = _two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
+            columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
         # Scoring cannot tell whose words these are, but must not forget it where the input says so.
         known = masks is not None and masks.all_assistant_mask is not None
         assistant = read(self.keys.masks, "all_assistant_mask") if known else None
@@ -203,7 +259,7 @@ class InputReader:
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """What stands at the key: the container's `part`, or the bare thing at the container's own key."""
         top = getattr(self.keys, self.mode)
-        value = td[top] if top in td.keys(include_nested=True) else None
+        value = _entry(td, top)
         if value is None:
             raise MissingKeyError(
                 f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {_listing(td)}",
@@ -242,6 +298,37 @@ def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
         texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
     assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
     return replace(rows, ids=ids, texts=texts, assistant=assistant)
+
+
+class _Gaps:
+    """Puts what was made of the good rows back among the others, which are empty."""
+
+    def __init__(self, total: int, problems: Mapping[int, str]) -> None:
+        self.good = torch.tensor([row not in problems for row in range(total)], dtype=torch.bool)
+
+    def rows(self, rows: Ragged) -> Ragged:
+        lengths = torch.zeros(len(self.good), dtype=torch.int64)
+        lengths[self.good] = rows.lengths
+        return Ragged(rows.values, lengths)
+
+    def values(self, values: Sequence[Any], filler: Any) -> tuple[Any, ...]:
+        left = iter(values)
+        return tuple(next(left) if good else filler for good in self.good.tolist())
+
+
+def _entry(td: TensorDictBase, key: NestedKey) -> Any:
+    """What stands at the key, None if nothing does; a list where bare rows of different lengths are stacked lazily."""
+    if key not in td.keys(include_nested=True):
+        return None
+    try:
+        return td[key]
+    except RuntimeError:
+        return td.get(key, as_list=True)
+
+
+def _two_dimensional(tensor: Tensor) -> Tensor:
+    """``[*batch, width]`` → ``[rows, width]``, also of no rows."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _parts(key: NestedKey) -> tuple[str, ...]:

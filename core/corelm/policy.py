@@ -13,11 +13,13 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from corelm import arguments
 from corelm.assemble import dense_columns
 from corelm.backend import Backend, get_backend
+from corelm.calls import ordinary_tensors
 from corelm.distributions import MaskedCategorical
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.inputs import InputMode, InputReader, InputRows, Keys, truncate_left
+from corelm.inputs import InputMode, InputReader, InputRows, Keys, Part, truncate_left
 from corelm.messages import ContainerRequest, ScoreBatch
 from corelm.provenance import Mode
 from corelm.results import ResponseParser, generated, scored
@@ -93,6 +95,8 @@ class LLMPolicy(TensorDictModuleBase):
             name: value for name, value in locals().items() if name not in ("self", "backend", "model", "__class__")
         }
         super().__init__()
+        if not isinstance(keys, (Keys, type(None))):
+            raise _invalid("keys", f"expected a Keys, got {keys!r}")
         _one_of("input_mode", input_mode, ("history", "text", "tokens"))
         _one_of("log_probs_mode", log_probs_mode, ("raw", "processed"))
         _one_of("on_error", on_error, ("raise", "skip"))
@@ -111,12 +115,6 @@ class LLMPolicy(TensorDictModuleBase):
             raise _invalid("num_samples", "scoring samples nothing")
         if sampling.num_samples is not None and inplace is True:
             raise _invalid("inplace", "num_samples adds a batch dimension, which the input does not have")
-        if isinstance(backend, str):
-            backend = get_backend(backend, model)
-        elif model is not None:
-            raise _invalid("model", "goes with a backend's name, not with a backend that is already open")
-        self._given = given
-        self.backend = backend
         self.input_mode = input_mode
         self.generate = generate
         self.sampling_params = sampling
@@ -125,7 +123,7 @@ class LLMPolicy(TensorDictModuleBase):
         self.inplace = sampling.num_samples is None if inplace is None else inplace
         self.on_error = on_error
         self.truncation = truncation
-        self.device = None if device is None else torch.device(device)
+        self.device = arguments.device(device)
         self.keys = keys or Keys()
         self.response_parser = response_parser
         wanted = {
@@ -140,15 +138,30 @@ class LLMPolicy(TensorDictModuleBase):
             mode=input_mode,
             keys=self.keys,
             chat_template=chat_template,
-            template_kwargs=template_kwargs or {},
-            tokenizer_kwargs=tokenizer_kwargs or {},
+            template_kwargs=dict(template_kwargs or {}),
+            tokenizer_kwargs=_subset("tokenizer_kwargs", tokenizer_kwargs, ("add_special_tokens", "parse_special")),
             prefer_tokens=prefer_tokens,
         )
         self.in_keys = [self._reader.key("prompt" if generate else "full")]
         self.out_keys = self._out_keys()
+        # As it is now: what the caller does with the dicts that were passed is no business of `replace`.
+        self._given = {
+            **given,
+            "sampling_params": SamplingParams.make(sampling, num_samples=None),
+            "num_samples": sampling.num_samples,
+            "template_kwargs": self._reader.template_kwargs,
+            "tokenizer_kwargs": self._reader.tokenizer_kwargs,
+        }
+        if isinstance(backend, str):
+            # Last, so that nothing is left open when an argument is wrong.
+            backend = get_backend(backend, model)
+        elif model is not None:
+            raise _invalid("model", "goes with a backend's name, not with a backend that is already open")
+        self.backend = backend
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
+    @ordinary_tensors()
     def forward(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
@@ -163,7 +176,15 @@ class LLMPolicy(TensorDictModuleBase):
             MissingKeyError, InvalidRequestError, TemplateError: the input.
             CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: the engine.
         """
-        request = self._generate(tensordict, seed, timeout) if self.generate else self._score(tensordict, timeout)
+        part: Part = "prompt" if self.generate else "full"
+        if not isinstance(tensordict, TensorDictBase):
+            raise _invalid("tensordict", f"expected a TensorDict, got {type(tensordict).__name__}")
+        if seed is not None and not self.generate:
+            raise _invalid("seed", "scoring samples nothing")
+        rows = self._read(tensordict, part)
+        samples = self.sampling_params.num_samples
+        self._must_fit(tensordict, rows.batch_size if samples is None else (*rows.batch_size, samples))
+        request = self._generate(rows, seed, timeout) if self.generate else self._score(rows, timeout)
         return self._deliver(tensordict, request)
 
     async def aforward(
@@ -172,18 +193,24 @@ class LLMPolicy(TensorDictModuleBase):
         """`forward` on a thread, for callers that must not block their event loop."""
         return await asyncio.to_thread(self, tensordict, seed=seed, timeout=timeout)
 
-    def _generate(self, td: TensorDictBase, seed: int | None, timeout: float | None) -> ContainerRequest:
+    def _read(self, td: TensorDictBase, part: Part) -> InputRows:
+        return self._reader.read(td, part, self.backend, want_assistant="masks" in self.fields, on_error=self.on_error)
+
+    def _generate(self, rows: InputRows, seed: int | None, timeout: float | None) -> ContainerRequest:
         sampling = self.sampling_params if seed is None else SamplingParams.make(self.sampling_params, seed=seed)
-        rows = self._reader.read(td, "prompt", self.backend, want_assistant="masks" in self.fields)
-        limit = self.backend.capabilities.max_context
-        if self.truncation == "left" and limit is not None:
-            rows = truncate_left(rows, limit - (sampling.max_new_tokens or 1), self.backend)
+        context = self.backend.capabilities.max_context
+        if self.truncation == "left" and context is not None:
+            room = context - (sampling.max_new_tokens or 1)
+            if room < 1:
+                raise _invalid("max_new_tokens", f"{sampling.max_new_tokens} leave no room for a prompt in {context}")
+            rows = truncate_left(rows, room, self.backend)
         batch = self.backend.generate(
             rows.ids,
             sampling,
             logprobs=self.log_probs_mode if "log_probs" in self.fields else "none",
             timeout=timeout,
             on_error=self.on_error,
+            problems=rows.problems,
         )
         return generated(
             rows,
@@ -192,24 +219,41 @@ class LLMPolicy(TensorDictModuleBase):
             self.backend,
             fields=self.fields,
             parser=self.response_parser,
+            on_error=self.on_error,
             pad_output=self.pad_output,
         )
 
-    def _score(self, td: TensorDictBase, timeout: float | None) -> ContainerRequest:
-        rows = self._reader.read(td, "full", self.backend, want_assistant="masks" in self.fields)
+    def _score(self, rows: InputRows, timeout: float | None) -> ContainerRequest:
         batch = self._scores(rows, timeout=timeout)
         errors = (batch.errors or ("",) * len(rows.ids)) if self.on_error == "skip" else None
         return scored(rows, batch, self.backend, fields=self.fields, errors=errors, pad_output=self.pad_output)
 
     def _scores(self, rows: InputRows, **options: Any) -> ScoreBatch:
         sampling = self.sampling_params
-        if self.log_probs_mode == "processed" and (sampling.truncates or sampling.penalties or sampling.greedy):
+        restricted = sampling.truncates or sampling.penalties or sampling.min_new_tokens or sampling.greedy
+        if self.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
                 "given tokens can be scored at a temperature, not under truncation or penalties; score raw log-probs",
                 capability="score",
             )
         temperature = sampling.temperature if self.log_probs_mode == "processed" else 1.0
-        return self.backend.score_logprobs(rows.ids, temperature=temperature, on_error=self.on_error, **options)
+        return self.backend.score_logprobs(
+            rows.ids, temperature=temperature, on_error=self.on_error, problems=rows.problems, **options
+        )
+
+    def _must_fit(self, td: TensorDictBase, batch_size: tuple[int, ...]) -> None:
+        """Whether the results can go where `inplace` says: asked before anything is sampled."""
+        if self.inplace is True and td.is_locked:
+            raise _invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
+        if self.inplace is False or tuple(td.batch_size) == batch_size:
+            return
+        rest = td.exclude(getattr(self.keys, self.input_mode)) if self.inplace is True else td.empty()
+        try:
+            rest.batch_size = torch.Size(batch_size)
+        except RuntimeError as error:
+            raise _invalid(
+                "inplace", f"the results have batch {batch_size}, which does not fit the input: {error}"
+            ) from error
 
     def _deliver(self, td: TensorDictBase, request: ContainerRequest) -> TensorDictBase:
         """Put the containers under the policy's keys, where `inplace` says."""
@@ -221,14 +265,17 @@ class LLMPolicy(TensorDictModuleBase):
             out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
         else:
             out = td if self.inplace is True else td.empty()
-            if out.batch_size != request.batch_size:
-                out = _with_batch(out, request.batch_size)
+            if tuple(out.batch_size) != tuple(request.batch_size):
+                # The bare input makes way for the container that holds it.
+                out.exclude(getattr(self.keys, self.input_mode), inplace=True)
+                out.batch_size = torch.Size(request.batch_size)
         for name, value in made.items():
             out.set(getattr(self.keys, name, name), value)
         return out
 
     # Distributions ---------------------------------------------------------------------------------------------------
 
+    @ordinary_tensors()
     def get_dist(self, tensordict: TensorDictBase, mask: Positions | Tensor = "attention") -> MaskedCategorical:
         """The next-token distributions of whole sequences, dense, with gradients where the engine has them.
 
@@ -244,7 +291,7 @@ class LLMPolicy(TensorDictModuleBase):
             CapabilityError: the engine returns no logits.
             InvalidRequestError: a mask that this input does not have, or of another shape.
         """
-        rows = self._reader.read(tensordict, "full", self.backend)
+        rows = self._read(tensordict, "full")
         batch = self._scores(rows, return_logits=True, grad=self._grad())
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
@@ -255,16 +302,17 @@ class LLMPolicy(TensorDictModuleBase):
         counts = batch.scored.scatter(columns.mask, False)
         if not isinstance(mask, Tensor):
             mask = self._positions(rows, batch, mask).scatter(columns.mask, False).reshape(shape)
-        if mask.shape != shape:
+        if mask.shape != shape or mask.dtype.is_floating_point:
             raise _invalid("mask", f"expected bool{list(shape)}, got {mask.dtype}{list(mask.shape)}")
-        counts = counts.reshape(shape) & mask.to(counts.device)
-        return MaskedCategorical(logits.reshape(*shape, -1), counts)
+        counts = counts.reshape(shape) & mask.to(counts.device, torch.bool)
+        return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts)
 
+    @ordinary_tensors()
     def log_prob(self, tensordict: TensorDictBase) -> Any:
         """float32 log-probabilities of whole sequences, as ``log_probs.full`` would hold them, with gradients where the
         engine has them: a tensor if `pad_output`, else one a row. Unscored positions hold 0.0.
         """
-        rows = self._reader.read(tensordict, "full", self.backend, want_assistant=False)
+        rows = self._read(tensordict, "full")
         batch = self._scores(rows, grad=self._grad())
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.pad_output)
@@ -292,10 +340,10 @@ class LLMPolicy(TensorDictModuleBase):
 
     def replace(self, **changes: Any) -> LLMPolicy:
         """A policy with other arguments on the same engine; this one stays as it is."""
-        given = dict(self._given)
-        if "sampling_params" in changes and "num_samples" not in changes:
-            given["num_samples"] = None
-        return type(self)(self.backend, **{**given, **changes})
+        if "sampling_params" in changes:
+            # New sampling parameters bring their own number of samples.
+            changes = {"num_samples": None, **changes}
+        return type(self)(self.backend, **{**self._given, **changes})
 
     get_new_version = replace
 
@@ -308,6 +356,9 @@ class LLMPolicy(TensorDictModuleBase):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
 
     def extra_repr(self) -> str:
         return f"{self.backend!r}, input_mode={self.input_mode!r}, generate={self.generate}"
@@ -341,15 +392,11 @@ class LLMPolicy(TensorDictModuleBase):
         return keys
 
 
-def _with_batch(td: TensorDictBase, batch_size: tuple[int, ...]) -> TensorDictBase:
-    """Give a TensorDict without a batch the batch of its data; or, for num_samples, its copy one dimension more."""
-    try:
-        td.batch_size = torch.Size(batch_size)
-    except RuntimeError as error:
-        raise _invalid(
-            "inplace", f"the results have batch {batch_size}, which does not fit the input: {error}"
-        ) from error
-    return td
+def _subset(name: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, Any]:
+    unknown = [key for key in given or {} if key not in known]
+    if unknown:
+        raise _invalid(name, f"unknown: {', '.join(map(repr, unknown))}; it takes {', '.join(known)}")
+    return dict(given or {})
 
 
 def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from corelm.backend import Backend
+from corelm.checks import Problems, refuse
 from corelm.history import Message
 from corelm.inputs import InputRows
 from corelm.messages import ContainerRequest, GenerationBatch, Parts, ScoreBatch
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
+from corelm.skipping import OnError
 
 #: Turns an answer's text into a message, given as a `Message` or a dict; its ids are added by the caller.
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
@@ -30,18 +32,24 @@ def generated(
     *,
     fields: frozenset[str],
     parser: ResponseParser | None = None,
+    on_error: OnError = "raise",
     **layout: Any,
 ) -> ContainerRequest:
     """Prompts and their answers. Of a prompt nothing is scored; all of an answer is, and all of it the assistant's."""
     if sampling.num_samples is not None:
         rows = rows.repeat(sampling.num_samples)
     texts = chats = None
+    errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
         said = answer_texts(batch, sampling, backend)
-        asked = rows.texts or tuple(backend.detokenize(rows.ids, skip_special_tokens=False))
+        asked = rows.texts or given_texts(rows.ids, backend)
         texts = Parts(asked, said, _joined(asked, said))
         if rows.chats is not None:
-            replies = tuple((message,) for message in response_messages(said, batch, parser))
+            messages, problems = response_messages(said, batch, parser)
+            if on_error == "raise":
+                refuse(problems, "response_parser")
+            errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
+            replies = tuple((message,) for message in messages)
             chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
     nothing = Ragged.full(rows.ids.lengths, False, torch.bool)
     everything = Ragged.full(batch.ids.lengths, True, torch.bool)
@@ -57,7 +65,7 @@ def generated(
         provenance=None if logprobs is None else backend.provenance(batch, sampling),
         assistant=(rows.assistant or nothing).join(everything),
         finish_reasons=batch.finish_reasons,
-        errors=batch.errors or ("",) * len(batch.ids),
+        errors=errors,
         retokenized=rows.retokenized,
         pad_id=backend.pad_id,
         **layout,
@@ -70,7 +78,7 @@ def scored(
     """Whole sequences and their scores, in the columns they came in."""
     texts = None
     if "text" in fields:
-        texts = Parts(None, None, rows.texts or tuple(backend.detokenize(rows.ids, skip_special_tokens=False)))
+        texts = Parts(None, None, rows.texts or given_texts(rows.ids, backend))
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -88,37 +96,53 @@ def scored(
     )
 
 
+def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
+    """What prompts or sequences decode to. An illegal id, in a row that is skipped, stands for no text."""
+    legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
+    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
+    return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
+
+
 def answer_texts(batch: GenerationBatch, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
     """One text per answer: the engine's own, or what the ids decode to; without the stop string that ended it."""
     skip = sampling.skip_special_tokens
     texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
     if not sampling.stop:
         return texts
-    # Only the last token can have completed a stop string, so an earlier occurrence (before min_new_tokens) is text.
-    before = batch.ids.slice(batch.ids.lengths * 0, (batch.ids.lengths - 1).clamp_min(0))
-    reach = max(map(len, sampling.stop)) - 1
-    starts = [max(0, len(text) - reach) for text in backend.detokenize(before, skip_special_tokens=skip)]
+    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
+    olds = backend.detokenize(before, skip_special_tokens=skip)
     return tuple(
-        _cut(text, start, sampling.stop) if reason == "stop" else text
-        for text, start, reason in zip(texts, starts, batch.finish_reasons, strict=True)
+        _cut(text, old, sampling.stop) if reason == "stop" else text
+        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
     )
 
 
-def _cut(text: str, start: int, stops: tuple[str, ...]) -> str:
-    found = [at for stop in stops if (at := text.find(stop, start)) >= 0]
+def _cut(text: str, before: str, stops: tuple[str, ...]) -> str:
+    """`text` up to the stop string that its last token completed. One that was there `before` that token (and before
+    min_new_tokens) did not end the answer.
+    """
+    # Half a character decodes to U+FFFD, which the last token may have made whole.
+    old = len(before.rstrip("\ufffd"))
+    found = [at for stop in stops if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
     return text[: min(found)] if found else text
 
 
 def response_messages(
     texts: tuple[str, ...], batch: GenerationBatch, parser: ResponseParser | None
-) -> tuple[Message, ...]:
-    """One assistant message per answer, holding the sampled ids."""
-    messages = []
-    for text, ids in zip(texts, batch.ids.tolist(), strict=True):
-        parsed = {"role": "assistant", "content": text} if parser is None else parser(text)
-        message = parsed if isinstance(parsed, Message) else Message.from_dict(parsed)
+) -> tuple[tuple[Message, ...], Problems]:
+    """One assistant message per answer, holding the sampled ids; and which answers the parser failed on. Those are
+    taken as they are.
+    """
+    messages, problems = [], {}
+    for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):
+        message = Message("assistant", text)
+        if parser is not None:
+            try:
+                message = Message.from_dict(parser(text))
+            except Exception as error:
+                problems[row] = f"{type(error).__name__}: {error}"
         messages.append(replace(message, token_ids=tuple(ids)))
-    return tuple(messages)
+    return tuple(messages), problems
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -120,11 +120,11 @@ class SamplingParams:
             put("num_samples", _count("num_samples", self.num_samples, 1))
         if self.seed is not None:
             put("seed", _count("seed", self.seed, None))
-        if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
-            raise _invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, f"expected True or False, got {getattr(self, name)!r}")
+        if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
+            raise _invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
         if not isinstance(self.engine_kwargs, Mapping):
             raise _invalid("engine_kwargs", f"expected a mapping, got {self.engine_kwargs!r}")
         put("engine_kwargs", dict(self.engine_kwargs))
