@@ -1,79 +1,28 @@
-"""The `corelm` command on files, with the toy backend: its answers are known in closed form."""
+"""The `corelm` command, with the toy backend: its answers are known in closed form."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from toy_backend import Bigram, ByteTokenizer
-from typer.testing import CliRunner, Result
 
 import corelm
-from corelm.cli.app import app
+from command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, write_prompts
 
 COMMAND = Path(sys.executable).parent / "corelm"
-CHAT = [{"role": "user", "content": "Where is the cat?"}]
-LINES: list[Any] = [
-    {"prompt": "The cat"},
-    {"id": "chat", "messages": CHAT},
-    {"id": "sea", "prompt": "The sea", "kept": "by its owner"},
-    {"id": 10, "prompt": "Is the tea"},
-    {"id": "bird", "prompt": "A small bird"},
-]
-
-FAULTY = """
-from toy_backend import ByteTokenizer, ToyBackend
-import corelm
-
-class Choosy(ByteTokenizer):
-    def apply_chat_template(self, conversation, **options):
-        if conversation[-1]["content"] == "bad":
-            raise ValueError("not in my template")
-        return super().apply_chat_template(conversation, **options)
-
-class Faulty(ToyBackend):
-    calls = 0
-
-    @classmethod
-    def open(cls, model=None, *, fail_at=99):
-        engine = super().open(tokenizer=Choosy())
-        engine.fail_at = fail_at
-        return engine
-
-    @corelm.hookimpl
-    def generate(self, request):
-        self.calls += 1
-        if self.calls == self.fail_at:
-            raise RuntimeError("out of memory")
-        return super().generate(request)
-"""
-
-
-def corelm_command(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    source = tmp_path / "prompts.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return source, tmp_path / "answers.jsonl"
-
-
-def generate(files: tuple[Path, Path], *more: object, backend: str = "toy") -> Result:
-    source, target = files
-    always = ("--backend", backend, "--input", source, "--output", target, "--max-new-tokens", 9)
-    return corelm_command("generate", *always, *more)
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return write_prompts(tmp_path)
 
 
 def greedy(prompt: list[int], new: int) -> list[int]:
@@ -159,7 +108,15 @@ def test_answers_are_the_models_and_in_the_order_of_the_input(files):
 
 def test_tokens_and_log_probs_are_left_out_unless_asked_for(files):
     generate(files)
-    assert set(rows(files[1])[0]) == {"id", "line", "response", "finish_reason", "tokens", "settings"}
+    first, _, third, *_ = rows(files[1])
+    assert set(first) == {"id", "line", "prompt_hash", "response", "finish_reason", "tokens", "settings"}
+    assert set(third) == {*first, "metadata"} and third["metadata"] == LINES[2]["metadata"]
+
+
+def test_the_hash_of_a_prompt_is_that_of_its_canonical_json(files):
+    generate(files)
+    asked = [b'{"prompt":"The cat"}', b'{"messages":[{"content":"Where is the cat?","role":"user"}]}']
+    assert [row["prompt_hash"] for row in rows(files[1])][:2] == [hashlib.sha256(a).hexdigest()[:16] for a in asked]
 
 
 def test_a_stop_string_and_an_engine_option_reach_the_engine(files):
@@ -181,75 +138,6 @@ def test_a_seed_and_a_line_make_an_answer_whatever_the_batch(files, tmp_path):
     assert [row["response"] for row in rows(different)] != [row["response"] for row in rows(other)]
 
 
-@pytest.mark.parametrize("cut", ["in a line", "at a newline", "before a newline"])
-def test_it_goes_on_where_it_stopped(files, cut):
-    target = files[1]
-    generate(files, "--seed", 5)
-    whole = target.read_bytes()
-    third = [i for i, byte in enumerate(whole) if byte == ord("\n")][2]
-    end = {"in a line": third - 7, "at a newline": third + 1, "before a newline": third}[cut]
-    target.write_bytes(whole[:end])
-    result = generate(files, "--seed", 5, "--batch-size", 2)
-    assert result.exit_code == 0 and target.read_bytes() == whole
-    assert f"{3 if cut == 'in a line' else 2} answers written" in result.stderr
-    assert generate(files, "--seed", 5).exit_code == 0 and target.read_bytes() == whole
-
-
-def test_a_line_that_is_added_is_answered_alone(files):
-    generate(files, "--seed", 5)
-    before = files[1].read_bytes()
-    with files[0].open("a") as file:
-        file.write('{"id": "new", "prompt": "Who sings"}')
-    generate(files, "--seed", 5)
-    after = files[1].read_bytes()
-    assert after.startswith(before) and [row["id"] for row in rows(files[1])][5:] == ["new"]
-
-
-def test_more_samples_leave_the_first_ones_as_they_were(files, tmp_path):
-    generate(files, "--seed", 5, "--num-samples", 2)
-    assert [(row["id"], row["sample"]) for row in rows(files[1])][:3] == [(1, 0), (1, 1), ("chat", 0)]
-    generate(files, "--seed", 5, "--num-samples", 3)
-    at_once = tmp_path / "at_once.jsonl"
-    generate((files[0], at_once), "--seed", 5, "--num-samples", 3)
-    key = lambda row: (row["line"], row["sample"])  # noqa: E731
-    assert sorted(rows(files[1]), key=key) == rows(at_once)
-
-
-BAD = {
-    b"not json": "no JSON",
-    b"[1]": "expected an object, got list",
-    b'{"id": "x"}': "either `prompt` or `messages`",
-    b'{"prompt": "a", "messages": []}': "either `prompt` or `messages`",
-    b'{"prompt": 3}': "prompt: expected a text, got int",
-    b'{"messages": []}': "messages: expected a list",
-    b'{"messages": [{"content": "a"}]}': "role is missing",
-    b'{"id": 1.5, "prompt": "a"}': "id: expected",
-    b'{"id": "sea", "prompt": "a"}': "the id 'sea' is line 3's already",
-    b'{"prompt": "\xff"}': "no JSON",
-}
-
-
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.decode(errors="replace"))
-def test_a_bad_line_is_reported_and_the_others_are_answered(files, bad):
-    with files[0].open("ab") as file:
-        file.write(b"\n" + bad + b'\n{"id": "last", "prompt": "It is"}\n')
-    result = generate(files)
-    (fault,) = rows(files[1].with_name("answers.errors.jsonl"))
-    assert result.exit_code == 1
-    assert fault["line"] == 7 and BAD[bad] in fault["error"]
-    assert f"line 7: {fault['error']}" in result.stderr and "lines that failed: 1, see" in result.stderr
-    assert [row["id"] for row in rows(files[1])] == [1, "chat", "sea", 10, "bird", "last"]
-
-
-def test_the_errors_file_goes_when_the_line_is_mended(files):
-    source, target = files
-    source.write_text('{"prompt": 3}\n')
-    assert generate(files).exit_code == 1
-    source.write_text('{"prompt": "3"}\n')
-    assert generate(files).exit_code == 0
-    assert not target.with_name("answers.errors.jsonl").exists() and len(rows(target)) == 1
-
-
 def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
     fabricate("faulty", "1", {"faulty": "faulty_template:Faulty"}, {"faulty_template": FAULTY})
     with files[0].open("a") as file:
@@ -260,38 +148,65 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
     assert len(rows(files[1])) == 5
 
 
-def test_an_engine_that_fails_on_the_way_leaves_its_answers(files, fabricate):
+def test_an_engine_that_fails_on_the_way_leaves_its_answers(files, fabricate, monkeypatch):
     fabricate("faulty", "1", {"faulty": "faulty_engine:Faulty"}, {"faulty_engine": FAULTY})
-    result = generate(files, "--batch-size", 2, "--option", "fail_at=2", backend="faulty")
+    monkeypatch.setenv("FAIL_AT", "2")
+    result = generate(files, "--batch-size", 2, backend="faulty")
     assert result.exit_code == 3 and "out of memory" in result.stderr and "goes on" in result.stderr
     assert len(rows(files[1])) == 2
+    monkeypatch.delenv("FAIL_AT")
     assert generate(files, "--batch-size", 2, backend="faulty").exit_code == 0
     assert len(rows(files[1])) == 5
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--temperature", "0.5"], "made with temperature 1.0, and now it is 0.5"),
-        (["--top-k", "3"], "made with top_k None, and now it is 3"),
-        (["--seed", "1"], "made with seed None, and now it is 1"),
-        (["--stop", "x"], r"made with stop None, and now it is \['x'\]"),
-    ],
-)
-def test_answers_made_otherwise_do_not_get_into_one_file(files, more, message):
-    generate(files)
-    before = files[1].read_bytes()
-    result = generate(files, *more)
-    assert result.exit_code == 2 and re.search(message, result.stderr)
-    assert files[1].read_bytes() == before
+def test_an_engine_that_does_not_open_leaves_nothing_to_go_on_with(files, fabricate):
+    fabricate("faulty", "1", {"faulty": "faulty_opening:Faulty"}, {"faulty_opening": FAULTY})
+    result = generate(files, "--model", "broken", backend="faulty")
+    assert result.exit_code == 3 and "no such model" in result.stderr
+    assert "goes on" not in result.stderr and not files[1].exists()
 
 
-def test_a_file_of_something_else_is_not_written_to(files):
-    source = files[0]
-    before = source.read_bytes()
-    result = generate((source, source))
-    assert result.exit_code == 2 and "line 1, is not an answer" in result.stderr
-    assert source.read_bytes() == before
+def test_a_failed_call_is_tried_again_if_asked(files, fabricate, monkeypatch):
+    fabricate("faulty", "1", {"faulty": "faulty_once:Faulty"}, {"faulty_once": FAULTY})
+    monkeypatch.setenv("FAIL_AT", "1")
+    assert generate(files, "--retry", 2, "--timeout", 30, backend="faulty").exit_code == 0
+    assert len(rows(files[1])) == 5
+
+
+def test_the_files_come_before_the_engine(files, fabricate, tmp_path):
+    fabricate("faulty", "1", {"faulty": "faulty_first:Faulty"}, {"faulty_first": FAULTY})
+    source, target = files
+    for paths in ((source, tmp_path / "nowhere" / "a.jsonl"), (tmp_path / "nowhere.jsonl", target), (tmp_path, target)):
+        result = generate(paths, "--model", "broken", backend="faulty")
+        assert result.exit_code == 2 and str(tmp_path) in result.stderr
+
+
+def test_tools_reach_the_template(files, fabricate, tmp_path):
+    """None, equal ones and others in one batch. The toy's answers depend on the last letter of the prompt."""
+    listing = """
+from toy_backend import ByteTokenizer, ToyBackend
+
+class Listing(ByteTokenizer):
+    def apply_chat_template(self, conversation, tools=(), **options):
+        return super().apply_chat_template(conversation, **options) + " ".join(tool["name"] for tool in tools)
+
+class Tooled(ToyBackend):
+    @classmethod
+    def open(cls, model=None):
+        return super().open(tokenizer=Listing())
+"""
+    fabricate("tooled", "1", {"tooled": "tooled:Tooled"}, {"tooled": listing})
+    names = ["sea", None, "bird", "sea", "", "The cat is", None]
+    with files[0].open("w") as file:
+        for name in names:
+            tools = {} if name is None else {"tools": [{"name": word} for word in name.split()]}
+            file.write(json.dumps({"messages": CHAT, **tools}) + "\n")
+    result = generate(files, "--temperature", 0, "--return-tokens", backend="tooled")
+    assert result.exit_code == 0, result.output
+    rendered = ByteTokenizer().apply_chat_template(CHAT, add_generation_prompt=True)
+    expected = [greedy(list((rendered + (name or "")).encode()), 9) for name in names]
+    assert [row["token_ids"] for row in rows(files[1])] == expected
+    assert expected[0] != expected[1] != expected[2] != expected[0]
 
 
 @pytest.mark.parametrize(
@@ -309,3 +224,13 @@ def test_what_cannot_be_done_is_said(files, more, message):
     result = generate(files, *more)
     assert result.exit_code == 2 and re.search(message, result.stderr)
     assert not files[1].exists()
+
+
+@pytest.mark.parametrize(
+    "name", [p for p, what in inspect.signature(corelm.get_backend).parameters.items() if what.kind != what.VAR_KEYWORD]
+)
+def test_what_is_not_the_engines_is_no_option(files, name):
+    """Of get_backend's own arguments, `tokenizer` alone goes to the engine; 5 is none, as the engine finds."""
+    result = generate(files, "--option", f"{name}=5")
+    refused = f"{name} is not the engine's; " in " ".join(result.stderr.replace("│", " ").split())
+    assert (result.exit_code, refused) == ((3, False) if name == "tokenizer" else (2, True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from corelm.backend import Backend, get_backend
-from corelm.cli.files import Answers, Fault, Faults, Prompt, count_lines, read_prompts
+from corelm.cli.output import Answers, Faults, check_paths, errors_path
+from corelm.cli.prompts import Fault, Prompt, count_lines, read_prompts
 from corelm.errors import TemplateError
 from corelm.render import render
 from corelm.results import answer_texts
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams, answer_seeds
+
+#: How the names of engine options end whose values are never written down.
+SECRETS = ("key", "password", "secret", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +41,27 @@ class Job:
     batch_size: int = 16
     log_probs: Literal["none", "raw", "processed"] = "none"
     return_tokens: bool = False
+    retry: int | None = None
+    timeout: float | None = None
 
     def run(self, console: Console) -> int:
         """Returns how many lines could not be answered. Whatever it raises, the answers so far are in `target`."""
         sampling = SamplingParams.make(self.sampling)
         samples = range(sampling.num_samples or 1)
-        total = count_lines(self.source)
+        check_paths(self.source, self.target)
         # The files come first: what is wrong with them should not wait for a model to load.
-        answers = Answers(self.target, self._settings(sampling))
-        before = len(answers.done)
-        with get_backend(self.backend, self.model, **self.options) as engine, answers, _progress(console) as progress:
-            faults = Faults(self.target)
-            task = progress.add_task("answering", total=total)
-            lines = read_prompts(self.source)
+        with (
+            self.source.open("rb") as source,
+            Answers.open(self.target, self.settings(sampling)) as answers,
+            get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options) as engine,
+            _progress(console) as progress,
+        ):
+            before = len(answers.done)
+            faults = Faults(errors_path(self.target))
+            task = progress.add_task("answering", total=count_lines(source))
+            lines = read_prompts(source)
             while batch := list(islice(lines, self.batch_size)):
-                wrong = [line for line in batch if isinstance(line, Fault)]
-                prompts = [line for line in batch if isinstance(line, Prompt)]
-                prompts = [p for p in prompts if any((p.id, sample) not in answers.done for sample in samples)]
+                prompts, wrong = answers.missing(batch, samples)
                 if prompts:
                     rows, failed = self._answer(engine, sampling, prompts)
                     answers.write(sorted(rows, key=lambda row: row["line"]))
@@ -61,8 +70,8 @@ class Job:
                     console.print(f"line {fault.line}: {fault.error}", markup=False, soft_wrap=True)
                     faults.write(fault)
                 progress.advance(task, len(batch))
-        told = f"; lines that failed: {faults.count}, see {faults.path}" if faults.count else ""
         written = len(answers.done) - before
+        told = f"; lines that failed: {faults.count}, see {faults.path}" if faults.count else ""
         console.print(f"{written} answers written, {before} were there already{told}", markup=False, soft_wrap=True)
         return faults.count
 
@@ -79,7 +88,6 @@ class Job:
         texts, tokens, reasons = answer_texts(batch, sampling, engine), batch.ids.tolist(), batch.finish_reasons
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
         provenance = engine.provenance(batch, sampling)
-        settings = self._settings(sampling)
         rows: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
             prompt, sample = prompts[index // samples], index % samples
@@ -87,7 +95,9 @@ class Job:
                 error = batch.errors[index] if batch.errors else "the engine gave no reason"
                 faults.append(Fault(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
                 continue
-            row: dict[str, Any] = {"id": prompt.id, "line": prompt.line}
+            row: dict[str, Any] = {"id": prompt.id, "line": prompt.line, "prompt_hash": prompt.digest}
+            if prompt.metadata is not None:
+                row["metadata"] = prompt.metadata
             if sampling.num_samples is not None:
                 row["sample"] = sample
             row |= {"response": text, "finish_reason": reasons[index], "tokens": len(tokens[index])}
@@ -96,14 +106,22 @@ class Job:
             if log_probs is not None:
                 row["log_probs"] = log_probs[index]
                 row["provenance"] = asdict(provenance[index] if isinstance(provenance, tuple) else provenance)
-            rows.append({**row, "settings": settings})
+            rows.append(row)
         return rows, faults
 
-    def _settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """What an answer is made with; two that differ in it do not belong into one file. As JSON gives it back."""
-        source = self.model or self.options.get("base_url")
-        own = {"backend": self.backend, "model": source, "max_new_tokens": sampling.max_new_tokens}
-        settings = {**own, "temperature": sampling.temperature, **sampling.engine_parameters()}
+    def settings(self, sampling: SamplingParams) -> dict[str, Any]:
+        """What a row is made with, as JSON gives it back. Two rows that differ in it do not belong in one file."""
+        settings: dict[str, Any] = {
+            "backend": self.backend,
+            "model": self.model,
+            # A secret has no place in a file of answers, and changes none of them.
+            "options": {name: value for name, value in self.options.items() if not name.endswith(SECRETS)},
+            "log_probs": self.log_probs,
+            "return_tokens": self.return_tokens,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            **sampling.engine_parameters(),
+        }
         if sampling.seed is not None:
             settings["seed"] = sampling.seed
         return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
@@ -111,29 +129,45 @@ class Job:
 
 def _tokenize(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[Fault]]:
     """The prompts that can be tokenized, texts first, their ids, and the others."""
-    texts = [prompt for prompt in prompts if prompt.text is not None]
-    chats = [prompt for prompt in prompts if prompt.chat is not None]
-    ids = [backend.tokenize([prompt.text or "" for prompt in texts]).ids]
+    served = [prompt for prompt in prompts if prompt.text is not None]
+    ids = [backend.tokenize([prompt.text or "" for prompt in served]).ids]
     faults: list[Fault] = []
-    while chats:
+    chats = [prompt for prompt in prompts if prompt.chat is not None]
+    for _, alike in groupby(sorted(chats, key=_tools), key=_tools):
+        rendered, rows, wrong = _render(backend, list(alike))
+        served += rendered
+        ids.append(rows)
+        faults += wrong
+    return served, Ragged.cat(ids), faults
+
+
+def _tools(prompt: Prompt) -> str:
+    return json.dumps(prompt.tools)
+
+
+def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[Fault]]:
+    """The same for conversations with equal tools."""
+    faults: list[Fault] = []
+    while prompts:
+        tools = prompts[0].tools
         try:
             rendered = render(
-                [prompt.chat or () for prompt in chats],
+                [prompt.chat or () for prompt in prompts],
                 backend.tokenizer,
                 backend.tokenize,
                 add_generation_prompt=True,
                 eos_ids=backend.eos_token_ids,
+                template_kwargs=None if tools is None else {"tools": tools},
                 want_assistant=False,
             )
         except TemplateError as error:
             if not error.problems:
                 raise
-            faults += [Fault(chats[row].line, chats[row].id, what) for row, what in error.problems.items()]
-            chats = [prompt for row, prompt in enumerate(chats) if row not in error.problems]
+            faults += [Fault(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
+            prompts = [prompt for row, prompt in enumerate(prompts) if row not in error.problems]
         else:
-            ids.append(rendered.ids)
-            break
-    return texts + chats, Ragged.cat(ids), faults
+            return prompts, rendered.ids, faults
+    return [], Ragged.from_list([]), faults
 
 
 def _progress(console: Console) -> Progress:

@@ -19,6 +19,14 @@ from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 
 #: Exit codes: some lines could not be answered; the command cannot be carried out; the engine failed.
 SOME_FAILED, REFUSED, ENGINE_FAILED = 1, 2, 3
+#: Arguments of `corelm.get_backend` itself, which therefore never reach an engine, and what to do instead.
+NOT_OPTIONS = {
+    "name": "give --backend",
+    "model": "give --model",
+    "plugins": "it takes objects, so call corelm.get_backend from Python",
+    "retry": "give --retry",
+    "timeout": "give --timeout",
+}
 
 app = typer.Typer(
     help="Sample from any language-model engine by its name.",
@@ -62,11 +70,17 @@ def backends(
 @app.command()
 def generate(
     backend: Annotated[str, typer.Option(help="Its name; see `corelm backends`.")],
-    input: Annotated[Path, typer.Option(help="JSONL: objects with `prompt` or `messages`, and perhaps an `id`.")],
+    input: Annotated[Path, typer.Option(help="JSONL, a file or a pipe; what a line holds is said above.")],
     output: Annotated[Path, typer.Option(help="JSONL. What is in it already is not asked again.")],
     model: Annotated[str | None, typer.Option(help="A path or a name that the engine knows.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Where the engine's server is.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the engine; VALUE is JSON or text.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=VALUE for the engine; VALUE is JSON or text. Written beside every answer, unless KEY ends in "
+            "key, token, secret or password."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length limit of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
@@ -75,14 +89,19 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="An answer then depends on this and on its line number.")] = None,
     num_samples: Annotated[int | None, typer.Option(help="Answers per prompt, one output line each.")] = None,
+    retry: Annotated[int | None, typer.Option(min=1, help="How often a call that fails is tried in all.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds that a call may take.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are sent together.")] = 16,
     log_probs: Annotated[LogProbs, typer.Option(help="Write the log-probability of every token.")] = LogProbs.none,
     return_tokens: Annotated[bool, typer.Option("--return-tokens", help="Write the token ids.")] = False,
 ) -> None:
     """Answer every prompt of a file. Run it again to go on where it stopped.
 
-    Exit code 1: some lines could not be answered; they are in the file OUTPUT.errors.jsonl. 2: the command cannot be
-    carried out. 3: the engine failed.
+    A line of the input is an object with `prompt`, a text, or `messages`, a conversation, and perhaps `tools` for its
+    chat template. An `id` names it, else its line number does; `metadata` is copied to the answer.
+
+    Exit code 1: some lines could not be answered; for the output answers.jsonl they are in answers.errors.jsonl. 2: the
+    command cannot be carried out. 3: the engine failed.
     """
     from corelm.cli.answering import Job
 
@@ -110,9 +129,13 @@ def generate(
             batch_size=batch_size,
             log_probs=log_probs.value,
             return_tokens=return_tokens,
+            retry=retry,
+            timeout=timeout,
         ).run(Console(stderr=True, highlight=False))
     except (EngineError, BackendTimeoutError) as error:
-        typer.echo(f"error: {error}\nThe same command goes on with what {output} does not hold yet.", err=True)
+        typer.echo(f"error: {error}", err=True)
+        if output.is_file() and output.stat().st_size:
+            typer.echo(f"The same command goes on with what {output} does not hold yet.", err=True)
         raise typer.Exit(ENGINE_FAILED) from error
     except (CoreLMError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -127,8 +150,10 @@ def _options(pairs: list[str]) -> dict[str, Any]:
         key, sign, value = pair.partition("=")
         if not sign or not key.isidentifier():
             raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--option")
+        if key in NOT_OPTIONS:
+            raise typer.BadParameter(f"{key} is not the engine's; {NOT_OPTIONS[key]}", param_hint="--option")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:
             options[key] = value
     return options
