@@ -29,11 +29,13 @@ def test_the_registry_is_light():
     assert not imported_by("import corelm.registry") & (HEAVY | ENGINES)
 
 
+def test_what_pytest_loads_in_every_session_is_light():
+    assert not imported_by("import corelm.testing.plugin") & (HEAVY | ENGINES)
+
+
 def test_no_module_of_core_imports_an_engine():
-    names = [
-        module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.") if ".testing" not in module.name
-    ]
-    assert "corelm.policy" in names
+    names = [module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.")]
+    assert {"corelm.policy", "corelm.testing.suite"} <= set(names)
     loaded = imported_by("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
     assert "torch" in loaded and not loaded & ENGINES
 

@@ -1,0 +1,48 @@
+"""The conformance kit: what every backend promises, as tests that an engine author inherits.
+
+    from corelm.testing import BackendConformance
+
+    class TestMine(BackendConformance):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def open_backend(cls):
+            return lambda: corelm.get_backend("mine", SMALL_MODEL)
+
+        def oracle(self, ids, temperature):
+            ...  # float32[len(ids)], computed without the backend
+
+pytest finds the rest: which tests apply follows from the backend's `Capabilities`. `ConformanceBase` says what else may
+be given. pytest imports this package in every session, so it stays light: the tests themselves come in when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if find_spec("pytest") is None:
+    raise ImportError('the conformance kit runs on pytest: pip install "pytest>=8"')
+
+import pytest
+
+from corelm.testing.base import ConformanceBase, needs, not_applicable
+
+THEMES = (
+    *("tokens", "logprobs", "distribution", "seeds", "stopping", "parameters", "provenance", "fields", "scored_fields"),
+    *("chat", "weights", "faults", "bad_results", "lifecycle"),
+)
+
+# A failed assertion then shows both sides. pytest must be told before the modules are imported.
+pytest.register_assert_rewrite(*(f"corelm.testing.{theme}" for theme in THEMES))
+
+if TYPE_CHECKING:
+    from corelm.testing.suite import BackendConformance as BackendConformance
+
+__all__ = ["BackendConformance", "ConformanceBase", "needs", "not_applicable"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BackendConformance":
+        return importlib.import_module("corelm.testing.suite").BackendConformance
+    raise AttributeError(f"module 'corelm.testing' has no attribute {name!r}")

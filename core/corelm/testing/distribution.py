@@ -1,0 +1,136 @@
+"""What is sampled follows the distribution it is said to follow: a chi-square test against the oracle's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm import Backend
+from corelm.testing.base import ConformanceBase, needs, not_applicable
+from corelm.testing.reference import OPENINGS, SURE, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
+
+
+class DistributionPromises(ConformanceBase):
+    """Attributes:
+    draws: answers of one token for each test. Fewer are faster, and see less.
+    """
+
+    draws: int = 2000
+
+    def test_samples_follow_the_model(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        self._assert_follows(backend, prompt, reshaped(logprobs))
+
+    def test_later_tokens_follow_the_model_too(self, backend: Backend) -> None:
+        prompt, _ = self._uneven(backend)
+        sampling = seeded(backend, {"num_samples": self.draws, "max_new_tokens": 2, "ignore_eos": True})
+        ids = torch.tensor(backend.generate([prompt], sampling, logprobs="none").ids.tolist())
+        first = int(ids[:, 0].mode().values)
+        second = ids[ids[:, 0] == first, 1]
+        assert p_value(second, reshaped(self.next_logprobs([*prompt, first], 1.0))) > SURE
+
+    @needs("sampling:temperature")
+    def test_samples_follow_the_temperature(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        for temperature in (0.6, 1.5):
+            if legal(backend, "temperature", temperature):
+                mass = reshaped(logprobs, temperature=temperature)
+                self._assert_follows(backend, prompt, mass, temperature=temperature)
+
+    @needs("sampling:top_k")
+    def test_top_k_keeps_the_k_likeliest(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        top_k = self._cut(logprobs)
+        self._assert_follows(backend, prompt, reshaped(logprobs, top_k=top_k), top_k=top_k)
+
+    @needs("sampling:top_p")
+    def test_top_p_keeps_the_smallest_set_of_that_mass(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        top_p = top_p_of(logprobs, self._cut(logprobs))
+        self._assert_follows(backend, prompt, reshaped(logprobs, top_p=top_p), top_p=top_p)
+
+    @needs("sampling:min_p")
+    def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        min_p = min_p_of(logprobs, self._cut(logprobs))
+        self._assert_follows(backend, prompt, reshaped(logprobs, min_p=min_p), min_p=min_p)
+
+    @needs("sampling:temperature", "sampling:top_k", "sampling:top_p", "sampling:min_p")
+    def test_temperature_comes_before_top_k_before_top_p_before_min_p(self, backend: Backend) -> None:
+        if not legal(backend, "temperature", 1.5):
+            not_applicable("sampling:temperature=1.5")
+        prompt, logprobs = self._uneven(backend)
+        hot = reshaped(logprobs, temperature=1.5).log()
+        cuts = gaps(hot, self._least_gap)[:3]
+        if len(cuts) < 3:
+            not_applicable("a distribution with three gaps")
+        # Each cuts what the one before has left, at values that would cut elsewhere in another order.
+        last, middle, first = cuts
+        sampling: dict[str, Any] = {"temperature": 1.5, "top_k": first}
+        sampling["top_p"] = top_p_of(reshaped(logprobs, **sampling).log(), middle)
+        sampling["min_p"] = min_p_of(hot, last)
+        self._assert_follows(backend, prompt, reshaped(logprobs, **sampling), **sampling)
+
+    @needs("mode:processed")
+    def test_processed_log_probs_are_those_of_what_is_left(self, backend: Backend) -> None:
+        prompt, logprobs = self._uneven(backend)
+        k = self._cut(logprobs)
+        values = {"top_k": k, "top_p": top_p_of(logprobs, k), "min_p": min_p_of(logprobs, k)}
+        declared = {name: value for name, value in values.items() if legal(backend, name, value)}
+        if not declared:
+            not_applicable("sampling:" + " or ".join(values))
+        for name, value in declared.items():
+            sampling = seeded(backend, {"num_samples": 64, "max_new_tokens": 1, name: value})
+            batch = backend.generate([prompt], sampling, logprobs="processed")
+            assert batch.support == "truncated" and batch.logprobs is not None
+            expected = reshaped(logprobs, top_k=k).log()[batch.ids.values.cpu()].float()
+            self.assert_close(batch.logprobs.values, expected, f"{name}={value}")
+
+    @needs("sampling:temperature")
+    def test_greedy_takes_the_likeliest_token_at_every_step(self, backend: Backend) -> None:
+        if not legal(backend, "temperature", 0.0):
+            not_applicable("sampling:temperature=0")
+        prompts = [*self.rows(backend, 4, 1), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
+        batch = backend.generate(prompts, {"temperature": 0.0, "max_new_tokens": 4}, logprobs="none")
+        for prompt, answer in zip(prompts, batch.ids.tolist(), strict=True):
+            for step, token in enumerate(answer):
+                logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
+                # Ids that the tolerance cannot tell apart are equally good.
+                assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, f"step {step}"
+
+    # Helpers ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _least_gap(self) -> float:
+        """A gap that no rounding closes, in nats."""
+        return max(0.01, 4 * self.tolerance)
+
+    def _uneven(self, backend: Backend) -> tuple[list[int], Tensor]:
+        """The prompt after which the likeliest ids are told apart best, and the log-probs[V] of what follows."""
+        found = [(prompt, self.next_logprobs(prompt, 1.0)) for prompt in backend.tokenize(OPENINGS).ids.tolist()]
+        return max(found, key=lambda pair: _widest(pair[1])[0])
+
+    def _cut(self, logprobs: Tensor) -> int:
+        width, k = _widest(logprobs)
+        if width < self._least_gap:
+            not_applicable("a distribution with a gap")
+        return k
+
+    def _assert_follows(self, backend: Backend, prompt: list[int], mass: Tensor, **sampling: Any) -> None:
+        sampling = seeded(backend, {**sampling, "num_samples": self.draws, "max_new_tokens": 1})
+        ids = backend.generate([prompt], sampling, logprobs="none").ids.values.cpu()
+        assert len(ids) == self.draws
+        outside = sorted(set(ids[mass[ids] == 0].tolist()))
+        assert not outside, f"{sampling}: drew {outside}, which were to be cut off"
+        assert p_value(ids, mass) > SURE, sampling
+
+
+def _widest(logprobs: Tensor) -> tuple[float, int]:
+    """The widest gap, in nats, that cuts a good share of the mass off and leaves two ids or more; and how many."""
+    best = logprobs.double().sort(descending=True).values
+    kept = best.exp().cumsum(0)[:-1]
+    width = (best[:-1] - best[1:]).masked_fill(kept > 0.85, -1.0)
+    width[0] = -1.0
+    return float(width.max()), 1 + int(width.argmax())

@@ -1,0 +1,116 @@
+"""From opening to closing: what the backend says it is, many threads at once, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from corelm import Backend, Ragged, SamplingParams
+from corelm.errors import BackendClosedError, CapabilityError
+from corelm.messages import GenerationBatch
+from corelm.sampling import EVERY_ENGINE
+from corelm.testing.base import ConformanceBase, needs, not_applicable
+
+THREADS = 8
+
+
+class LifecyclePromises(ConformanceBase):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def closed(cls, open_backend: Callable[[], Backend]) -> Backend:
+        """One that has served and was closed."""
+        opened = open_backend()
+        opened.generate(cls().rows(opened, 3), {"max_new_tokens": 1}, logprobs="none")
+        opened.close()
+        return opened
+
+    def test_capabilities_describe_a_model(self, backend: Backend) -> None:
+        capabilities = backend.capabilities
+        assert capabilities.vocab_size > 1
+        assert capabilities.max_context is None or capabilities.max_context > 1
+        assert all(0 <= token < self.vocab_size for token in backend.eos_token_ids)
+        assert 0 <= backend.pad_id < self.vocab_size
+        assert capabilities.generation_modes <= {"raw", "processed"}
+        known = set(SamplingParams.__dataclass_fields__)
+        assert capabilities.sampling.keys() <= known - EVERY_ENGINE, "these are core's own business, or unknown"
+
+    def test_an_open_backend_is_healthy(self, backend: Backend) -> None:
+        assert backend.health() and not backend.closed
+
+    def test_a_result_is_not_written_to_again(self, backend: Backend) -> None:
+        prompts = self.rows(backend, 4, 9)
+        logprobs = "raw" if backend.capabilities.generation_modes else "none"
+        first = backend.generate(prompts, {"max_new_tokens": 5}, logprobs=logprobs)  # type: ignore[arg-type]
+        kept = [rows.values.clone() for rows in (first.ids, first.logprobs) if rows is not None]
+        backend.generate(self.rows(backend, 4, 9, seed=1), {"max_new_tokens": 5}, logprobs=logprobs)  # type: ignore[arg-type]
+        now = [rows.values for rows in (first.ids, first.logprobs) if rows is not None]
+        assert all(bool((a == b).all()) for a, b in zip(kept, now, strict=True))
+
+    def test_a_request_is_left_as_it_was(self, backend: Backend) -> None:
+        rows = Ragged.from_list(self.rows(backend, 4, 9))
+        before = rows.tolist()
+        backend.generate(rows, {"max_new_tokens": 2}, logprobs="none")
+        if backend.capabilities.score:
+            backend.score_logprobs(rows)
+        assert rows.tolist() == before
+
+    @needs("generation_modes")
+    def test_eight_threads_at_once_each_get_their_own_answers(self, backend: Backend) -> None:
+        prompts = [self.rows(backend, 3 + thread, 20 - thread, seed=thread) for thread in range(THREADS)]
+        together = Barrier(THREADS)
+
+        def ask(rows: list[list[int]]) -> GenerationBatch:
+            together.wait(timeout=60)
+            return backend.generate(rows, {"max_new_tokens": 4})
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for rows, batch in zip(prompts, pool.map(ask, prompts), strict=True):
+                self.assert_true_answers(rows, batch)
+
+    @needs("score")
+    def test_eight_threads_at_once_each_get_their_own_scores(self, backend: Backend) -> None:
+        rows = [self.rows(backend, 3 + thread, 20 - thread, seed=thread) for thread in range(THREADS)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            for sequences, batch in zip(rows, pool.map(backend.score_logprobs, rows), strict=True):
+                self.assert_true_scores(sequences, batch)
+
+    def test_what_cannot_be_aborted_says_so(self, backend: Backend) -> None:
+        if backend.capabilities.abort:
+            not_applicable("no abort")
+        with pytest.raises(CapabilityError) as caught:
+            backend.abort(["a"])
+        assert caught.value.capability == "abort"
+
+    @needs("abort")
+    def test_aborting_what_has_ended_is_no_error(self, backend: Backend) -> None:
+        batch = backend.generate(
+            self.rows(backend, 4), {"max_new_tokens": 1}, logprobs="none", request_ids=["a request that has ended"]
+        )
+        backend.abort(["a request that has ended", "one that never was"])
+        assert batch.finish_reasons[0] in ("stop", "length") and backend.health()
+
+    def test_closing_twice_is_fine(self, closed: Backend) -> None:
+        closed.close()
+        assert closed.closed and not closed.health()
+
+    def test_use_after_close_is_refused(self, closed: Backend) -> None:
+        row = [[0, 1]]
+        with pytest.raises(BackendClosedError):
+            closed.generate(row, {"max_new_tokens": 1}, logprobs="none")
+        with pytest.raises(BackendClosedError):
+            closed.tokenize("a")
+        if closed.capabilities.score:
+            with pytest.raises(BackendClosedError):
+                closed.score_logprobs(row)
+
+    def test_closing_one_backend_leaves_another_open(self, backend: Backend, closed: Backend) -> None:
+        assert closed.closed and not backend.closed
+        backend.generate(self.rows(backend, 3), {"max_new_tokens": 1}, logprobs="none")
+
+    def test_leaving_the_context_closes(self, open_backend: Callable[[], Backend]) -> None:
+        with pytest.raises(KeyError, match="the user's own"), open_backend() as opened:
+            raise KeyError("the user's own")
+        assert opened.closed

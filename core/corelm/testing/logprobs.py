@@ -1,0 +1,164 @@
+"""Every log-probability is the model's own, token by token, as the oracle computes it without the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from corelm import Backend
+from corelm.testing.base import ConformanceBase, needs, not_applicable
+from corelm.testing.reference import OPENINGS, legal, seeded
+
+#: Unsorted, so that a backend that sorts rows has to put them back.
+LENGTHS = (9, 300, 1, 131, 2, 40, 3)
+NEW = 8
+#: A value of each parameter under which a sampled token's processed log-prob is not its raw one.
+RESHAPING = {
+    "temperature": 1.5,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+}
+#: The longest row that a slow backend can be asked to score.
+LONGEST = 4096
+
+
+class LogProbPromises(ConformanceBase):
+    # Of what was sampled ---------------------------------------------------------------------------------------------
+
+    @needs("generation_modes")
+    def test_the_first_response_token_has_its_log_prob(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        self.assert_true_answers(prompts, backend.generate(prompts, seeded(backend, {"max_new_tokens": 1})))
+
+    @needs("generation_modes")
+    def test_every_sampled_token_has_its_log_prob(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        self.assert_true_answers(prompts, backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW})))
+
+    @needs("mode:raw", "sampling:temperature")
+    def test_raw_log_probs_are_the_models_own_at_every_temperature(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        for temperature in _temperatures(backend):
+            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
+            batch = backend.generate(prompts, sampling, logprobs="raw")
+            assert (batch.mode, batch.temperature) == ("raw", 1.0)
+            self.assert_true_answers(prompts, batch)
+
+    @needs("mode:raw")
+    def test_raw_log_probs_are_the_models_own_whatever_the_sampling(self, backend: Backend) -> None:
+        reshaping = {name: value for name, value in RESHAPING.items() if legal(backend, name, value)}
+        if not reshaping:
+            not_applicable("sampling:" + " or ".join(RESHAPING))
+        prompts = self._rows_of_all_lengths(backend)
+        batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **reshaping}), logprobs="raw")
+        assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
+        self.assert_true_answers(prompts, batch)
+
+    @needs("mode:processed", "sampling:temperature")
+    def test_processed_log_probs_are_those_of_the_temperature(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        for temperature in _temperatures(backend):
+            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
+            batch = backend.generate(prompts, sampling, logprobs="processed")
+            assert (batch.mode, batch.temperature) == ("processed", temperature)
+            self.assert_true_answers(prompts, batch)
+
+    @needs("mode:processed", "sampling:temperature")
+    def test_greedy_decoding_is_sure_of_every_token(self, backend: Backend) -> None:
+        if not legal(backend, "temperature", 0.0):
+            not_applicable("sampling:temperature=0")
+        sampling = {"max_new_tokens": NEW, "temperature": 0.0}
+        batch = backend.generate(self._rows_of_all_lengths(backend), sampling, logprobs="processed")
+        assert batch.logprobs is not None and not bool(batch.logprobs.values.any())
+
+    # Of what was given -----------------------------------------------------------------------------------------------
+
+    @needs("score")
+    def test_every_token_but_the_first_is_scored(self, backend: Backend) -> None:
+        rows = self._rows_of_all_lengths(backend)
+        self.assert_true_scores(rows, backend.score_logprobs(rows))
+
+    @needs("score_temperature")
+    def test_scores_are_those_of_the_temperature(self, backend: Backend) -> None:
+        rows = self._rows_of_all_lengths(backend)
+        for temperature in (0.5, 1.7):
+            batch = backend.score_logprobs(rows, temperature=temperature)
+            assert batch.temperature == temperature
+            self.assert_true_scores(rows, batch)
+
+    @needs("score")
+    def test_what_is_scored_from_a_position_on_is_scored_the_same(self, backend: Backend) -> None:
+        rows = self.rows(backend, 12, 5, 9, 1)
+        starts = [4, 1, 8, 1]
+        batch = backend.score_logprobs(rows, score_from=starts)
+        for row, start, found, scored in zip(rows, starts, batch.logprobs.split(), batch.scored.split(), strict=True):
+            # Earlier positions may be scored or not: they were not asked for.
+            assert bool(scored[start:].all())
+            self.assert_close(found[start:], self.oracle(row, 1.0)[start:], f"from position {start} on")
+
+    @needs("score", "max_context")
+    def test_a_row_may_be_as_long_as_the_context(self, backend: Backend) -> None:
+        limit = backend.capabilities.max_context
+        assert limit is not None
+        if limit > LONGEST:
+            not_applicable(f"max_context of at most {LONGEST}")
+        rows = self.rows(backend, limit, 2)
+        self.assert_true_scores(rows, backend.score_logprobs(rows))
+
+    @needs("score")
+    def test_every_id_of_the_vocabulary_can_be_scored(self, backend: Backend) -> None:
+        last = self.vocab_size - 1
+        rows = [[0, last], *self.rows(backend, 3), [last, 0, last]]
+        self.assert_true_scores(rows, backend.score_logprobs(rows))
+
+    @needs("score", "logits")
+    def test_logits_are_the_models_own_before_any_temperature(self, backend: Backend) -> None:
+        rows = self.rows(backend, 7, 1, 20)
+        temperature = 2.0 if backend.capabilities.score_temperature else 1.0
+        batch = backend.score_logprobs(rows, return_logits=True, temperature=temperature)
+        assert batch.logits is not None
+        for row, logits in zip(rows, batch.logits.split(), strict=True):
+            chosen = logits.detach().cpu().float().log_softmax(-1).gather(-1, torch.tensor(row)[:, None])[:, 0]
+            self.assert_close(chosen[1:], self.oracle(row, 1.0)[1:], "logits, normalised")
+
+    @needs("score", "gradients")
+    def test_scores_carry_gradients_only_if_asked(self, backend: Backend) -> None:
+        rows = self.rows(backend, 6, 3)
+        assert not backend.score_logprobs(rows).logprobs.values.requires_grad
+        batch = backend.score_logprobs(rows, grad=True)
+        self.assert_true_scores(rows, batch)
+        parameters = list(_leaves(batch.logprobs.values.grad_fn))
+        gradients = torch.autograd.grad(batch.logprobs.values.sum(), parameters)
+        assert any(bool(gradient.any()) for gradient in gradients)
+
+    # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _rows_of_all_lengths(self, backend: Backend) -> list[list[int]]:
+        """Rows of 1 to 300 tokens, or as long as the context lets them be, that leave room for an answer."""
+        limit = backend.capabilities.max_context or max(LENGTHS) + NEW
+        random = self.rows(backend, *(min(length, limit - NEW) for length in LENGTHS))
+        return [*random, *backend.tokenize(OPENINGS).ids.tolist()]
+
+
+def _leaves(node: Any) -> dict[torch.Tensor, None]:
+    """The parameters that a result depends on, in the order of the walk through its graph."""
+    found: dict[torch.Tensor, None] = {}
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[node.variable] = None
+        todo += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def _temperatures(backend: Backend) -> list[float]:
+    return [value for value in (0.6, 1.7) if legal(backend, "temperature", value)]

@@ -1,0 +1,94 @@
+"""What sampling should do, computed the plain way from the oracle's numbers; and a test whether draws agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm import Backend
+
+#: Texts to go on from. Random ids alone would leave a trained model with little to say.
+OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "A small bird sings", "When", "Who are")
+
+#: A correct backend falls below this p-value once in ten thousand tests, and with fixed seeds always or never.
+SURE = 1e-4
+
+_EXPECTED_PER_CELL = 8
+
+
+def seeded(backend: Backend, sampling: Mapping[str, Any], seed: int = 1) -> dict[str, Any]:
+    """`sampling` with a seed, if the backend honours one: the test then does the same at every run."""
+    return {**sampling, "seed": seed} if backend.capabilities.per_answer_seeds else dict(sampling)
+
+
+def repeatable(backend: Backend, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """`sampling` such that two calls give the same answers: greedy where that is possible, else with a seed."""
+    return {**sampling, "temperature": 0.0} if legal(backend, "temperature", 0.0) else seeded(backend, sampling)
+
+
+def legal(backend: Backend, name: str, value: float) -> bool:
+    """Whether the backend declares the sampling parameter `name`, with a range that holds `value`."""
+    if name not in backend.capabilities.sampling:
+        return False
+    span = backend.capabilities.sampling[name]
+    return span is None or span[0] <= value <= span[1]
+
+
+def reshaped(
+    logprobs: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """float64[V]: the probabilities that are sampled from, given the model's own log-probs[V]."""
+    mass = (logprobs.double() / temperature).softmax(-1)
+    kept = mass.argsort(descending=True)[:top_k]
+    if top_p < 1.0:
+        share = mass[kept] / mass[kept].sum()
+        kept = kept[share.cumsum(0) - share < top_p]
+    kept = kept[mass[kept] >= min_p * mass[kept[0]]]
+    out = torch.zeros_like(mass).index_copy(0, kept, mass[kept])
+    return out / out.sum()
+
+
+def gaps(logprobs: Tensor, least: float) -> list[int]:
+    """Where a distribution can be cut beyond doubt: every k ≥ 2 whose k likeliest ids lead by `least` nats."""
+    best = logprobs.double().sort(descending=True).values
+    return [k for k in ((best[:-1] - best[1:] >= least).nonzero().flatten() + 1).tolist() if k >= 2]
+
+
+def top_p_of(logprobs: Tensor, k: int) -> float:
+    """A `top_p` that keeps the k likeliest ids."""
+    total = logprobs.double().softmax(-1).sort(descending=True).values.cumsum(0)
+    return float(total[k - 2] + total[k - 1]) / 2
+
+
+def min_p_of(logprobs: Tensor, k: int) -> float:
+    """A `min_p` that keeps the k likeliest ids."""
+    best = logprobs.double().sort(descending=True).values
+    return float(((best[k - 1] + best[k]) / 2 - best[0]).exp())
+
+
+def p_value(ids: Tensor, mass: Tensor) -> float:
+    """How likely draws from `mass` (float64[V]) are to be at least as odd as `ids`: Pearson's chi-square test.
+
+    0.0 if an id was drawn that has no mass. Ids of little mass share a cell, so that each cell expects enough draws for
+    the test to hold.
+    """
+    if not bool((mass[ids] > 0).all()):
+        return 0.0
+    counts = torch.bincount(ids, minlength=len(mass)).tolist()
+    cells = [[0.0, 0.0]]
+    for token in mass.argsort(descending=True).tolist():
+        if cells[-1][1] >= _EXPECTED_PER_CELL:
+            cells.append([0.0, 0.0])
+        cells[-1][0] += counts[token]
+        cells[-1][1] += float(mass[token]) * len(ids)
+    if len(cells) > 1 and cells[-1][1] < _EXPECTED_PER_CELL:
+        rest = cells.pop()
+        cells[-1] = [cells[-1][0] + rest[0], cells[-1][1] + rest[1]]
+    observed, expected = torch.tensor(cells, dtype=torch.float64).unbind(-1)
+    statistic = ((observed - expected).square() / expected).sum()
+    # The upper tail of chi-square with n - 1 degrees of freedom; of a single cell nothing can be said.
+    freedom = len(cells) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)) if freedom else 1.0

@@ -1,0 +1,177 @@
+"""An answer ends where it was told to, says why, and keeps the token that ended it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Collection
+from itertools import pairwise
+
+from tensordict import TensorDict
+
+import corelm
+from corelm import Backend, LLMPolicy
+from corelm.messages import GenerationBatch
+from corelm.testing.base import ConformanceBase, needs, not_applicable
+from corelm.testing.reference import OPENINGS, SURE, repeatable, seeded
+
+NEW = 16
+#: The most answers drawn to see one that ends by itself.
+MOST = 2000
+
+
+class StoppingPromises(ConformanceBase):
+    # By length -------------------------------------------------------------------------------------------------------
+
+    def test_an_answer_that_nothing_ends_is_as_long_as_its_limit(self, backend: Backend) -> None:
+        for limit in (1, 2, 7):
+            batch = _generate(backend, max_new_tokens=limit, ignore_eos=True)
+            assert set(batch.ids.lengths.tolist()) == {limit} and set(batch.finish_reasons) == {"length"}
+
+    @needs("max_context")
+    def test_no_limit_fills_the_context(self, backend: Backend) -> None:
+        context = backend.capabilities.max_context
+        assert context is not None
+        if context > 4096:
+            not_applicable("max_context of at most 4096")
+        prompts = self.rows(backend, context - 1, context - 5)
+        batch = backend.generate(prompts, {"max_new_tokens": None, "ignore_eos": True}, logprobs="none")
+        assert batch.ids.lengths.tolist() == [1, 5] and batch.finish_reasons == ("length", "length")
+
+    # By id -----------------------------------------------------------------------------------------------------------
+
+    def test_an_answer_ends_with_its_eos_and_keeps_it(self, backend: Backend) -> None:
+        prompt, draws = self._near_eos(backend)
+        sampling = seeded(backend, {"num_samples": draws, "max_new_tokens": 4})
+        some = bool(backend.capabilities.generation_modes)
+        batch = backend.generate([prompt], sampling, logprobs="raw" if some else "none")
+        _assert_ended_by(batch, backend.eos_token_ids, 4)
+        if batch.logprobs is not None:
+            ended = batch.finish_reasons.index("stop")
+            answer = batch.ids.tolist()[ended]
+            expected = self.oracle([*prompt, *answer], 1.0)[len(prompt) :]
+            self.assert_close(batch.logprobs.split()[ended], expected, "an answer and its EOS")
+
+    def test_an_eos_that_is_ignored_is_a_token_like_any_other(self, backend: Backend) -> None:
+        prompt, draws = self._near_eos(backend)
+        sampling = seeded(backend, {"num_samples": draws, "max_new_tokens": 3, "ignore_eos": True})
+        batch = backend.generate([prompt], sampling, logprobs="none")
+        assert set(batch.ids.lengths.tolist()) == {3} and set(batch.finish_reasons) == {"length"}
+        assert any(answer[0] in backend.eos_token_ids for answer in batch.ids.tolist())
+
+    def test_an_answer_ends_with_its_stop_id_and_keeps_it(self, backend: Backend) -> None:
+        stop_ids = _common_ids(backend)
+        batch = _generate(backend, stop_token_ids=stop_ids, ignore_eos=True)
+        _assert_ended_by(batch, stop_ids, NEW)
+
+    @needs("sampling:min_new_tokens")
+    def test_no_stop_id_ends_an_answer_before_its_least_length(self, backend: Backend) -> None:
+        stop_ids = _common_ids(backend)
+        free = _generate(backend, stop_token_ids=stop_ids)
+        assert int(free.ids.lengths.min()) < 5, "the stop ids end no answer early, so this shows nothing"
+        held = _generate(backend, stop_token_ids=stop_ids, min_new_tokens=5)
+        assert int(held.ids.lengths.min()) >= 5
+
+    # By string -------------------------------------------------------------------------------------------------------
+
+    @needs("sampling:stop")
+    def test_a_stop_string_ends_text_and_ids_in_step(self, backend: Backend) -> None:
+        stop = _common_strings(backend)
+        stopped = 0
+        for ids, text, reason in _answers(backend, stop=stop):
+            before, whole = backend.detokenize([ids[:-1], ids])
+            assert not any(string in before for string in stop), "the answer went on behind its stop string"
+            starts = [whole.index(string) for string in stop if string in whole]
+            assert (reason == "stop") == bool(starts)
+            # The token that completes the stop string stays in the ids; the text ends before the string.
+            assert text == (whole[: min(starts)] if starts else whole)
+            stopped += bool(starts)
+        assert stopped, f"none of {stop} came up again, so this shows nothing"
+
+    @needs("sampling:stop", "sampling:min_new_tokens")
+    def test_no_stop_string_ends_an_answer_before_its_least_length(self, backend: Backend) -> None:
+        stop = _common_strings(backend)
+        free, held = _answers(backend, stop=stop), _answers(backend, stop=stop, min_new_tokens=12)
+        assert any(len(ids) < 12 for ids, _, _ in free), "the stop strings end no answer early, so this shows nothing"
+        assert all(len(ids) >= 12 for ids, _, _ in held)
+
+    # By another's hand -----------------------------------------------------------------------------------------------
+
+    @needs("abort", "concurrent_calls")
+    def test_abort_ends_the_request_it_names_and_no_other(self, backend: Backend) -> None:
+        limit = min(backend.capabilities.max_context or 512, 512) - 8
+        prompts, names, done = self.rows(backend, 4, 4), ["one", "other"], threading.Event()
+        batches: list[GenerationBatch] = []
+
+        def answer() -> None:
+            try:
+                sampling = {"max_new_tokens": limit, "ignore_eos": True}
+                batches.append(backend.generate(prompts, sampling, logprobs="none", request_ids=names))
+            finally:
+                done.set()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        # A request that has not reached the engine cannot be aborted yet, so it is asked more than once.
+        while not done.wait(0.01):
+            backend.abort(["one"])
+        thread.join()
+        (batch,) = batches
+        assert batch.finish_reasons == ("abort", "length")
+        assert int(batch.ids.lengths[0]) < limit == int(batch.ids.lengths[1])
+
+    # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _near_eos(self, backend: Backend) -> tuple[list[int], int]:
+        """The prompt that the model is likeliest to end at once, of many; and how many answers surely hold an end."""
+        texts = [*OPENINGS, *(opening + " end." for opening in OPENINGS)]
+        prompts = [*backend.tokenize(texts).ids.tolist(), *self.rows(backend, *[3] * 24)]
+        eos = sorted(backend.eos_token_ids)
+        if not eos:
+            not_applicable("eos_token_ids")
+        chances = [sum(math.exp(self.oracle([*prompt, end], 1.0)[-1]) for end in eos) for prompt in prompts]
+        best = max(chances)
+        draws = 1 if best > 0.99999 else math.ceil(math.log(SURE) / math.log1p(-best))
+        if draws > MOST:
+            not_applicable("a model that ends its answers")
+        return prompts[chances.index(best)], draws
+
+
+def _generate(backend: Backend, **sampling: object) -> GenerationBatch:
+    prompts = backend.tokenize(OPENINGS).ids.repeat(3)
+    return backend.generate(prompts, repeatable(backend, {"max_new_tokens": NEW, **sampling}), logprobs="none")
+
+
+def _answers(backend: Backend, **sampling: object) -> list[tuple[list[int], str, str]]:
+    """Ids, text and finish reason of answers that no EOS ends."""
+    sampling = repeatable(backend, {"max_new_tokens": NEW, "ignore_eos": True, **sampling})
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, return_log_probs=False)
+    out = policy(TensorDict(text=list(OPENINGS) * 3))
+    ids = corelm.ragged(out, ("tokens", "response")).tolist()
+    return list(zip(ids, out["text"].response, out["finish_reason"], strict=True))
+
+
+def _assert_ended_by(batch: GenerationBatch, stop_ids: Collection[int], limit: int) -> None:
+    for answer, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
+        assert not set(stop_ids).intersection(answer[:-1]), "an answer went on behind what ends it"
+        assert bool(answer) and (answer[-1] in stop_ids) == (reason == "stop")
+        assert reason == "stop" or (reason == "length" and len(answer) == limit)
+    assert "stop" in batch.finish_reasons
+
+
+def _common_ids(backend: Backend) -> list[int]:
+    """Four ids that answers often hold."""
+    free = _generate(backend, ignore_eos=True).ids.tolist()
+    seen = Counter(token for answer in free for token in set(answer[1:4]) - backend.eos_token_ids)
+    return [token for token, _ in seen.most_common(4)]
+
+
+def _common_strings(backend: Backend) -> list[str]:
+    """Four strings of two characters that answers often hold; where tokens are short they span two."""
+    texts = [text for _, text, _ in _answers(backend)]
+    pairs = (pair for text in texts for pair in {a + b for a, b in pairwise(text[1:])})
+    common = Counter(pair for pair in pairs if pair.isascii() and pair.isprintable())
+    if not common:
+        not_applicable("a model that writes text")
+    return [pair for pair, _ in common.most_common(4)]

@@ -1,0 +1,37 @@
+"""`BackendConformance`: every theme in one class."""
+
+from __future__ import annotations
+
+from corelm.testing.bad_results import BadResultPromises
+from corelm.testing.chat import ChatPromises
+from corelm.testing.distribution import DistributionPromises
+from corelm.testing.faults import FaultPromises
+from corelm.testing.fields import FieldPromises
+from corelm.testing.lifecycle import LifecyclePromises
+from corelm.testing.logprobs import LogProbPromises
+from corelm.testing.parameters import ParameterPromises
+from corelm.testing.provenance import ProvenancePromises
+from corelm.testing.scored_fields import ScoredFieldPromises
+from corelm.testing.seeds import SeedPromises
+from corelm.testing.stopping import StoppingPromises
+from corelm.testing.tokens import TokenPromises
+from corelm.testing.weights import WeightPromises
+
+
+class BackendConformance(
+    TokenPromises,
+    LogProbPromises,
+    DistributionPromises,
+    SeedPromises,
+    StoppingPromises,
+    ParameterPromises,
+    ProvenancePromises,
+    FieldPromises,
+    ScoredFieldPromises,
+    ChatPromises,
+    WeightPromises,
+    FaultPromises,
+    BadResultPromises,
+    LifecyclePromises,
+):
+    """All the tests there are. Give `open_backend` and `oracle`, and name the subclass ``Test…``."""

@@ -1,0 +1,84 @@
+"""New weights are in force once they are loaded, and every row says which ones it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from corelm import Backend, LLMPolicy
+from corelm.errors import CapabilityError, CoreLMError
+from corelm.testing.base import ConformanceBase, needs, not_applicable, require
+
+if TYPE_CHECKING:
+    from corelm.testing.base import Oracle
+
+
+class WeightPromises(ConformanceBase):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def updated(cls, backend: Backend, open_backend: Callable[[], Backend]) -> Iterator[tuple[Backend, Oracle]]:
+        """A backend of its own that served once, got new weights as version "tuned", and the oracle of those."""
+        require(backend, "update_weights")
+        case = cls()
+        weights, oracle = case.new_weights()
+        with open_backend() as other:
+            # A cache that outlives its weights would hold these very rows.
+            other.generate(case.rows(other, 5, 40), {"max_new_tokens": 4}, logprobs="none")
+            if other.capabilities.score:
+                other.score_logprobs(case.rows(other, 5, 40))
+            assert other.update_weights(weights, version="tuned") == "tuned"
+            yield other, oracle
+
+    def test_the_first_weights_are_version_0(self, backend: Backend) -> None:
+        assert backend.weight_version == "0"
+        answers = backend.generate(self.rows(backend, 3, 4), {"max_new_tokens": 2}, logprobs="none")
+        assert answers.weight_versions == ("0", "0")
+
+    def test_every_row_reports_the_weights_it_came_from(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, _ = updated
+        assert backend.weight_version == "tuned"
+        answers = backend.generate(self.rows(backend, 3, 4), {"max_new_tokens": 2}, logprobs="none")
+        assert answers.weight_versions == ("tuned", "tuned")
+        if backend.capabilities.score:
+            assert backend.score_logprobs(self.rows(backend, 3, 4)).weight_versions == ("tuned", "tuned")
+
+    def test_generating_uses_the_new_weights(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, oracle = updated
+        require(backend, "generation_modes")
+        prompts = self.rows(backend, 5, 40)
+        self.assert_true_answers(prompts, backend.generate(prompts, {"max_new_tokens": 6}), oracle)
+
+    @needs("score")
+    def test_scoring_uses_the_new_weights(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, oracle = updated
+        rows = self.rows(backend, 5, 40)
+        self.assert_true_scores(rows, backend.score_logprobs(rows), oracle)
+        # Were they the old ones under another name, this whole theme would prove nothing.
+        assert float((oracle(rows[1], 1.0) - self.oracle(rows[1], 1.0))[1:].abs().max()) > self.tolerance
+
+    @needs("score")
+    def test_the_containers_carry_the_version(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, _ = updated
+        policy = LLMPolicy(backend, input_mode="tokens", generate=False)
+        out = policy(TensorDict(tokens=torch.tensor(self.rows(backend, 4, 4)), batch_size=[2]))
+        assert out["log_probs"].provenance.weight_version == "tuned"
+
+    @needs("update_weights", "score")
+    def test_weights_that_do_not_fit_change_nothing(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, oracle = updated
+        with pytest.raises(CoreLMError):
+            backend.update_weights({"no.such.parameter": torch.zeros(3)}, version="wrong")
+        assert backend.weight_version == "tuned"
+        rows = self.rows(backend, 6)
+        self.assert_true_scores(rows, backend.score_logprobs(rows), oracle)
+
+    def test_weights_that_cannot_change_are_refused(self, backend: Backend) -> None:
+        if backend.capabilities.update_weights:
+            not_applicable("no update_weights")
+        with pytest.raises(CapabilityError) as caught:
+            backend.update_weights({})
+        assert caught.value.capability == "update_weights" and backend.weight_version == "0"

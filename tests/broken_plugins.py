@@ -1,0 +1,246 @@
+"""Plugins with one defect each, of the kind that real engines and adapters have, for the conformance kit to find.
+
+The first is sound: some defects need a capability that the toy backend lacks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from toy_backend import ToyBackend
+
+from corelm import Ragged, SamplingParams, hookimpl
+from corelm.messages import (
+    AbortRequest,
+    ContainerRequest,
+    GenerateRequest,
+    GenerationBatch,
+    ScoreBatch,
+    ScoreRequest,
+    WeightUpdate,
+)
+
+
+class Abortable(ToyBackend):
+    """No defect: it takes calls side by side and can be aborted. Long answers wait for that, to be aborted half-way."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, abort=True, concurrent_calls=True)
+        self.aborted: set[str] = set()
+        self.heard = threading.Event()
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(request)
+        if (request.sampling.max_new_tokens or 0) > 200:
+            self.heard.wait(timeout=5)
+        ended = self.ended(request.request_ids)
+        start, stop = batch.ids.lengths * 0, torch.where(torch.tensor(ended), batch.ids.lengths // 2, batch.ids.lengths)
+        reasons = ["abort" if end else reason for end, reason in zip(ended, batch.finish_reasons, strict=True)]
+        return replace(
+            batch,
+            ids=batch.ids.slice(start, stop),
+            logprobs=batch.logprobs.slice(start, stop),
+            finish_reasons=tuple(reasons),
+        )
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self.aborted.update(request.request_ids)
+        self.heard.set()
+        return True
+
+    def ended(self, request_ids: tuple[str, ...]) -> list[bool]:
+        return [name in self.aborted for name in request_ids]
+
+
+class AbortEndsTheCall(Abortable):
+    """Aborting one request ends all that came with it."""
+
+    def ended(self, request_ids: tuple[str, ...]) -> list[bool]:
+        return [any(super().ended(request_ids))] * len(request_ids)
+
+
+class FirstLogProbZeroed(ToyBackend):
+    """The first token comes from the prefill, whose logits were not kept."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(request)
+        values = batch.logprobs.values.masked_fill(batch.ids.positions == 0, 0.0)
+        return replace(batch, logprobs=Ragged(values, batch.ids.lengths))
+
+
+class PadsCounted(ToyBackend):
+    """Prompts are padded on the right, and the answer goes on behind the pads."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        padded = request.prompts.to_padded(self.tokenizer.pad_token_id)
+        return super().generate(replace(request, prompts=Ragged.from_list(list(padded))))
+
+
+class ProcessedCalledRaw(ToyBackend):
+    """The numbers of the distribution that was sampled from, under the name of the model's own."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(replace(request, logprobs="processed"))
+        return batch if request.logprobs == "processed" else replace(batch, mode="raw", temperature=1.0, support="full")
+
+
+class SeedIgnored(ToyBackend):
+    """Every call draws from one generator, whatever the seeds."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        return super().generate(replace(request, seeds=None))
+
+
+class SeedOfTheCall(ToyBackend):
+    """One seed a call: the rows share the first one's, and so depend on which row is first."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        return super().generate(replace(request, seeds=request.seeds[:1].expand(len(request.seeds))))
+
+
+class RowsSwapped(ToyBackend):
+    """Rows are sorted by length for speed and not put back."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        order = request.prompts.lengths.argsort(stable=True, descending=True)
+        return super().generate(replace(request, prompts=request.prompts.select(order), seeds=request.seeds[order]))
+
+
+class ScoresSwapped(ToyBackend):
+    """Two rows of one length, taken for each other: every shape is right."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+        batch = super().score_logprobs(request)
+        order = torch.arange(len(batch.logprobs))
+        for length in set(batch.logprobs.lengths.tolist()):
+            rows = (batch.logprobs.lengths == length).nonzero().flatten()
+            order[rows] = rows.flip(0)
+        return replace(batch, logprobs=batch.logprobs.select(order))
+
+
+class EosDropped(ToyBackend):
+    """The EOS that ended an answer is left out, unless it is all there is."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(request)
+        eos = request.stop_ids & {self.tokenizer.eos_token_id}
+        dropped = torch.tensor([len(row) > 1 and row[-1] in eos for row in batch.ids.tolist()])
+        start, stop = batch.ids.lengths * 0, batch.ids.lengths - dropped.long()
+        return replace(batch, ids=batch.ids.slice(start, stop), logprobs=batch.logprobs.slice(start, stop))
+
+
+class EosAlwaysEnds(ToyBackend):
+    """`ignore_eos` is not passed on."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        return super().generate(replace(request, stop_ids=request.stop_ids | {self.tokenizer.eos_token_id}))
+
+
+class EveryEndIsAStop(ToyBackend):
+    """The finish reason is a constant."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(request)
+        return replace(batch, finish_reasons=("stop",) * len(batch.ids))
+
+
+class FieldMissing(ToyBackend):
+    """Containers of its own, without one of the masks."""
+
+    @hookimpl(wrapper=True)
+    def to_containers(self, request: ContainerRequest) -> Generator[None, TensorDict, TensorDict]:
+        made = yield
+        return made.exclude(("masks", "all_response_mask"))
+
+
+class StopStringIgnored(ToyBackend):
+    """Stop strings are declared and dropped."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        return super().generate(replace(request, sampling=SamplingParams.make(request.sampling, stop=())))
+
+
+class TopKIgnored(ToyBackend):
+    """top_k is declared and dropped."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(replace(request, sampling=SamplingParams.make(request.sampling, top_k=None)))
+        return replace(batch, support="truncated" if request.sampling.truncates and batch.mode != "raw" else "full")
+
+
+class PenaltyIgnored(ToyBackend):
+    """A parameter is declared that the engine has never heard of."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        sampling = {**self.capabilities.sampling, "presence_penalty": None}
+        self.capabilities = replace(self.capabilities, sampling=sampling)
+
+
+class TemperatureIgnoredWhileScoring(ToyBackend):
+    """Given tokens are scored at temperature 1, whatever was asked for and is said."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+        batch = super().score_logprobs(replace(request, temperature=1.0))
+        return replace(
+            batch, mode="raw" if request.temperature == 1.0 else "processed", temperature=request.temperature
+        )
+
+
+class SupportUnsaid(ToyBackend):
+    """The log-probs are those of what top-k left, and do not say that anything was cut."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        return replace(super().generate(request), support="full")
+
+
+class OneRowFailsAll(ToyBackend):
+    """It claims more context than its engine has. So core lets a row through for which the engine drops the call."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, max_context=self.max_context + 1)
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        self._check(request.prompts.lengths + (request.sampling.max_new_tokens or 1))
+        return super().generate(request)
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+        self._check(request.sequences.lengths)
+        return super().score_logprobs(request)
+
+    def _check(self, lengths: torch.Tensor) -> None:
+        if bool((lengths > self.max_context).any()):
+            raise RuntimeError(f"a row of {int(lengths.max())} does not fit {self.max_context}")
+
+
+class OldWeights(ToyBackend):
+    """New weights are acknowledged and not loaded."""
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        return True

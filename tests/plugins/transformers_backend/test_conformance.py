@@ -1,0 +1,36 @@
+"""The transformers backend keeps every promise; its oracle is a plain float32 forward pass of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import corelm
+import oracle as plain
+from corelm import Backend
+from corelm.testing import BackendConformance
+from tiny_models import tiny_model, tiny_tokenizer
+
+
+class TestTransformers(BackendConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls) -> Callable[[], Backend]:
+        return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer())
+
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return plain.logprobs(MODEL, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+    def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
+        other = tiny_model(seed=1)
+        return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
+
+
+#: The oracle's own copy, which no backend ever touches.
+MODEL: nn.Module = tiny_model()
