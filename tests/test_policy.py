@@ -198,8 +198,8 @@ def test_what_was_generated_is_what_is_scored(backend, pad, samples):
     td, _ = prompts("history", (3,))
     policy = LLMPolicy(backend, pad_output=pad, num_samples=samples, sampling_params=SAMPLING)
     out = policy(td, seed=1)
-    by_tokens = policy.replace(input_mode="tokens", generate=False, num_samples=None, inplace=False)(out)
-    by_history = policy.replace(generate=False, num_samples=None, inplace=False)(out)
+    by_tokens = policy.replace(input_mode="tokens", generate=False, inplace=False)(out)
+    by_history = policy.replace(generate=False, inplace=False)(out)
     sampled, answered = corelm.ragged(out, ("log_probs", "full")), corelm.ragged(out, ("log_probs", "scored_mask"))
     for scored in (by_tokens, by_history):
         assert corelm.ragged(scored, ("tokens", "full")).tolist() == corelm.ragged(out, ("tokens", "full")).tolist()
@@ -213,12 +213,12 @@ def test_what_was_generated_is_what_is_scored(backend, pad, samples):
             assert torch.equal(scored["tokens"].full, out["tokens"].full)
             assert torch.equal(scored["masks"].all_attention_mask, out["masks"].all_attention_mask)
             assert torch.equal(scored["tokens"].response, out["tokens"].response)
-    alone = policy.replace(generate=False, num_samples=None, inplace=False)(out.select("history"))
+    alone = policy.replace(generate=False, inplace=False)(out.select("history"))
     assert alone["log_probs"].prompt is None
     told = History.of(
         [[*c[:-1], {"role": "assistant", "content": "Else."}] for c in out["history"].full.chats], out.shape
     )
-    stale = policy.replace(generate=False, num_samples=None, inplace=False)(out.copy().set("history", told))
+    stale = policy.replace(generate=False, inplace=False)(out.copy().set("history", told))
     assert stale["log_probs"].prompt is None
 
 

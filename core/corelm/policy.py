@@ -340,8 +340,8 @@ class LLMPolicy(TensorDictModuleBase):
 
     def replace(self, **changes: Any) -> LLMPolicy:
         """A policy with other arguments on the same engine; this one stays as it is."""
-        if "sampling_params" in changes:
-            # New sampling parameters bring their own number of samples.
+        if "sampling_params" in changes or changes.get("generate") is False:
+            # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
         return type(self)(self.backend, **{**self._given, **changes})
 
