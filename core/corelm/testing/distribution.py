@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -10,6 +12,14 @@ from torch import Tensor
 from corelm import Backend
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, SURE, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
+
+#: The value of a parameter that keeps the k likeliest ids of log-probs[V]. The temperature keeps them all.
+CUTS: dict[str, Callable[[Tensor, int], Any]] = {
+    "temperature": lambda logprobs, k: 1.5,
+    "top_k": lambda logprobs, k: k,
+    "top_p": top_p_of,
+    "min_p": min_p_of,
+}
 
 
 class DistributionPromises(ConformanceBase):
@@ -57,21 +67,21 @@ class DistributionPromises(ConformanceBase):
         min_p = min_p_of(logprobs, self._cut(logprobs))
         self._assert_follows(backend, prompt, reshaped(logprobs, min_p=min_p), min_p=min_p)
 
-    @needs("sampling:temperature", "sampling:top_k", "sampling:top_p", "sampling:min_p")
-    def test_temperature_comes_before_top_k_before_top_p_before_min_p(self, backend: Backend) -> None:
-        if not legal(backend, "temperature", 1.5):
-            not_applicable("sampling:temperature=1.5")
-        prompt, logprobs = self._uneven(backend)
-        hot = reshaped(logprobs, temperature=1.5).log()
-        cuts = gaps(hot, self._least_gap)[:3]
-        if len(cuts) < 3:
-            not_applicable("a distribution with three gaps")
-        # Each cuts what the one before has left, at values that would cut elsewhere in another order.
-        last, middle, first = cuts
-        sampling: dict[str, Any] = {"temperature": 1.5, "top_k": first}
-        sampling["top_p"] = top_p_of(reshaped(logprobs, **sampling).log(), middle)
-        sampling["min_p"] = min_p_of(hot, last)
-        self._assert_follows(backend, prompt, reshaped(logprobs, **sampling), **sampling)
+    @needs("sampling:temperature", "sampling:top_p")
+    def test_top_p_cuts_what_the_temperature_has_left(self, backend: Backend) -> None:
+        self._assert_order(backend, "temperature", "top_p")
+
+    @needs("sampling:temperature", "sampling:min_p")
+    def test_min_p_cuts_what_the_temperature_has_left(self, backend: Backend) -> None:
+        self._assert_order(backend, "temperature", "min_p")
+
+    @needs("sampling:top_k", "sampling:top_p")
+    def test_top_p_cuts_what_top_k_has_left(self, backend: Backend) -> None:
+        self._assert_order(backend, "top_k", "top_p")
+
+    @needs("sampling:top_p", "sampling:min_p")
+    def test_min_p_cuts_what_top_p_has_left(self, backend: Backend) -> None:
+        self._assert_order(backend, "top_p", "min_p")
 
     @needs("mode:processed")
     def test_processed_log_probs_are_those_of_what_is_left(self, backend: Backend) -> None:
@@ -117,6 +127,19 @@ class DistributionPromises(ConformanceBase):
         if width < self._least_gap:
             not_applicable("a distribution with a gap")
         return k
+
+    def _assert_order(self, backend: Backend, first: str, then: str) -> None:
+        """Both at once, at values for which the other order would give another distribution."""
+        prompt, logprobs = self._uneven(backend)
+        for fewer, more in combinations(gaps(logprobs, self._least_gap)[:12], 2):
+            one = {first: CUTS[first](logprobs, more)}
+            two = {then: CUTS[then](reshaped(logprobs, **one).log(), fewer)}
+            mass = reshaped(reshaped(logprobs, **one).log(), **two)
+            swapped = reshaped(reshaped(logprobs, **two).log(), **one)
+            if float((mass - swapped).abs().sum()) > 0.2 and all(legal(backend, *each) for each in (one | two).items()):
+                self._assert_follows(backend, prompt, mass, **one, **two)
+                return
+        not_applicable(f"a distribution for which {first} before {then} makes a difference")
 
     def _assert_follows(self, backend: Backend, prompt: list[int], mass: Tensor, **sampling: Any) -> None:
         sampling = seeded(backend, {**sampling, "num_samples": self.draws, "max_new_tokens": 1})

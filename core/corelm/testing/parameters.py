@@ -109,6 +109,17 @@ class ParameterPromises(ConformanceBase):
             totals.append(sum(float(self.oracle([*p, *answer], 1.0)[len(p) :].sum()) for p, answer in answers))
         assert totals[1] > totals[0]
 
+    @needs("sampling:num_beams", "sampling:temperature", "sampling:length_penalty")
+    def test_a_length_penalty_favours_longer_answers_the_larger_it_is(self, backend: Backend) -> None:
+        short, long = (self._beam_length(backend, length_penalty=penalty) for penalty in (-8.0, 8.0))
+        assert short < long
+
+    @needs("sampling:num_beams", "sampling:temperature", "sampling:length_penalty", "sampling:early_stopping")
+    def test_early_stopping_ends_a_search_that_would_go_on(self, backend: Backend) -> None:
+        # With a penalty that favours length, a search that goes on finds longer answers.
+        early, late = (self._beam_length(backend, length_penalty=8.0, early_stopping=stop) for stop in (True, False))
+        assert early < late
+
     @needs("sampling:num_beams")
     def test_log_probs_of_beams_are_refused(self, backend: Backend) -> None:
         with pytest.raises(CapabilityError) as error:
@@ -116,6 +127,13 @@ class ParameterPromises(ConformanceBase):
         assert error.value.capability == "num_beams"
 
     # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _beam_length(self, backend: Backend, **options: Any) -> int:
+        """How long the answers are, all together, where every other id ends one."""
+        stops = {"ignore_eos": True, "stop_token_ids": list(range(0, self.vocab_size, 2))}
+        sampling = {"num_beams": 4, "temperature": 0.0, "max_new_tokens": NEW, **stops, **options}
+        batch = backend.generate(self._penalty_prompts(backend), sampling, logprobs="none")
+        return int(batch.ids.lengths.sum())
 
     def _penalty_prompts(self, backend: Backend) -> list[list[int]]:
         return [*self.rows(backend, 5, 24), *backend.tokenize(OPENINGS[:4]).ids.tolist()]
