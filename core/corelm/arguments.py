@@ -6,7 +6,7 @@ import math
 import operator
 import reprlib
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,3 +143,20 @@ def device(given: Any) -> torch.device | None:
         return None if given is None else torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise InvalidRequestError(f"device: {error}", field="device") from error
+
+
+def one_of(field: str, given: Any, legal: tuple[Any, ...]) -> None:
+    if given not in legal:
+        raise invalid(field, f"expected one of {', '.join(map(repr, legal))}, got {given!r}")
+
+
+def subset(field: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, Any]:
+    """A dict of the caller's own, with no other keys than the known ones."""
+    unknown = [key for key in given or {} if key not in known]
+    if unknown:
+        raise invalid(field, f"unknown: {', '.join(map(repr, unknown))}; it takes {', '.join(known)}")
+    return dict(given or {})
+
+
+def invalid(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {message}", field=field)

@@ -353,17 +353,14 @@ class Backend:
             )
         if not isinstance(version, str):
             raise InvalidRequestError(f"version: expected a str, got {version!r}", field="version")
-        by_path = isinstance(weights, (str, os.PathLike))
-        if not by_path and not isinstance(weights, Mapping):
+        if isinstance(weights, (str, os.PathLike)):
+            request = WeightUpdate(version=version, drain=drain, path=Path(weights))
+        elif isinstance(weights, Mapping):
+            request = WeightUpdate(version=version, drain=drain, state_dict=weights)
+        else:
             raise InvalidRequestError(
                 f"weights: expected a state dict or a path, got {type(weights).__name__}", field="weights"
             )
-        request = WeightUpdate(
-            version=version,
-            drain=drain,
-            state_dict=None if by_path else weights,  # type: ignore[arg-type]
-            path=Path(weights) if by_path else None,  # type: ignore[arg-type]
-        )
 
         def finish(done: Any) -> str:
             if done is not True:

@@ -18,7 +18,7 @@ from corelm.assemble import dense_columns
 from corelm.backend import Backend, get_backend
 from corelm.calls import ordinary_tensors
 from corelm.distributions import MaskedCategorical
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError
 from corelm.inputs import InputMode, InputReader, InputRows, Keys, Part, truncate_left
 from corelm.messages import ContainerRequest, ScoreBatch
 from corelm.provenance import Mode
@@ -96,25 +96,25 @@ class LLMPolicy(TensorDictModuleBase):
         }
         super().__init__()
         if not isinstance(keys, (Keys, type(None))):
-            raise _invalid("keys", f"expected a Keys, got {keys!r}")
-        _one_of("input_mode", input_mode, ("history", "text", "tokens"))
-        _one_of("log_probs_mode", log_probs_mode, ("raw", "processed"))
-        _one_of("on_error", on_error, ("raise", "skip"))
-        _one_of("truncation", truncation, ("error", "left"))
-        _one_of("inplace", inplace, (None, True, False, "empty"))
+            raise arguments.invalid("keys", f"expected a Keys, got {keys!r}")
+        arguments.one_of("input_mode", input_mode, ("history", "text", "tokens"))
+        arguments.one_of("log_probs_mode", log_probs_mode, ("raw", "processed"))
+        arguments.one_of("on_error", on_error, ("raise", "skip"))
+        arguments.one_of("truncation", truncation, ("error", "left"))
+        arguments.one_of("inplace", inplace, (None, True, False, "empty"))
         if return_history and input_mode != "history":
-            raise _invalid("return_history", f"there is no history to return in {input_mode} mode")
+            raise arguments.invalid("return_history", f"there is no history to return in {input_mode} mode")
         if not generate and not return_log_probs:
-            raise _invalid("return_log_probs", "scoring without log-probs returns nothing")
+            raise arguments.invalid("return_log_probs", "scoring without log-probs returns nothing")
         sampling = SamplingParams.make(sampling_params)
         if num_samples is not None:
             if sampling.num_samples not in (None, num_samples):
-                raise _invalid("num_samples", f"given twice, as {num_samples} and {sampling.num_samples}")
+                raise arguments.invalid("num_samples", f"given twice, as {num_samples} and {sampling.num_samples}")
             sampling = SamplingParams.make(sampling, num_samples=num_samples)
         if sampling.num_samples is not None and not generate:
-            raise _invalid("num_samples", "scoring samples nothing")
+            raise arguments.invalid("num_samples", "scoring samples nothing")
         if sampling.num_samples is not None and inplace is True:
-            raise _invalid("inplace", "num_samples adds a batch dimension, which the input does not have")
+            raise arguments.invalid("inplace", "num_samples adds a batch dimension, which the input does not have")
         self.input_mode = input_mode
         self.generate = generate
         self.sampling_params = sampling
@@ -139,7 +139,9 @@ class LLMPolicy(TensorDictModuleBase):
             keys=self.keys,
             chat_template=chat_template,
             template_kwargs=dict(template_kwargs or {}),
-            tokenizer_kwargs=_subset("tokenizer_kwargs", tokenizer_kwargs, ("add_special_tokens", "parse_special")),
+            tokenizer_kwargs=arguments.subset(
+                "tokenizer_kwargs", tokenizer_kwargs, ("add_special_tokens", "parse_special")
+            ),
             prefer_tokens=prefer_tokens,
         )
         self.in_keys = [self._reader.key("prompt" if generate else "full")]
@@ -156,7 +158,7 @@ class LLMPolicy(TensorDictModuleBase):
             # Last, so that nothing is left open when an argument is wrong.
             backend = get_backend(backend, model)
         elif model is not None:
-            raise _invalid("model", "goes with a backend's name, not with a backend that is already open")
+            raise arguments.invalid("model", "goes with a backend's name, not with a backend that is already open")
         self.backend = backend
 
     # Calling it ------------------------------------------------------------------------------------------------------
@@ -178,9 +180,9 @@ class LLMPolicy(TensorDictModuleBase):
         """
         part: Part = "prompt" if self.generate else "full"
         if not isinstance(tensordict, TensorDictBase):
-            raise _invalid("tensordict", f"expected a TensorDict, got {type(tensordict).__name__}")
+            raise arguments.invalid("tensordict", f"expected a TensorDict, got {type(tensordict).__name__}")
         if seed is not None and not self.generate:
-            raise _invalid("seed", "scoring samples nothing")
+            raise arguments.invalid("seed", "scoring samples nothing")
         rows = self._read(tensordict, part)
         samples = self.sampling_params.num_samples
         self._must_fit(tensordict, rows.batch_size if samples is None else (*rows.batch_size, samples))
@@ -202,7 +204,9 @@ class LLMPolicy(TensorDictModuleBase):
         if self.truncation == "left" and context is not None:
             room = context - (sampling.max_new_tokens or 1)
             if room < 1:
-                raise _invalid("max_new_tokens", f"{sampling.max_new_tokens} leave no room for a prompt in {context}")
+                raise arguments.invalid(
+                    "max_new_tokens", f"{sampling.max_new_tokens} leave no room for a prompt in {context}"
+                )
             rows = truncate_left(rows, room, self.backend)
         batch = self.backend.generate(
             rows.ids,
@@ -244,14 +248,14 @@ class LLMPolicy(TensorDictModuleBase):
     def _must_fit(self, td: TensorDictBase, batch_size: tuple[int, ...]) -> None:
         """Whether the results can go where `inplace` says: asked before anything is sampled."""
         if self.inplace is True and td.is_locked:
-            raise _invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
+            raise arguments.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
         if self.inplace is False or tuple(td.batch_size) == batch_size:
             return
         rest = td.exclude(getattr(self.keys, self.input_mode)) if self.inplace is True else td.empty()
         try:
             rest.batch_size = torch.Size(batch_size)
         except RuntimeError as error:
-            raise _invalid(
+            raise arguments.invalid(
                 "inplace", f"the results have batch {batch_size}, which does not fit the input: {error}"
             ) from error
 
@@ -303,7 +307,7 @@ class LLMPolicy(TensorDictModuleBase):
         if not isinstance(mask, Tensor):
             mask = self._positions(rows, batch, mask).scatter(columns.mask, False).reshape(shape)
         if mask.shape != shape or mask.dtype.is_floating_point:
-            raise _invalid("mask", f"expected bool{list(shape)}, got {mask.dtype}{list(mask.shape)}")
+            raise arguments.invalid("mask", f"expected bool{list(shape)}, got {mask.dtype}{list(mask.shape)}")
         counts = counts.reshape(shape) & mask.to(counts.device, torch.bool)
         return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts)
 
@@ -323,7 +327,7 @@ class LLMPolicy(TensorDictModuleBase):
 
     def _positions(self, rows: InputRows, batch: ScoreBatch, mask: str) -> Ragged:
         """bool, as long as the sequences."""
-        _one_of("mask", mask, ("attention", "assistant", "response"))
+        arguments.one_of("mask", mask, ("attention", "assistant", "response"))
         if mask == "attention":
             return batch.scored
         if mask == "assistant" and rows.assistant is not None:
@@ -334,7 +338,7 @@ class LLMPolicy(TensorDictModuleBase):
             "assistant": "read a history (input_mode='history'), or tokens with their all_assistant_mask",
             "response": "read tokens with their prompt and response (input_mode='tokens')",
         }
-        raise _invalid("mask", f"this input does not say which tokens are the {mask}'s; {where[mask]}")
+        raise arguments.invalid("mask", f"this input does not say which tokens are the {mask}'s; {where[mask]}")
 
     # Variants --------------------------------------------------------------------------------------------------------
 
@@ -390,19 +394,3 @@ class LLMPolicy(TensorDictModuleBase):
         if self.input_mode == "history" and not self._reader.prefer_tokens:
             keys.append("retokenized")
         return keys
-
-
-def _subset(name: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, Any]:
-    unknown = [key for key in given or {} if key not in known]
-    if unknown:
-        raise _invalid(name, f"unknown: {', '.join(map(repr, unknown))}; it takes {', '.join(known)}")
-    return dict(given or {})
-
-
-def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
-    if value not in legal:
-        raise _invalid(name, f"expected one of {', '.join(map(repr, legal))}, got {value!r}")
-
-
-def _invalid(name: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: {message}", field=name)
