@@ -250,6 +250,11 @@ def test_skipping_in_scoring_keeps_every_row_as_long_as_its_sequence():
     assert "99" in out.errors[0] and out.errors[1] == ""
 
 
+def test_no_answers_are_truncated_ones_too_if_they_would_have_been():
+    backend = fake(sampling={"top_k": None}, generation_modes=frozenset({"processed"}))
+    assert backend.generate([], {"top_k": 2, **SHORT}, logprobs="processed").support == "truncated"
+
+
 def test_the_engine_is_not_called_for_nothing():
     backend = fake()
     assert len(backend.generate([], SHORT).ids) == 0
@@ -544,9 +549,8 @@ def test_a_call_that_waited_behind_an_update_has_the_new_version():
     first.start()
     assert inside.wait(timeout=10)
     # The update waits for the first call, and the second call behind the update or before it: its label must be true.
-    order = []
     engine = backend._engine
-    engine.bend = lambda batch: order.append(batch) or batch
+    engine.bend = lambda batch: batch
     update = threading.Thread(target=backend.update_weights, args=({},))
     second = threading.Thread(target=lambda: results.update(c=backend.generate([[1]], SHORT)))
     update.start()

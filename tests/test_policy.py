@@ -718,6 +718,23 @@ def test_log_prob_carries_gradients_and_equals_the_scores():
             assert not policy.replace(pad_output=True).log_prob(td).requires_grad
 
 
+def test_which_containers_are_written_changes_no_distribution(backend):
+    told = [{"role": "user", "content": "Is the tea hot?"}, {"role": "assistant", "content": "The tea is hot."}]
+    td = TensorDict(history=History.from_chats([told]))
+    policy = LLMPolicy(backend, generate=False, inplace=False)
+    masks, none = (policy.replace(return_masks=wanted).get_dist(td, mask="assistant") for wanted in (True, False))
+    assert masks.mask.any() and torch.equal(masks.mask, none.mask)
+    # Nobody asks here whose words they are, so a template that cannot tell is no obstacle.
+
+    class NoPrefixes(ByteTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            return f"{len(conversation)} {super().apply_chat_template(conversation, **options)}"
+
+    with corelm.get_backend("toy", tokenizer=NoPrefixes()) as opaque:
+        policy = LLMPolicy(opaque, generate=False, inplace=False)
+        assert len(policy.log_prob(td)) == 1 and policy.get_dist(td).mask.any()
+
+
 def test_a_mask_that_the_input_does_not_have_is_refused(backend):
     policy = LLMPolicy(backend, input_mode="text", generate=False)
     with pytest.raises(InvalidRequestError, match="does not say which tokens are the assistant's"):

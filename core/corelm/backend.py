@@ -247,7 +247,7 @@ class Backend:
         if len(answers):
             batch: GenerationBatch = self._hooks.call("generate", request, finish)
         else:
-            batch = finish(no_answers(mode, sampling.temperature))
+            batch = finish(no_answers(mode, sampling))
         return spread_answers(batch, answers, samples, problems, self.weight_version) if problems else batch
 
     @ordinary_tensors()
@@ -266,6 +266,10 @@ class Backend:
         problems: Mapping[int, str] | None = None,
     ) -> ScoreBatch:
         """Log-probability of every token but the first of each sequence, from position ``score_from[r]`` on.
+
+        Args:
+            on_error: "skip" scores nothing of a bad row, and says why in `errors`.
+            problems: rows already known to be bad, and why.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.

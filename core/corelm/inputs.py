@@ -225,7 +225,7 @@ class InputReader:
         return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
 
     def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
-        tokens = td.get(self.keys.tokens, None)
+        tokens = _entry(td, self.keys.tokens)
         if not isinstance(tokens, Tokens) or tokens.full is None or tuple(tokens.batch_size) != rows.batch_size:
             return rows
         if tokens.padded and td.get(self.keys.masks, None) is None:

@@ -183,7 +183,7 @@ class LLMPolicy(TensorDictModuleBase):
             raise arguments.invalid("tensordict", f"expected a TensorDict, got {type(tensordict).__name__}")
         if seed is not None and not self.generate:
             raise arguments.invalid("seed", "scoring samples nothing")
-        rows = self._read(tensordict, part)
+        rows = self._read(tensordict, part, want_assistant="masks" in self.fields)
         samples = self.sampling_params.num_samples
         self._must_fit(tensordict, rows.batch_size if samples is None else (*rows.batch_size, samples))
         request = self._generate(rows, seed, timeout) if self.generate else self._score(rows, timeout)
@@ -195,8 +195,8 @@ class LLMPolicy(TensorDictModuleBase):
         """`forward` on a thread, for callers that must not block their event loop."""
         return await asyncio.to_thread(self, tensordict, seed=seed, timeout=timeout)
 
-    def _read(self, td: TensorDictBase, part: Part) -> InputRows:
-        return self._reader.read(td, part, self.backend, want_assistant="masks" in self.fields, on_error=self.on_error)
+    def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
+        return self._reader.read(td, part, self.backend, want_assistant=want_assistant, on_error=self.on_error)
 
     def _generate(self, rows: InputRows, seed: int | None, timeout: float | None) -> ContainerRequest:
         sampling = self.sampling_params if seed is None else SamplingParams.make(self.sampling_params, seed=seed)
@@ -295,7 +295,7 @@ class LLMPolicy(TensorDictModuleBase):
             CapabilityError: the engine returns no logits.
             InvalidRequestError: a mask that this input does not have, or of another shape.
         """
-        rows = self._read(tensordict, "full")
+        rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
         batch = self._scores(rows, return_logits=True, grad=self._grad())
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
@@ -316,7 +316,7 @@ class LLMPolicy(TensorDictModuleBase):
         """float32 log-probabilities of whole sequences, as ``log_probs.full`` would hold them, with gradients where the
         engine has them: a tensor if `pad_output`, else one a row. Unscored positions hold 0.0.
         """
-        rows = self._read(tensordict, "full")
+        rows = self._read(tensordict, "full", want_assistant=False)
         batch = self._scores(rows, grad=self._grad())
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.pad_output)

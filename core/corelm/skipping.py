@@ -13,6 +13,7 @@ from corelm.errors import InvalidRequestError
 from corelm.messages import GenerationBatch, ScoreBatch
 from corelm.provenance import Mode
 from corelm.rows import Ragged
+from corelm.sampling import SamplingParams
 
 OnError = Literal["raise", "skip"]
 
@@ -26,14 +27,15 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Te
     return torch.tensor([row for row in range(rows) if row not in problems], dtype=torch.int64)
 
 
-def no_answers(mode: Mode | Literal["none"], temperature: float) -> GenerationBatch:
+def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerationBatch:
     """What an engine would return for no prompts; it is not asked."""
     return GenerationBatch(
         ids=Ragged.from_list([]),
         logprobs=Ragged.from_list([], dtype=torch.float32),
         finish_reasons=(),
         mode="raw" if mode == "none" else mode,
-        temperature=temperature if mode == "processed" else 1.0,
+        temperature=sampling.temperature if mode == "processed" else 1.0,
+        support="truncated" if mode == "processed" and sampling.truncates else "full",
     )
 
 
