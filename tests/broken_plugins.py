@@ -60,6 +60,23 @@ class Abortable(ToyBackend):
         return [name in self.aborted for name in request_ids]
 
 
+class Scaled(ToyBackend):
+    """No defect: it promises log-probs that know of the temperature and of nothing else."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, generation_modes=frozenset({"scaled"}))
+
+
+class CutThoughScaled(Scaled):
+    """Its log-probs know of the truncation as well."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerationBatch:
+        batch = super().generate(replace(request, logprobs="processed"))
+        return batch if request.logprobs == "processed" else replace(batch, mode="raw", temperature=1.0, support="full")
+
+
 class AbortEndsTheCall(Abortable):
     """Aborting one request ends all that came with it."""
 

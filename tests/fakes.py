@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from corelm import Capabilities, Ragged, hookimpl
+from corelm import Backend, Capabilities, Ragged, hookimpl
 from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 
 VOCAB, CONTEXT, EOS = 16, 12, 2
+SHORT = {"max_new_tokens": 2}
 
 
 class Digits:
@@ -73,3 +74,13 @@ class Fake:
     def update_weights(self, request: Any) -> bool:
         self.requests.append(request)
         return self.updated
+
+
+def fake(*args: Any, **capabilities: Any) -> Backend:
+    """A `Fake` behind core's façade."""
+    return Backend(Fake(*args, **capabilities), "fake")
+
+
+def sent(backend: Backend) -> list[Any]:
+    """What the fake was asked."""
+    return backend._engine.requests

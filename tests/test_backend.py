@@ -1,36 +1,19 @@
 """The façade: what is refused before the engine sees it, what is refused of what it returns, and what is never lost."""
 
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tenacity
 import torch
 
 import corelm
-from corelm import Backend, Ragged, SamplingParams, hookimpl
+from corelm import Backend, Ragged
 from corelm.errors import (
-    BackendClosedError,
-    BackendIncompatibleError,
-    BackendTimeoutError,
     CapabilityError,
     EngineError,
     InvalidRequestError,
 )
-from fakes import CONTEXT, EOS, VOCAB, Fake
-
-SHORT = {"max_new_tokens": 2}
-
-
-def fake(*args, **capabilities) -> Backend:
-    return Backend(Fake(*args, **capabilities), "fake")
-
-
-def sent(backend: Backend) -> list:
-    return backend._engine.requests
-
+from fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 
 # Before the engine ---------------------------------------------------------------------------------------------------
 
@@ -359,215 +342,66 @@ def test_an_exception_inside_a_hook_is_typed_chained_and_survived():
     assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
-# Retries, turns, life ------------------------------------------------------------------------------------------------
-
-
-def failing(times: int, error: Exception):
-    left = iter(range(times))
-
+def test_a_row_that_the_engine_fails_is_named_or_skipped():
     def bend(batch):
-        for _ in left:
-            raise error
-        return batch
+        failed = tuple("error" if row == 1 else reason for row, reason in enumerate(batch.finish_reasons))
+        return replace(batch, finish_reasons=failed, errors=("", "the engine said no", ""))
 
-    return bend
-
-
-def test_a_failed_call_is_repeated_as_often_as_asked():
-    patient = tenacity.Retrying(stop=tenacity.stop_after_attempt(3), reraise=True)
-    assert len(Backend(Fake(failing(2, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT).ids) == 1
-    with pytest.raises(EngineError, match="lost"):
-        Backend(Fake(failing(3, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT)
-
-
-def test_an_engine_that_is_gone_is_not_asked_again():
-    engine = Fake(failing(1, EngineError("dead", usable=False)))
-    with pytest.raises(EngineError, match="dead"):
-        Backend(engine, "fake", retry=3).generate([[1]], SHORT)
-    assert len(engine.requests) == 1
+    backend = fake(bend)
+    with pytest.raises(EngineError, match="row 1: the engine said no") as error:
+        backend.generate([[1], [3], [4]], SHORT)
+    assert error.value.problems == {1: "the engine said no"} and error.value.rows == (1,)
+    batch = backend.generate([[1], [3], [4]], SHORT, on_error="skip")
+    assert batch.errors == ("", "the engine said no", "") and batch.finish_reasons == ("length", "error", "length")
+    silent = fake(lambda b: replace(b, finish_reasons=("error",) * len(b.ids)))
+    with pytest.raises(EngineError, match="row 0: failed, and the engine does not say why"):
+        silent.generate([[1]], {"num_samples": 2, **SHORT})
 
 
-def test_one_thread_at_a_time_unless_the_engine_takes_several():
-    inside, together = threading.Event(), threading.Barrier(2)
+def test_a_sequence_that_the_engine_fails_is_named_or_skipped():
+    def bend(batch):
+        values = batch.logprobs.values.clone()
+        scored = batch.scored.values & (batch.scored.row_index != 1)
+        return replace(
+            batch,
+            logprobs=Ragged(values * scored, batch.logprobs.lengths),
+            scored=Ragged(scored, batch.scored.lengths),
+            errors=("", "the engine said no"),
+        )
 
-    def hold(batch):
-        inside.set()
-        together.wait(timeout=10)
-        return batch
-
-    backend = fake(hold)
-    first = threading.Thread(target=backend.generate, args=([[1]], SHORT))
-    first.start()
-    assert inside.wait(timeout=10)
-    with pytest.raises(BackendTimeoutError, match="busy"):
-        backend.generate([[1]], SHORT, timeout=0.01)
-    together.wait(timeout=10)
-    first.join(timeout=10)
-    shared = fake(hold, concurrent_calls=True)
-    together.reset()
-    threads = [threading.Thread(target=shared.generate, args=([[1]], SHORT)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        # Both must be inside at once to pass the barrier.
-        thread.join(timeout=10)
-    assert not any(thread.is_alive() for thread in threads) and len(sent(shared)) == 2
+    with pytest.raises(EngineError, match="row 1: the engine said no"):
+        fake(bend).score_logprobs([[1, 3], [3, 4]])
+    assert fake(bend).score_logprobs([[1, 3], [3, 4]], on_error="skip").errors == ("", "the engine said no")
 
 
-def test_a_closed_backend_says_so_and_closes_twice():
-    with fake() as backend:
-        assert backend.health()
-    backend.close()
-    assert backend.closed and not backend.health()
-    for call in (
-        lambda: backend.generate([[1]], SHORT),
-        lambda: backend.score_logprobs([[1, 2]]),
-        lambda: backend.tokenize(["1"]),
-        lambda: backend.update_weights({}),
-    ):
-        with pytest.raises(BackendClosedError, match="fake"):
-            call()
+SCALED = {"generation_modes": frozenset({"scaled"}), "sampling": {"temperature": None, "top_k": None, "min_p": None}}
 
 
-def test_waiting_and_running_share_one_timeout():
-    backend = fake()
-    backend.generate([[1]], SHORT, timeout=5)
-    assert 0 < sent(backend)[-1].timeout <= 5
+@pytest.mark.parametrize(
+    ("mode", "sampling", "served"),
+    [
+        ("raw", {}, True),
+        ("raw", {"temperature": 0.0}, True),
+        ("raw", {"top_k": 2}, True),
+        ("raw", {"temperature": 0.5}, False),
+        ("processed", {"temperature": 0.5}, True),
+        ("processed", {"temperature": 0.5, "top_k": 2}, False),
+        ("processed", {"min_p": 0.1}, False),
+        ("processed", {"temperature": 0.0}, False),
+    ],
+)
+def test_a_scaled_log_prob_is_given_out_as_what_it_is(mode, sampling, served):
+    def bend(batch):
+        return replace(batch, mode=mode, temperature=sampling.get("temperature", 1.0) if mode == "processed" else 1.0)
 
-
-def test_a_callers_retrying_ends_with_the_last_error_itself():
-    twice = tenacity.Retrying(stop=tenacity.stop_after_attempt(2))
-    with pytest.raises(EngineError, match="lost"):
-        Backend(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
-
-
-def test_health_does_not_wait_for_a_call_under_way():
-    class Healthy(Fake):
-        @hookimpl
-        def health(self, request):
-            return True
-
-    inside, go_on = threading.Event(), threading.Event()
-    backend = Backend(Healthy(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1]), "fake")
-    thread = threading.Thread(target=backend.generate, args=([[1]], SHORT))
-    thread.start()
-    assert inside.wait(timeout=10)
-    assert backend.health()
-    go_on.set()
-    thread.join(timeout=10)
-
-
-@pytest.mark.parametrize("lacks", ["capabilities", "tokenizer"])
-def test_an_engine_without_what_the_specification_names_is_refused(lacks):
-    engine = type("Bare", (), {"capabilities": Fake.capabilities, "tokenizer": Fake.tokenizer, lacks: None})()
-    if lacks == "tokenizer":
-        del type(engine).tokenizer
-    with pytest.raises(BackendIncompatibleError, match="without `capabilities` or `tokenizer`"):
-        Backend(engine, "fake")
-    with pytest.raises(BackendIncompatibleError, match="has no hook"):
-        Backend(Fake(), "fake", plugins=[object()])
-
-
-def test_a_timeout_inside_the_engine_is_typed():
-    with pytest.raises(BackendTimeoutError, match="too slow"):
-        fake(failing(1, TimeoutError("too slow"))).generate([[1]], SHORT)
-
-
-def test_wrappers_see_and_replace_results():
-    class Shout:
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            batch = yield
-            return replace(batch, finish_reasons=("abort",) * len(batch.ids))
-
-    out = Backend(Fake(), "fake", plugins=[Shout()]).generate([[1]], SHORT)
-    assert out.finish_reasons == ("abort",)
-
-
-@pytest.mark.parametrize("hook", ["genrate", "score"])
-def test_a_misspelt_hook_is_an_error_and_not_silence(hook):
-    def method(self, request):
-        return None
-
-    plugin = type("Typo", (), {hook: hookimpl(method)})()
-    with pytest.raises(BackendIncompatibleError, match=hook):
-        Backend(Fake(), "fake", plugins=[plugin])
-
-
-def test_a_hook_with_another_signature_is_an_error():
-    class Wrong:
-        @hookimpl
-        def generate(self, prompts): ...
-
-    with pytest.raises(BackendIncompatibleError, match="generate"):
-        Backend(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
-
-
-# Weights and provenance ----------------------------------------------------------------------------------------------
-
-
-def test_a_weight_version_counts_up_or_is_the_callers():
-    backend = fake()
-    assert backend.generate([[1]], SHORT).weight_versions == ("0",)
-    assert backend.update_weights({"w": torch.zeros(1)}) == "1"
-    assert sent(backend)[-1].state_dict.keys() == {"w"} and sent(backend)[-1].path is None
-    assert backend.update_weights("some/where", version="step-9") == "step-9"
-    assert sent(backend)[-1].path == Path("some/where")
-    out = backend.generate([[1], [3]], SHORT)
-    assert backend.provenance(out).weight_version == "step-9"
-    with pytest.raises(InvalidRequestError, match="weights: expected a state dict or a path"):
-        backend.update_weights(3)
-    with pytest.raises(CapabilityError, match="update_weights"):
-        fake(update_weights=False).update_weights({})
-
-
-def test_raw_log_probs_have_temperature_one_whatever_they_were_sampled_with():
-    backend = Backend(Fake(), "fake", model_name="m")
-    sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
-    made = backend.provenance(backend.generate([[1]], sampling), sampling)
-    assert made.distribution == ("raw", 1.0, "full", ())
-    assert (made.backend, made.model, made.weight_version) == ("fake", "m", "0")
-
-
-def test_rows_of_different_weights_have_different_provenance():
-    backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
-    made = backend.provenance(backend.generate([[1], [3]], SHORT))
-    assert [p.weight_version for p in made] == ["7", "8"]
-
-
-def test_a_call_that_waited_behind_an_update_has_the_new_version():
-    inside, go_on = threading.Event(), threading.Event()
-
-    def hold(batch):
-        inside.set()
-        assert go_on.wait(timeout=10)
-        return batch
-
-    backend = fake(hold)
-    results = {}
-    first = threading.Thread(target=lambda: results.update(a=backend.generate([[1]], SHORT)))
-    first.start()
-    assert inside.wait(timeout=10)
-    # The update waits for the first call, and the second call behind the update or before it: its label must be true.
-    engine = backend._engine
-    engine.bend = lambda batch: batch
-    update = threading.Thread(target=backend.update_weights, args=({},))
-    second = threading.Thread(target=lambda: results.update(c=backend.generate([[1]], SHORT)))
-    update.start()
-    second.start()
-    go_on.set()
-    for thread in (first, update, second):
-        thread.join(timeout=10)
-    updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
-    assert results["a"].weight_versions == ("0",)
-    assert results["c"].weight_versions == (("1",) if updated_before else ("0",))
-
-
-def test_an_update_that_did_not_happen_is_an_error():
-    engine = Fake()
-    engine.updated = False
-    with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
-        Backend(engine, "fake").update_weights({})
+    backend = fake(bend, **SCALED)
+    if served:
+        assert backend.generate([[1]], {**SHORT, **sampling}, logprobs=mode).mode == mode
+        assert sent(backend)[0].logprobs == mode
+    else:
+        with pytest.raises(CapabilityError) as error:
+            backend.generate([[1]], {**SHORT, **sampling}, logprobs=mode)
+        assert error.value.capability == "generation_modes"
 
 
 # Opening -------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ TRUE_ANSWERS = """
 TABLE = {
     "ToyBackend": "",
     "Abortable": "",
+    "Scaled": "",
+    "CutThoughScaled": "test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_cut",
     "AbortEndsTheCall": "test_abort_ends_the_request_it_names_and_no_other",
     "FirstLogProbZeroed": f"""{TRUE_ANSWERS}
         test_processed_log_probs_are_those_of_what_is_left

@@ -237,6 +237,8 @@ class Backend:
         def finish(batch: GenerationBatch) -> GenerationBatch:
             fail = self._hooks.fault("generate")
             checks.check_generation(batch, request, len(answers), capabilities.vocab_size, fail)
+            if on_error == "raise":
+                checks.every_row_was_served(batch, samples, self.name)
             return replace(
                 batch,
                 mode=batch.mode if logprobs == "none" else logprobs,
@@ -306,6 +308,8 @@ class Backend:
 
         def finish(batch: ScoreBatch) -> ScoreBatch:
             checks.check_scores(batch, request, capabilities.vocab_size, self._hooks.fault("score_logprobs"))
+            if on_error == "raise":
+                checks.every_row_was_served(batch, 1, self.name)
             return replace(batch, weight_versions=batch.weight_versions or (self.weight_version,) * len(good))
 
         if len(good):
@@ -347,7 +351,8 @@ class Backend:
 
         Args:
             version: its label; by default the number of updates so far.
-            drain: let calls in flight finish on the old weights first.
+            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
+                engine that can. Either way no row is made of two weights.
         """
         self._needs("update_weights", "its weights cannot be changed")
         if version is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,8 +29,9 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
+from corelm.gate import Gate
 from corelm.hookspecs import PROJECT, BackendSpec
-from corelm.messages import CloseRequest
+from corelm.messages import AbortRequest, CloseRequest
 
 #: Repeating these changes nothing but the time it takes.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
@@ -49,7 +50,8 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 class HookCaller:
-    """Calls the hooks of `engine`. One that does not declare `concurrent_calls` is entered by one thread at a time.
+    """Calls the hooks of `engine`. One that does not declare `concurrent_calls` is entered by one thread at a time; new
+    weights are loaded into either kind while no other call is under way.
 
     Args:
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
@@ -66,11 +68,14 @@ class HookCaller:
         self.closed = False
         self._name = name
         self._retry = _retrying(retry)
-        self._turn = threading.RLock()
+        self._gate = Gate()
+        self._closing = threading.Lock()
+        self._in_flight: dict[object, tuple[str, ...]] = {}
         capabilities = getattr(engine, "capabilities", None)
         if not isinstance(capabilities, Capabilities) or not hasattr(engine, "tokenizer"):
             raise self._misfit(f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`")
         self._concurrent = capabilities.concurrent_calls
+        self._can_abort = capabilities.abort
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(BackendSpec)
         try:
@@ -117,17 +122,23 @@ class HookCaller:
         return attempt() if self._retry is None or hook not in RETRIED else self._retry.copy()(attempt)
 
     def close(self) -> None:
-        """Call the engine's `close`, once; the engine counts as closed from the start, and even if that fails."""
-        with self._turn:
-            if self.closed:
-                return
-            self.closed = True
+        """Call the engine's `close`, once; the engine counts as closed from the start, and even if that fails.
+
+        An engine that takes one call at a time finishes that one first; another ends what is under way.
+        """
+        with nullcontext() if self._concurrent else self._gate.alone():
+            with self._closing:
+                if self.closed:
+                    return
+                self.closed = True
             if self.implements("close"):
                 self._ask("close", CloseRequest())
 
     def _attempt(self, hook: str, request: Any, finish: Callable[[Any], Any], end: float | None) -> Any:
-        turn = nullcontext() if self._concurrent or hook in OUT_OF_TURN else self._in_turn(end)
-        with turn, ordinary_tensors():
+        if hook == "update_weights" and not request.drain:
+            self._abort_all()
+        turn = nullcontext() if hook in OUT_OF_TURN else self._in_turn(end, alone=hook == "update_weights")
+        with turn, ordinary_tensors(), self._listed(hook, request):
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             result = self._ask(hook, request)
@@ -147,14 +158,31 @@ class HookCaller:
             raise EngineError(f"backend {self._name!r}, hook {hook}: {cause}") from error
 
     @contextmanager
-    def _in_turn(self, end: float | None) -> Iterator[None]:
-        if not self._turn.acquire(timeout=-1 if end is None else self._left(end)):
-            raise BackendTimeoutError(f"backend {self._name!r} was busy with other calls until the time was over")
-        try:
+    def _in_turn(self, end: float | None, alone: bool) -> Iterator[None]:
+        enter = self._gate.alone if alone or not self._concurrent else self._gate.shared
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(enter(None if end is None else self._left(end)))
+            except TimeoutError:
+                busy = f"backend {self._name!r} was busy with other calls until the time was over"
+                raise BackendTimeoutError(busy) from None
             self.require_open()
             yield
+
+    @contextmanager
+    def _listed(self, hook: str, request: Any) -> Iterator[None]:
+        """The names of answers under way, so that they can be ended."""
+        call = object()
+        self._in_flight[call] = request.request_ids if hook == "generate" else ()
+        try:
+            yield
         finally:
-            self._turn.release()
+            del self._in_flight[call]
+
+    def _abort_all(self) -> None:
+        names = tuple(name for names in list(self._in_flight.values()) for name in names)
+        if names and self._can_abort:
+            self._ask("abort", AbortRequest(request_ids=names))
 
     def _left(self, end: float) -> float:
         left = end - time.monotonic()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from corelm.provenance import Mode
+from typing import Literal
 
 Range = tuple[float, float]
+GenerationMode = Literal["raw", "processed", "scaled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,9 @@ class Capabilities:
         sampling: names of `SamplingParams` fields the engine honours, each with its legal inclusive range, or None for
             "whatever `SamplingParams` allows". Greedy decoding needs a temperature range that includes 0. Stop ids and
             `max_new_tokens` are every engine's duty and not listed, nor is what core does itself (`num_samples`, …).
-        generation_modes: which log-probs `generate` can return, `raw` and/or `processed`.
+        generation_modes: which log-probs `generate` can return: `raw`, `processed`, or `scaled`, which is the habit of
+            some engines to divide the logits by the temperature (by 1 if it is 0) and not to look at truncation. Core
+            asks these for the mode that a scaled number happens to be, and refuses where it is neither.
         score: `score_logprobs` works. score_temperature: also at a temperature other than 1.
         logits: scoring can return full logits. gradients: scoring can carry gradients to the model.
         empty_prompt: a prompt of no tokens is legal.
@@ -36,7 +38,7 @@ class Capabilities:
     max_context: int | None
     eos_token_ids: frozenset[int] | None = None
     sampling: Mapping[str, Range | None] = field(default_factory=dict)
-    generation_modes: frozenset[Mode] = frozenset()
+    generation_modes: frozenset[GenerationMode] = frozenset()
     score: bool = False
     score_temperature: bool = False
     logits: bool = False

@@ -6,7 +6,7 @@ together or serve the others. Everything else raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,11 +30,15 @@ _SPELLED_OUT = 5
 def refuse(problems: Mapping[int, str], field: str) -> None:
     """Raise one `InvalidRequestError` for all `problems`; return if there are none."""
     if problems:
-        rows = sorted(problems)
-        lines = [f"row {row}: {problems[row]}" for row in rows[:_SPELLED_OUT]]
-        if len(rows) > _SPELLED_OUT:
-            lines.append(f"and {len(rows) - _SPELLED_OUT} more rows")
-        raise InvalidRequestError(f"{field}: " + "; ".join(lines), field=field, problems=problems)
+        raise InvalidRequestError(f"{field}: {_spelled_out(problems)}", field=field, problems=problems)
+
+
+def _spelled_out(problems: Mapping[int, str]) -> str:
+    rows = sorted(problems)
+    lines = [f"row {row}: {problems[row]}" for row in rows[:_SPELLED_OUT]]
+    if len(rows) > _SPELLED_OUT:
+        lines.append(f"and {len(rows) - _SPELLED_OUT} more rows")
+    return "; ".join(lines)
 
 
 def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty: bool, room: int = 0) -> Problems:
@@ -106,6 +110,8 @@ def generation_mode(
         )
     if wanted in capabilities.generation_modes:
         return wanted
+    if "scaled" in capabilities.generation_modes and scaled_is(wanted, sampling):
+        return wanted
     other: Mode = "processed" if wanted == "raw" else "raw"
     if untouched(sampling) and other in capabilities.generation_modes:
         return other
@@ -119,8 +125,22 @@ def generation_mode(
 
 def untouched(sampling: SamplingParams) -> bool:
     """Whether what is sampled from is the model's own distribution, so that raw and processed are the same numbers."""
-    restricted = sampling.min_new_tokens > 0 or sampling.engine_kwargs
-    return sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalties or restricted)
+    return sampling.temperature == 1.0 and not (sampling.truncates or _reshaped(sampling))
+
+
+def scaled_is(mode: Mode, sampling: SamplingParams) -> bool:
+    """Whether log-probs of the logits over the temperature, greedy ones over 1, are those of `mode`."""
+    if _reshaped(sampling):
+        # Whether penalties and forbidden ids come before the number is made is each engine's own affair.
+        return False
+    if mode == "raw":
+        return sampling.temperature in (0.0, 1.0)
+    return sampling.temperature > 0.0 and not sampling.truncates
+
+
+def _reshaped(sampling: SamplingParams) -> bool:
+    """Whether something beside temperature and truncation changes what is sampled from."""
+    return bool(sampling.penalties or sampling.min_new_tokens or sampling.engine_kwargs)
 
 
 # After --------------------------------------------------------------------------------------------------------------
@@ -174,6 +194,22 @@ def check_generation(
         raise fail(f"says temperature {batch.temperature}, but sampled at {request.sampling.temperature}")
     if batch.mode == "processed" and request.sampling.truncates and batch.support == "full":
         raise fail("says full support, but sampled under truncation")
+
+
+def every_row_was_served(batch: GenerationBatch | ScoreBatch, samples: int, backend: str) -> None:
+    """Raises:
+    EngineError: the engine served some rows only; `problems` names the prompts of the others.
+    """
+    errors: Sequence[str] = batch.errors or ()
+    if isinstance(batch, GenerationBatch):
+        texts = errors or ("",) * len(batch.ids)
+        errors = [
+            text or "failed, and the engine does not say why" if reason == "error" else ""
+            for text, reason in zip(texts, batch.finish_reasons, strict=True)
+        ]
+    problems = {row // samples: text for row, text in enumerate(errors) if text}
+    if problems:
+        raise EngineError(f"backend {backend!r}: {_spelled_out(problems)}", usable=True, problems=problems)
 
 
 def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail: Callable[[str], EngineError]) -> None:

@@ -97,11 +97,18 @@ class EngineError(CoreLMError, RuntimeError):
 
     Attributes:
         usable: whether the engine can take another request; None where that is not known.
+        rows: the flat indices of the rows that failed, ascending; empty if it is not one row's failure.
+        problems: `rows` with what is wrong with each.
     """
 
-    def __init__(self, message: str, *, usable: bool | None = None) -> None:
+    def __init__(self, message: str, *, usable: bool | None = None, problems: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.usable = usable
+        self.problems = dict(sorted((problems or {}).items()))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.problems)
 
 
 class BackendTimeoutError(CoreLMError, TimeoutError):

@@ -189,7 +189,7 @@ class ContainerRequest:
 class WeightUpdate:
     """New weights, as exactly one of a state dict and a path, and the name every later result carries.
 
-    `drain`: let requests in flight finish on the old weights first.
+    Core calls the hook while no other call is under way; without `drain` it has aborted what was.
     """
 
     version: str

@@ -31,7 +31,8 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """Mark a test that applies to backends of these capabilities only; to others it is reported as not applicable.
 
     A name is a field of `Capabilities` that must be true (or hold something); ``sampling:top_k`` is a sampling
-    parameter that must be declared; ``mode:raw`` is a generation mode that must be.
+    parameter that must be declared; ``mode:raw`` is a generation mode that must be (``raw``, ``processed`` or
+    ``scaled``).
     """
     return pytest.mark.corelm_needs(*names)
 

@@ -33,7 +33,7 @@ class LifecyclePromises(ConformanceBase):
         assert capabilities.max_context is None or capabilities.max_context > 1
         assert all(0 <= token < self.vocab_size for token in backend.eos_token_ids)
         assert 0 <= backend.pad_id < self.vocab_size
-        assert capabilities.generation_modes <= {"raw", "processed"}
+        assert capabilities.generation_modes <= {"raw", "processed", "scaled"}
         known = set(SamplingParams.__dataclass_fields__)
         assert capabilities.sampling.keys() <= known - EVERY_ENGINE, "these are core's own business, or unknown"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from corelm import Backend
+from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, legal, seeded
 
@@ -75,6 +77,35 @@ class LogProbPromises(ConformanceBase):
         sampling = {"max_new_tokens": NEW, "temperature": 0.0}
         batch = backend.generate(self._rows_of_all_lengths(backend), sampling, logprobs="processed")
         assert batch.logprobs is not None and not bool(batch.logprobs.values.any())
+
+    @needs("mode:scaled", "sampling:temperature")
+    def test_scaled_log_probs_are_the_processed_ones_of_a_bare_temperature(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        for temperature in _temperatures(backend):
+            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
+            batch = backend.generate(prompts, sampling, logprobs="processed")
+            assert (batch.mode, batch.temperature, batch.support) == ("processed", temperature, "full")
+            self.assert_true_answers(prompts, batch)
+
+    @needs("mode:scaled")
+    def test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_cut(self, backend: Backend) -> None:
+        prompts = self._rows_of_all_lengths(backend)
+        for sampling in _plain(backend):
+            batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **sampling}), logprobs="raw")
+            assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
+            self.assert_true_answers(prompts, batch)
+
+    @needs("mode:scaled")
+    def test_scaled_log_probs_that_are_neither_raw_nor_processed_are_refused(self, backend: Backend) -> None:
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        neither = {"raw": ("temperature", *penalties), "processed": ("top_k", "top_p", "min_p", *penalties)}
+        for mode, names in neither.items():
+            for name in names:
+                if mode not in backend.capabilities.generation_modes and legal(backend, name, RESHAPING[name]):
+                    sampling = {"max_new_tokens": 2, name: RESHAPING[name]}
+                    with pytest.raises(CapabilityError) as error:
+                        backend.generate(self.rows(backend, 4), sampling, logprobs=mode)  # type: ignore[arg-type]
+                    assert error.value.capability == "generation_modes", (mode, name)
 
     # Of what was given -----------------------------------------------------------------------------------------------
 
@@ -158,6 +189,12 @@ def _leaves(node: Any) -> dict[torch.Tensor, None]:
             found[node.variable] = None
         todo += [parent for parent, _ in node.next_functions]
     return found
+
+
+def _plain(backend: Backend) -> list[dict[str, Any]]:
+    """Greedy, and temperature 1 without and with each cut, as far as they are declared."""
+    named = [("temperature", 0.0), *((name, RESHAPING[name]) for name in ("top_k", "top_p", "min_p"))]
+    return [{}, *({name: value} for name, value in named if legal(backend, name, value))]
 
 
 def _temperatures(backend: Backend) -> list[float]:

@@ -55,7 +55,8 @@ class SeedPromises(ConformanceBase):
     @needs("per_answer_seeds")
     def test_log_probs_change_no_answer(self, backend: Backend) -> None:
         answers = self._seeded_answers(backend, seed=7)
-        for mode in sorted(backend.capabilities.generation_modes):
+        # At temperature 1 an engine that has one mode serves the other.
+        for mode in ("raw", "processed") if backend.capabilities.generation_modes else ():
             batch = backend.generate(self._seed_prompts(backend), {"max_new_tokens": NEW, "seed": 7}, logprobs=mode)
             assert batch.ids.tolist() == answers
 
