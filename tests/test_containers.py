@@ -385,7 +385,7 @@ def test_ragged_carries_gradients(pad_output: bool) -> None:
 def test_ragged_names_what_is_missing() -> None:
     td = batch((4,), True)
     for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
-        with pytest.raises(InvalidRequestError, match=r"is not a field of a Tokens, Masks or LogProbs here; there are"):
+        with pytest.raises(InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken here; there are"):
             ragged(td, key)
     with pytest.raises(InvalidRequestError, match="needs the attention mask of its rows") as error:
         ragged(td.exclude("masks"), ("tokens", "full"))

@@ -1,4 +1,5 @@
-"""`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`: what every engine fills in the same way; and `ragged`.
+"""`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`: what every engine fills in the same way; `PerToken`, what is
+computed from them; and `ragged`.
 
 Each is a TensorClass: it slices, stacks, saves and moves with the TensorDict it lives in. A field reads as what a
 person expects. With batch ``(B,)``::
@@ -102,6 +103,16 @@ class LogProbs(TensorClass["nocast"]):
         return super().set(key, value, *args, **kwargs)
 
 
+@friendly(tensors, padded=is_padded)
+class PerToken(TensorClass["nocast"]):
+    """A float for every token of ``tokens.full``, 0.0 where it means nothing: a penalty, a weight. It is for rows of
+    their own length, which a TensorDict cannot hold bare; dense ones are plain tensors.
+    """
+
+    full: Tensors = None
+    padded: bool = True
+
+
 @friendly(None)
 class ChatHistory(TensorClass["nocast"]):
     """Conversations. Append a message to `full` and it is the next turn's prompt."""
@@ -113,14 +124,15 @@ class ChatHistory(TensorClass["nocast"]):
 
 #: What ``torch.serialization.add_safe_globals`` needs before ``torch.load(file, weights_only=True)`` reads containers.
 SAFE_GLOBALS = (
-    *(Text, Tokens, Masks, LogProbs, ChatHistory, History),
+    *(Text, Tokens, Masks, LogProbs, PerToken, ChatHistory, History),
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
     copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function that tensordict rebuilds itself with
 )
 
 
 def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Ragged:
-    """The rows of a `Tokens`, `Masks` or `LogProbs` field without pads, in C order, whatever their layout and batch.
+    """The rows of a `Tokens`, `Masks`, `LogProbs` or `PerToken` field without pads, in C order, whatever their layout
+    and batch.
 
     Args:
         td: holds the container; a single row, of batch shape (), will do.
@@ -132,9 +144,9 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     """
     *path, name = (key,) if isinstance(key, str) else key
     container = td.get(tuple(path), None) if path else None
-    if not isinstance(container, (Tokens, Masks, LogProbs)) or name not in container.keys():
+    if not isinstance(container, (Tokens, Masks, LogProbs, PerToken)) or name not in container.keys():
         raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks or LogProbs here; "
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken here; "
             f"there are: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )

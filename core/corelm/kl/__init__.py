@@ -1,0 +1,36 @@
+"""KL between a policy and a reference, and the mismatch between sampler and trainer: functions, and TensorDict modules.
+
+The functions (`estimators.py`) know tensors. The modules (`penalty.py`, `retrieve.py`, `mismatch.py`) know the
+containers: dense or one row a sample, at the root or under ``next``, and from whichever engine.
+"""
+
+from corelm.containers import PerToken
+from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
+from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
+from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_report
+from corelm.kl.penalty import BiasedKLWarning, KLComputation
+from corelm.kl.retrieve import KLRewardTransform, RetrieveKL, RetrieveLogProb
+
+__all__ = [
+    "AdaptiveKLController",
+    "BiasedKLWarning",
+    "FixedKLController",
+    "ImportanceCorrection",
+    "KLComputation",
+    "KLController",
+    "KLRewardTransform",
+    "MismatchReport",
+    "PerToken",
+    "RetrieveKL",
+    "RetrieveLogProb",
+    "abs_kl",
+    "aggregate",
+    "exact",
+    "k1",
+    "k1_st",
+    "k2",
+    "k3",
+    "k3_st",
+    "mismatch_report",
+    "top_k",
+]

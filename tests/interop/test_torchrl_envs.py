@@ -1,0 +1,217 @@
+"""An LLMPolicy as the policy of TorchRL's environments and of its collector, on a real model."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data.llm import History as TheirHistory
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
+
+import corelm
+import oracle
+from corelm import LLMPolicy
+from corelm.errors import InvalidRequestError
+from corelm.interop.torchrl import EnvPolicy, LossActor, ModuleTransform, from_torchrl
+from corelm.kl import KLRewardTransform, RetrieveKL
+from tiny_models import tiny_tokenizer
+
+QUESTIONS = ["Hello there, who are you?", "Hi"]
+SAMPLING = {"max_new_tokens": 6}
+FILTER = "ignore:The env passed to LLMCollector is missing transforms:FutureWarning"
+
+
+class Ask(Transform):
+    """The user's next turn, written with TorchRL's own classes."""
+
+    def _step(self, tensordict, next_tensordict):
+        prompt = next_tensordict["history"].prompt
+        question = TheirHistory(
+            role=["user"] * len(prompt), content=["And then?"] * len(prompt), batch_size=[len(prompt)]
+        )
+        next_tensordict["history"].prompt = prompt.append(question, inplace=False)
+        return next_tensordict
+
+    def _reset(self, tensordict, tensordict_reset):
+        return tensordict_reset
+
+
+class Shout(Ask):
+    """Changes what was said, as `AddThinkingPrompt` and its like do."""
+
+    def _step(self, tensordict, next_tensordict):
+        chats = from_torchrl(next_tensordict["history"].prompt).to_chats()
+        fields = [[{"role": turn["role"], "content": turn["content"].upper()} for turn in chat] for chat in chats]
+        next_tensordict["history"].prompt = TheirHistory.from_chats(fields)
+        return next_tensordict
+
+
+class Reward(Ask):
+    """The same at every step."""
+
+    def __init__(self, reward):
+        super().__init__()
+        self.reward = reward
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("reward", self.reward.clone())
+
+
+def env(*transforms, **options):
+    made = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tiny_tokenizer(), **options))
+    for transform in transforms:
+        made.append_transform(transform)
+    return made
+
+
+def rollout(env, policy, turns=2):
+    torch.manual_seed(0)
+    start = env.reset(TensorDict(query=QUESTIONS, batch_size=[2]))
+    return env.rollout(turns, EnvPolicy(policy), auto_reset=False, tensordict=start)
+
+
+def each(td, container, field):
+    """Rows, in C order of the batch."""
+    return corelm.ragged(td, (container, field)).tolist()
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+def test_tokens_of_turn_one_survive_into_turn_two(backend, model, pad):
+    td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING, pad_output=pad))
+    assert td.batch_size == (2, 2)
+    tokenizer = tiny_tokenizer()
+    for row in range(2):
+        one, two = td[row, 0], td[row, 1]
+        (said,), (full,), (prompt,), (response,) = (
+            each(one, "tokens", "response"),
+            each(one, "tokens", "full"),
+            each(two, "tokens", "prompt"),
+            each(two, "tokens", "response"),
+        )
+        assert prompt[: len(full)] == full, "id for id"
+        closing = tokenizer("<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n").input_ids
+        closing = closing[1:] if said[-1] == tokenizer.eos_token_id else closing
+        assert prompt[len(full) :] == closing
+        # The log-probs of both turns are those of one and the same sequence.
+        found = torch.zeros(len(prompt + response))
+        found[len(full) - len(said) : len(full)] = corelm.ragged(one, ("log_probs", "response")).values
+        found[len(prompt) :] = corelm.ragged(two, ("log_probs", "response")).values
+        expected = oracle.logprobs(model, prompt + response)
+        torch.testing.assert_close(found[found != 0], expected[found != 0], atol=1e-4, rtol=1e-4)
+        assert (found != 0).sum() == len(said) + len(response)
+        (mask,) = each(two, "masks", "all_assistant_mask")
+        assert torch.equal(torch.tensor(mask), found != 0)
+    # A sequence that was retokenized would have been another one.
+    texts = [text for turns in td["text"].full for text in turns]
+    assert [tokenizer(text).input_ids for text in texts] != each(td, "tokens", "full")
+
+
+def test_the_environment_sees_histories_of_its_own(backend):
+    td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING))
+    full = td["history"].full
+    assert isinstance(full, TheirHistory)
+    assert full[0, 1].role == ["user", "assistant", "user", "assistant"]
+    assert full[0, 1].content[1] == td["text"].response[0][0] and full[0, 1].content[2] == "And then?"
+    ours = from_torchrl(full)
+    assert ours.batch_size == (2, 2)
+    assert ours.to_chats()[1][1][3]["token_ids"] == td[1, 1]["tokens"].response.tolist()
+
+
+def test_a_turn_that_was_changed_is_tokenized_anew(backend):
+    td = rollout(env(Shout()), LLMPolicy(backend, sampling_params=SAMPLING))
+    tokenizer = tiny_tokenizer()
+    for row in range(2):
+        chat = from_torchrl(td["next", "history"].prompt).to_chats()[row][0]
+        assert all("token_ids" not in turn for turn in chat)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert td[row, 1]["tokens"].prompt.tolist() == tokenizer(text).input_ids
+
+
+def test_a_rollout_of_texts(backend):
+    td = rollout(env(input_mode="text"), LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING))
+    assert td["text"].prompt[0][0] == "<|im_start|>user\nHello there, who are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert [turns[1] for turns in td["text"].prompt] == [turns[0] for turns in td["text"].full]
+
+
+# Our modules as transforms -------------------------------------------------------------------------------------------
+
+
+def test_kl_to_a_reference_comes_off_the_reward_step_by_step(backend, trainer, model, trained):
+    penalty = ModuleTransform(KLRewardTransform(LLMPolicy(trainer), 0.1))
+    td = rollout(env(Reward(torch.ones(2, 1)), penalty, Ask()), LLMPolicy(backend, sampling_params=SAMPLING))
+    for row in td.view(-1).unbind(0):
+        prompt, response = row["tokens"].prompt.tolist(), row["tokens"].response.tolist()
+        kl = oracle.answer_logprobs(model, prompt, response) - oracle.answer_logprobs(trained, prompt, response)
+        torch.testing.assert_close(row["next", "reward"], 1 - 0.1 * kl.sum()[None], atol=1e-4, rtol=1e-4)
+        found = row["next", "kl_penalty"].full
+        torch.testing.assert_close(found, torch.cat([torch.zeros(len(prompt)), kl]), atol=1e-4, rtol=1e-4)
+        assert row["next", "ref_log_probs"].provenance is not None
+
+
+def test_on_a_replay_buffer_they_act_on_what_comes_by(backend, trainer):
+    td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING)).view(-1)
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
+    buffer.append_transform(ModuleTransform(RetrieveKL(LLMPolicy(trainer), add_to_reward=False)))
+    buffer.extend(td)
+    seen = buffer.sample()
+    assert any(bool(row.any()) for row in seen["next", "kl_penalty"].full)
+
+
+# The collector -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(FILTER)
+def test_one_batch_of_a_collector_is_trained_on(backend, model):
+    """TorchRL's own recipe: prompts in groups of two, two turns each, advantages within the group, GRPO and SFT."""
+    queries = DataLoader([{"query": question} for question in QUESTIONS], batch_size=1)
+    chat = ChatEnv.from_dataloader(queries, repeats=2, batch_size=(2,), tokenizer=tiny_tokenizer())
+    for transform in (Reward(torch.tensor([0.0, 1.0]).reshape(2, 1, 1)), Ask(), StepCounter(max_steps=2)):
+        chat = chat.append_transform(transform)
+    policy = LLMPolicy(backend, sampling_params=SAMPLING)
+    collector = LLMCollector(chat, policy=EnvPolicy(policy), dialog_turns_per_batch=4, total_dialog_turns=4)
+    (batch,) = list(collector)
+    collector.shutdown()
+    assert batch.batch_size == (2, 2) and batch["next", "done"].flatten().tolist() == [False, True, False, True]
+    for row in batch.unbind(0):
+        (first, second), prompts = each(row, "tokens", "full"), each(row, "tokens", "prompt")
+        assert prompts[1][: len(first)] == first and len(second) > len(prompts[1])
+
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4, sampler=SamplerWithoutReplacement())
+    buffer.append_transform(MCAdvantage(grpo_size=2, trajectory_return="sum"))
+    buffer.extend(batch)
+    td = buffer.sample()
+    advantages = td["advantage"].flatten()
+    assert advantages.abs().min() > 0.5 and advantages.sum() == 0
+    counts = torch.tensor([len(row) for row in td["tokens"].response])
+    actor = LossActor(policy, model)
+    for strategy in ("sft", "rlhf", "generic"):
+        # At the weights that sampled, every ratio is 1.
+        out = GRPOLoss(actor, masking_strategy=strategy)(td)
+        expected = -(advantages * counts).sum() / counts.sum()
+        torch.testing.assert_close(out.loss_objective, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(out.ESS, torch.tensor(1.0), atol=1e-3, rtol=1e-3)
+    for loss in (out.loss_objective, SFTLoss(actor)(td).loss_sft):
+        model.zero_grad()
+        loss.backward()
+        assert sum(parameter.grad.norm() for parameter in model.parameters()) > 0.1
+    model.zero_grad()
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generate": False}, "generates from a history or from text"),
+        ({"input_mode": "tokens"}, "generates from a history or from text"),
+        ({"return_history": False}, "and returns it"),
+        ({"num_samples": 2}, "repeat its prompts"),
+    ],
+)
+def test_policies_that_no_environment_can_use_are_refused(backend, options, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        EnvPolicy(LLMPolicy(backend, **options))

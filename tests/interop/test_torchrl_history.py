@@ -1,0 +1,165 @@
+"""Conversations between the two libraries: nothing is lost on the way there and back but what was changed there."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data.llm import History as TheirHistory
+from torchrl.data.llm.history import ContentBase
+from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
+
+from corelm import ChatHistory, History
+from corelm.errors import InvalidRequestError
+from corelm.interop.torchrl import from_torchrl, to_torchrl
+from tiny_models import tiny_tokenizer
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": [1, 2], "b": None}}}
+WEATHER = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 2?", "name": "Ada"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "token_ids": [7, 8, 2]},
+    {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "Three.", "token_ids": [9, 2], "reasoning_content": "Add them."},
+]
+PLAIN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": [CALL]}]
+
+
+def asked(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    "chats", [WEATHER, [WEATHER, PLAIN], [[PLAIN, WEATHER], [WEATHER, WEATHER]]], ids=["0", "1", "2"]
+)
+def test_there_and_back_is_the_same(chats):
+    ours = History.from_chats(chats)
+    theirs = to_torchrl(ours)
+    assert isinstance(theirs, TheirHistory) and theirs.batch_size[:-1] == ours.batch_size
+    assert from_torchrl(theirs).to_chats() == chats
+
+
+def test_their_side_reads_it_as_its_own():
+    theirs = to_torchrl(History.from_chats(WEATHER))
+    assert theirs.role == [message["role"] for message in WEATHER]
+    assert theirs.content == ["Be brief.", "1 + 2?", "", "3", "Three."]
+    assert theirs[2].tool_calls == [CALL] and theirs[4].tool_calls is None
+    tokenizer, text = tiny_tokenizer(), [asked("Hi"), {"role": "assistant", "content": "Hello", "token_ids": [5, 2]}]
+    ours = History.from_chats([text, text])
+    rendered = to_torchrl(ours).apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
+    assert rendered == ours.apply_chat_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda history: history.clone(),
+        lambda history: pickle.loads(pickle.dumps(history)),
+        lambda history: lazy_stack([history[0], history[1]]),
+        lambda history: TensorDict(h=history, batch_size=[2]).to_lazystack(0)["h"],
+        lambda history: torch.cat([history[:1], history[1:]]),
+    ],
+    ids=["clone", "pickle", "stack", "rows", "cat"],
+)
+def test_sampled_ids_survive_what_moves_them(move):
+    # The same text, said with other tokens: neither may pass for the other.
+    chats = [[asked("Hi"), {"role": "assistant", "content": "Hello", "token_ids": ids}] for ids in ([5, 2], [6, 7, 2])]
+    assert from_torchrl(move(to_torchrl(History.from_chats(chats)))).to_chats() == chats
+
+
+def test_two_answers_of_one_text_are_not_taken_for_one():
+    chats = [[{"role": "assistant", "content": "Hello", "token_ids": ids}] for ids in ([5], [6], [5])]
+    a, b, c = (to_torchrl(History.from_chats([chat]))[0, 0].content for chat in chats)
+    assert a == "Hello" == b and a == c and a != b and hash(a) == hash(b)
+    stacked = torch.cat([NonTensorData(said, batch_size=[1]) for said in (a, b)])
+    assert [said.message.token_ids for said in stacked.tolist()] == [(5,), (6,)]
+
+
+def test_an_appended_message_leaves_the_others_as_they_were():
+    ours = History.from_chats([WEATHER, WEATHER])
+    more = TheirHistory(role=["user"] * 2, content=["And 4?"] * 2, batch_size=[2])
+    assert from_torchrl(to_torchrl(ours).append(more, inplace=False)).to_chats() == [[*WEATHER, asked("And 4?")]] * 2
+
+
+@pytest.mark.parametrize("change", [{"content": "Four."}, {"role": "user"}, {"tool_calls": [CALL]}])
+def test_what_was_changed_there_is_no_longer_what_was_sampled(change):
+    theirs = to_torchrl(History.from_chats([WEATHER[-1]]))
+    fields = {"role": theirs[0].role, "content": theirs[0].content}
+    (message,) = from_torchrl(TheirHistory.from_chats([fields | change])).to_chats()
+    assert message == {"role": "assistant", "content": "Three."} | change
+
+
+def test_what_their_history_has_and_ours_has_not_is_kept_as_extra():
+    theirs = TheirHistory.from_chats(
+        [
+            {"role": "user", "content": "Go"},
+            {"role": "<none>", "content": ""},
+            {"role": "tool", "content": "", "tool_responses": ["1", "2"]},
+            {"role": "assistant", "content": "Unfinis", "is_complete": False},
+        ]
+    )
+    ours = from_torchrl(theirs)
+    assert ours.to_chats() == [
+        asked("Go"),
+        {"role": "tool", "content": "", "tool_responses": ["1", "2"]},
+        {"role": "assistant", "content": "Unfinis", "is_complete": False},
+    ]
+    back = to_torchrl(ours)
+    assert back[1].tool_responses == ["1", "2"] and back.is_complete == [True, True, False]
+
+
+def test_chat_histories_are_converted_part_by_part():
+    prompt, response = History.from_chats([[asked("Hi")]] * 2), History.from_chats([[WEATHER[-1]]] * 2)
+    ours = ChatHistory(prompt=prompt, response=response, batch_size=[2])
+    theirs = to_torchrl(ours)
+    assert isinstance(theirs, TheirChatHistory) and theirs.batch_size == (2,) and theirs.full is None
+    back = from_torchrl(theirs)
+    assert isinstance(back, ChatHistory) and back.full is None
+    assert back.prompt.to_chats() == prompt.to_chats() and back.response.to_chats() == response.to_chats()
+
+
+def test_what_is_already_there_is_left_alone():
+    ours = History.from_chats([PLAIN])
+    theirs = to_torchrl(ours)
+    assert from_torchrl(ours) is ours and to_torchrl(theirs) is theirs
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "message"),
+    [
+        (from_torchrl, "Hi", "expected a History of TorchRL"),
+        (from_torchrl, TheirHistory(role="user", content="Hi"), r"got History \[\]"),
+        (to_torchrl, "Hi", "expected a History or a ChatHistory"),
+        (to_torchrl, History.from_chats([]), "at least one conversation"),
+        (to_torchrl, History.from_chats([PLAIN, []]), "at least one message"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(convert, given, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        convert(given)
+
+
+def test_rows_with_content_that_is_no_text_are_named():
+    picture = TheirHistory.from_chats([{"role": "user", "content": ContentBase(type="image", url="x")}])
+    words = TheirHistory.from_chats([{"role": "user", "content": "Hi"}])
+    with pytest.raises(InvalidRequestError, match="content: expected a str") as error:
+        from_torchrl(lazy_stack([words, picture]))
+    assert error.value.rows == (1,)
+
+
+def test_only_this_module_needs_torchrl_and_it_says_so():
+    code = """
+import sys
+import corelm.policy, corelm.kl
+assert "torchrl" not in sys.modules
+sys.modules["torchrl"] = None
+import corelm.interop
+try:
+    import corelm.interop.torchrl
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'pip install "torchrl' in result.stdout

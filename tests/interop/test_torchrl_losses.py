@@ -1,0 +1,247 @@
+"""TorchRL's losses on what our policy wrote, unchanged: value and gradient are those of the formula, written out."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
+
+import corelm
+import oracle
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError, ProvenanceMismatchError
+from corelm.inputs import Keys
+from corelm.interop.torchrl import LossActor, ModuleTransform
+from corelm.kl import RetrieveLogProb
+
+LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]
+ADVANTAGES = [1.0, -0.5]
+SAMPLING = {"max_new_tokens": 7}
+
+
+def rollout(backend, pad, chats=CHATS):
+    """Two rows, the second turn of a conversation: the first answer stands in the prompt and was sampled as well."""
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, pad_output=pad)
+    first = policy(TensorDict(history=History.from_chats(chats)), seed=3)
+    history = first["history"].full.append({"role": "user", "content": "And then?"})
+    td = policy(TensorDict(history=history), seed=4)
+    return advantaged(td)
+
+
+def advantaged(td):
+    td["advantage"] = torch.tensor(ADVANTAGES)[: len(td)].reshape(-1, 1, 1)
+    return td
+
+
+def answers(td):
+    """Prompt and response ids, row by row."""
+    return zip(*(corelm.ragged(td, ("tokens", part)).tolist() for part in ("prompt", "response")), strict=True)
+
+
+def table(model, ids):
+    """float32[len(ids), V], with gradients: what the model says before each token; row 0 means nothing."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0].float()
+    return logits.roll(1, 0).log_softmax(-1)
+
+
+def response_terms(model, td):
+    """Of all response tokens, flat: log-probs with gradients, those they were sampled with, advantages, entropies."""
+    terms = []
+    for (prompt, response), sampled, advantage in zip(
+        answers(td), corelm.ragged(td, ("log_probs", "response")).split(), ADVANTAGES, strict=True
+    ):
+        rows = table(model, prompt + response)[len(prompt) :]
+        new = rows.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+        terms.append((new, sampled, torch.full_like(sampled, advantage), -(rows.exp() * rows).sum(-1)))
+    return [torch.cat(term) for term in zip(*terms, strict=True)]
+
+
+def clipped(new, sampled, advantage, epsilon=0.2):
+    ratio = (new - sampled).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+@LAYOUTS
+@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
+def test_grpo_loss_and_gradient_are_those_of_the_formula(backend, trainer, trained, pad, strategy):
+    td = rollout(backend, pad)
+    loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained), masking_strategy=strategy)
+    out = loss(td)
+    new, sampled, advantage, entropy = response_terms(trained, td)
+    terms = clipped(new, sampled, advantage)
+    ratio = (new - sampled).exp()
+    assert 0 < ((ratio - 1).abs() > 0.2).sum() < ratio.numel(), "some are clipped and some are not"
+    torch.testing.assert_close(out.loss_objective, terms.mean(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.loss_entropy, -0.01 * entropy.mean(), atol=1e-4, rtol=1e-4)
+    by_hand = gradients(trained, terms.mean() - 0.01 * entropy.mean())
+    assert by_hand.norm() > 0.1
+    found = gradients(trained, out.loss_objective + out.loss_entropy)
+    torch.testing.assert_close(found, by_hand, atol=1e-3 * by_hand.abs().max().item(), rtol=1e-2)
+    assert {id(parameter) for parameter in loss.parameters()} == {id(parameter) for parameter in trained.parameters()}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
+def test_where_everything_was_scored_the_strategy_says_what_counts(backend, trainer, trained, model, pad, strategy):
+    td = LLMPolicy(backend, generate=False, pad_output=pad)(rollout(backend, pad))
+    mask = {"sft": "all_response_mask", "rlhf": "all_assistant_mask", "generic": "all_attention_mask"}[strategy]
+    terms = []
+    for ids, counts, advantage in zip(
+        corelm.ragged(td, ("tokens", "full")).tolist(),
+        corelm.ragged(td, ("masks", mask)).split(),
+        ADVANTAGES,
+        strict=True,
+    ):
+        new, old = oracle.logprobs(trained, ids)[1:], oracle.logprobs(model, ids)[1:]
+        terms.append(clipped(new, old, advantage)[counts[1:]])
+    counted = sum(map(len, terms))
+    responses = int(corelm.ragged(td, ("tokens", "response")).lengths.sum())
+    assert counted == responses if strategy == "sft" else counted > responses
+    out = GRPOLoss(LossActor(LLMPolicy(trainer)), masking_strategy=strategy)(td)
+    torch.testing.assert_close(out.loss_objective.detach(), torch.cat(terms).mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_and_dense_give_grpo_the_same(backend, trainer, trained):
+    loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained))
+    rows, dense = (loss(rollout(backend, pad)) for pad in (False, True))
+    for name in ("loss_objective", "loss_entropy", "ESS"):  # kl_approx is a mean over pads as well
+        torch.testing.assert_close(getattr(rows, name), getattr(dense, name), atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_replay_buffer_makes_of_the_rows_is_taken_too(backend, trainer, trained):
+    loss, td = GRPOLoss(LossActor(LLMPolicy(trainer), trained)), rollout(backend, False)
+    again = lazy_stack([td[1], td[0]])
+    torch.testing.assert_close(loss(again).loss_objective, loss(td).loss_objective, atol=1e-4, rtol=1e-4)
+
+
+def test_dense_rows_of_different_widths_are_taken_too(backend, trainer, trained):
+    # Such as the turns of one rollout: each has pads of its own.
+    parts = rollout(backend, True)[1:], rollout(backend, True, CHATS[1:])
+    td = advantaged(lazy_stack([part[0] for part in parts]))
+    widths = [row["tokens"].full.shape[-1] for row in td.unbind(0)]
+    assert widths[0] > widths[1] and not parts[0]["masks"].all_attention_mask.all()
+    new, sampled, advantage, _ = response_terms(trained, td)
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained))(td)
+    torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_group_of_answers_is_flattened_first(backend, trainer, trained):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
+    groups = policy(TensorDict(history=History.from_chats([CHATS[0]])), seed=5)
+    td = advantaged(groups.view(-1))
+    new, sampled, advantage, _ = response_terms(trained, td)
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained))(td)
+    torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
+
+
+@LAYOUTS
+def test_grpo_takes_our_reference_log_probs(backend, trainer, trained, pad):
+    td = rollout(backend, pad)
+    td["next"] = TensorDict(batch_size=[2])
+    ModuleTransform(RetrieveLogProb(LLMPolicy(backend)))(td)
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained), kl_to_ref_coeff=0.5)(td)
+    new, sampled, *_ = response_terms(trained, td)
+    # The sampler is its own reference. TorchRL averages over pads and prompts as well, where it counts 0.
+    diff = sampled - new
+    width = max(td["tokens"].full[row].shape[-1] for row in range(2))
+    expected = (diff.expm1() - diff).sum() / (2 * width)
+    torch.testing.assert_close(out.kl_to_ref, expected.detach(), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(out.loss_kl_to_ref, 0.5 * expected, atol=1e-5, rtol=1e-3)
+
+
+def test_relatives_of_grpo_work_as_well(backend, trainer, trained):
+    out = CISPOLoss(LossActor(LLMPolicy(trainer), trained))(rollout(backend, False))
+    assert gradients(trained, out.loss_objective).norm() > 0
+
+
+# SFT -----------------------------------------------------------------------------------------------------------------
+
+
+def assistant_terms(model, td):
+    """For each row the log-probs, with gradients, of all that the assistant said in it."""
+    rows, masks = (corelm.ragged(td, key).split() for key in (("tokens", "full"), ("masks", "all_assistant_mask")))
+    return [
+        table(model, ids.tolist()).gather(-1, ids[:, None]).squeeze(-1)[mask]
+        for ids, mask in zip(rows, masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_sft_loss_and_gradient_are_those_of_the_formula(backend, trainer, trained, normalise):
+    td = rollout(backend, False)
+    said = assistant_terms(trained, td)
+    assert all(len(row) > SAMPLING["max_new_tokens"] for row in said), "both turns count"
+    expected = -torch.stack([row.mean() if normalise else row.sum() for row in said]).mean()
+    out = SFTLoss(LossActor(LLMPolicy(trainer), trained), normalize_by_seq_length=normalise)(td)
+    torch.testing.assert_close(out.loss_sft, expected, atol=1e-4, rtol=1e-4)
+    by_hand = gradients(trained, expected)
+    found = gradients(trained, out.loss_sft)
+    torch.testing.assert_close(found, by_hand, atol=1e-3 * by_hand.abs().max().item(), rtol=1e-2)
+
+
+def test_sft_on_conversations_that_nobody_sampled(trainer, trained):
+    chats = [[*chat, {"role": "assistant", "content": "I am a very small model."}] for chat in CHATS]
+    td = LLMPolicy(trainer, generate=False)(TensorDict(history=History.from_chats(chats)))
+    expected = -torch.stack([row.mean() for row in assistant_terms(trained, td)]).mean()
+    out = SFTLoss(LossActor(LLMPolicy(trainer)))(td)
+    torch.testing.assert_close(out.loss_sft, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sft_takes_our_reference_log_probs(backend, trainer, trained, model):
+    td = rollout(backend, False)
+    td["next"] = TensorDict(batch_size=[2])
+    RetrieveLogProb(LLMPolicy(backend))(td)
+    # SFTLoss sets its own log-probs to 0 outside the assistant's tokens and leaves that of the reference's to others.
+    ref, masks = td["next", "ref_log_probs"], td["masks"].all_assistant_mask
+    ref.full = [row.masked_fill(~mask, 0.0) for row, mask in zip(ref.full, masks, strict=True)]
+    out = SFTLoss(LossActor(LLMPolicy(trainer)), kl_to_ref_coeff=0.5)(td)
+    pairs = zip(assistant_terms(trained, td), assistant_terms(model, td), strict=True)
+    diff = torch.cat([of_ref - new for new, of_ref in pairs])
+    count = sum(len(row) for row in td["tokens"].full)
+    torch.testing.assert_close(out.kl_to_ref, (diff.expm1() - diff).sum().detach() / count, atol=1e-4, rtol=1e-3)
+
+
+def test_dense_rows_with_pads_are_never_silently_misread_by_sft(backend, trainer):
+    with pytest.raises(ValueError, match="different shapes"):
+        SFTLoss(LossActor(LLMPolicy(trainer)))(rollout(backend, True))
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_of_another_distribution_are_refused(backend, trainer, trained):
+    hot = {"sampling_params": SAMPLING | {"temperature": 0.5}, "log_probs_mode": "processed"}
+    policy = LLMPolicy(backend, **hot)
+    td = advantaged(policy(TensorDict(history=History.from_chats(CHATS)), seed=1))
+    with pytest.raises(ProvenanceMismatchError, match=r"processed, temperature 0\.5.*raw, temperature 1\.0"):
+        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+    out = GRPOLoss(LossActor(LLMPolicy(trainer, **hot)))(td)
+    new = torch.cat([oracle.answer_logprobs(trained, prompt, response, 0.5) for prompt, response in answers(td)])
+    *_, sampled, advantage, _ = response_terms(trained, td)
+    torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_what_the_policy_did_not_write_is_asked_for(backend, trainer):
+    td = rollout(backend, False)
+    td["masks"] = td["masks"].select("all_attention_mask")
+    with pytest.raises(KeyError, match=r"masks\.all_response_mask"):
+        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+
+
+def test_other_keys_are_refused(trainer):
+    with pytest.raises(InvalidRequestError, match="usual keys"):
+        LossActor(LLMPolicy(trainer, keys=Keys(tokens="ids")))
+
+
+def test_sft_of_groups_is_refused_with_the_way_out(trainer):
+    td = TensorDict(history=TensorDict(full=History.from_chats([CHATS, CHATS]), batch_size=[2, 2]), batch_size=[2, 2])
+    with pytest.raises(InvalidRequestError, match=r"view\(-1\)"):
+        LossActor(LLMPolicy(trainer))(td)

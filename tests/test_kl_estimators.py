@@ -1,0 +1,332 @@
+"""The estimators against the closed form: every expectation is a sum over a small vocabulary, value and gradient."""
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from corelm import Ragged
+from corelm.errors import InvalidRequestError
+from corelm.kl import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
+from corelm.kl.estimators import ESTIMATORS, MAX_K3, MAX_LOG_RATIO
+
+V = 6
+NAMES = list(ESTIMATORS)
+UNBIASED_VALUE = {"k1", "k1_st", "k3", "k3_st"}
+
+
+def logits(seed=0, scale=1.0, shape=()):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, V, generator=generator, dtype=torch.float64)
+
+
+def pair(seed=0, scale=1.0):
+    """Logits of gen, which require gradients, and log-probs of ref."""
+    return logits(2 * seed, scale).requires_grad_(), logits(2 * seed + 1, scale).log_softmax(-1)
+
+
+def closed_form(gen, ref):
+    """KL(gen‖ref) by its definition."""
+    p, q = gen.softmax(-1), ref.exp()
+    return (p * (p / q).log()).sum(-1)
+
+
+def slope(value, of):
+    return torch.autograd.grad(value, of, retain_graph=True)[0]
+
+
+def expectation(name, gen, ref):
+    """Of the estimator over every token gen may draw: its value, and the gradient of it as a loss."""
+    log_p = gen.log_softmax(-1)
+    values = ESTIMATORS[name](log_p, ref, None)
+    weights = log_p.detach().exp()
+    return (weights * values).sum(), slope((weights * values).sum(), gen)
+
+
+def in_reward(name, gen, ref):
+    """The expected policy gradient of a reward that the estimator is added to."""
+    log_p = gen.log_softmax(-1)
+    values = ESTIMATORS[name](log_p, ref, None).detach()
+    return slope((log_p.detach().exp() * values * log_p).sum(), gen)
+
+
+cases = pytest.mark.parametrize(("seed", "scale"), list(itertools.product(range(3), (0.1, 1.0, 2.0))))
+
+
+@cases
+@pytest.mark.parametrize("name", NAMES)
+def test_the_value_is_unbiased_where_that_is_claimed_and_nowhere_else(name, seed, scale):
+    gen, ref = pair(seed, scale)
+    value, _ = expectation(name, gen, ref)
+    assert torch.isclose(value, closed_form(gen, ref), rtol=1e-9, atol=0) == (name in UNBIASED_VALUE)
+
+
+@cases
+def test_k2_comes_near_it_where_the_two_are_near_and_abs_is_an_upper_bound(seed, scale):
+    gen, ref = pair(seed, scale)
+    true = closed_form(gen, ref)
+    assert expectation("abs", gen, ref)[0] > true
+    near = gen.log_softmax(-1) + 0.01 * (ref - gen.log_softmax(-1))
+    value, _ = expectation("k2", gen, near.detach().log_softmax(-1))
+    torch.testing.assert_close(value, closed_form(gen, near.log_softmax(-1)), rtol=0.05, atol=0)
+
+
+@cases
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_as_a_loss_is_what_the_table_says(name, seed, scale):
+    gen, ref = pair(seed, scale)
+    _, found = expectation(name, gen, ref)
+    true = slope(closed_form(gen, ref), gen)
+    other_way = slope((ref.exp() * (ref - gen.log_softmax(-1))).sum(), gen)
+    if name == "k1":
+        torch.testing.assert_close(found, torch.zeros_like(found))
+    elif name == "k3":
+        torch.testing.assert_close(found, other_way)
+        assert not torch.allclose(found, true, rtol=1e-3)
+    elif name == "abs":
+        assert not torch.allclose(found, true, rtol=1e-3)
+    else:
+        torch.testing.assert_close(found, true)
+
+
+@cases
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_reward_k1_is_the_one_with_the_gradient_of_the_divergence(name, seed, scale):
+    gen, ref = pair(seed, scale)
+    true = slope(closed_form(gen, ref), gen)
+    assert torch.allclose(in_reward(name, gen, ref), true, rtol=1e-6, atol=1e-12) == (name in ("k1", "k1_st"))
+
+
+@cases
+def test_in_the_reward_k3_works_against_the_other_divergence(seed, scale):
+    gen, ref = pair(seed, scale)
+    other_way = slope((ref.exp() * (ref - gen.log_softmax(-1))).sum(), gen)
+    torch.testing.assert_close(in_reward("k3", gen, ref), slope(closed_form(gen, ref), gen) - other_way)
+
+
+@pytest.mark.parametrize("name", sorted(UNBIASED_VALUE))
+def test_the_mean_over_sampled_tokens_comes_to_the_divergence(name):
+    gen, ref = pair(1, 0.5)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(gen.softmax(-1).detach(), 200_000, replacement=True, generator=generator)
+    values = ESTIMATORS[name](gen.log_softmax(-1).detach()[drawn], ref[drawn], None)
+    error = float(values.mean() - closed_form(gen, ref).detach()) / float(values.std() / len(values) ** 0.5)
+    assert abs(error) < 4, f"{error} standard errors off"
+
+
+def test_k3_varies_less_than_k1():
+    gen, ref = pair(1, 0.3)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(gen.softmax(-1).detach(), 50_000, replacement=True, generator=generator)
+    spread = {name: ESTIMATORS[name](gen.log_softmax(-1).detach()[drawn], ref[drawn], None).std() for name in NAMES}
+    assert 3 * spread["k3"] < spread["k1"]
+
+
+def test_values_one_by_one():
+    gen, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.0])
+    torch.testing.assert_close(k1(gen, ref), torch.tensor([1.0, -2.0]))
+    torch.testing.assert_close(k2(gen, ref), torch.tensor([0.5, 2.0]))
+    torch.testing.assert_close(k3(gen, ref), torch.tensor([-1.0, 2.0]).exp() - 1 - torch.tensor([-1.0, 2.0]))
+    torch.testing.assert_close(abs_kl(gen, ref), torch.tensor([1.0, 2.0]))
+    assert torch.equal(k1_st(gen, ref), k1(gen, ref)) and torch.equal(k3_st(gen, ref), k3(gen, ref))
+
+
+def test_straight_through_has_the_value_to_the_last_bit_and_the_gradient_of_k2():
+    for scale in (1e-4, 1.0, 30.0):
+        gen = (scale * torch.randn(50, generator=torch.Generator().manual_seed(0)) - scale).requires_grad_()
+        ref = gen.detach().flip(0)
+        for straight, plain in ((k1_st, k1), (k3_st, k3)):
+            assert torch.equal(straight(gen, ref), plain(gen, ref))
+            assert torch.equal(slope(straight(gen, ref).sum(), gen), slope(k2(gen, ref).sum(), gen))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autograd_agrees_with_finite_differences(name):
+    gen, ref = logits(0, shape=(3,)).requires_grad_(), logits(1, shape=(3,)).requires_grad_()
+    mask = torch.arange(18).reshape(3, V) % 4 != 0
+    if not name.endswith("_st"):
+        assert gradcheck(lambda a, b: ESTIMATORS[name](a, b, mask), (gen, ref))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_masked_leaks_into_neither_value_nor_gradient(name, poison):
+    mask = torch.tensor([True, False, True, False])
+    clean = torch.tensor([-1.0, 0.0, -2.0, 0.0])
+    for which in ("gen", "ref", "both"):
+        gen, ref = (
+            torch.where(mask, clean, poison if which in (side, "both") else 0.0).requires_grad_()
+            for side in ("gen", "ref")
+        )
+        value = ESTIMATORS[name](gen, ref - 0.5, mask)
+        assert torch.equal(value[~mask], torch.zeros(2)) and bool(torch.isfinite(value).all())
+        value.sum().backward()
+        for grad in (gen.grad, ref.grad):
+            assert grad is None or (bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0), (2, 3), (2, 3, 4)])
+def test_shapes_are_kept_and_precision_is_at_least_float32(name, shape):
+    for dtype, made in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        gen, ref = torch.full(shape, -1.5, dtype=dtype), torch.full(shape, -1.0, dtype=dtype)
+        value = ESTIMATORS[name](gen, ref, torch.ones(shape, dtype=torch.bool))
+        assert value.shape == shape and value.dtype == made
+        assert torch.equal(value, ESTIMATORS[name](gen, ref, None))
+
+
+def test_a_small_divergence_is_not_lost_to_rounding():
+    # exp(x) − 1 − x in float32 would be off by a tenth here.
+    gen, ref = torch.tensor([-1.0]), torch.tensor([-1.0 + 2.0**-11])
+    torch.testing.assert_close(float(k3(gen, ref)), 2.0**-23, rtol=1e-3, atol=0)
+
+
+def test_extremes_stay_finite_in_value_and_gradient():
+    gen = torch.tensor([-200.0, -30.0, -0.1, -0.1, -9.0], requires_grad=True)
+    ref = torch.tensor([-0.1, -0.1, -60.0, -90.0, -0.1])
+    value = k3(gen, ref)
+    assert bool(torch.isfinite(value).all()) and float(value.detach().max()) == MAX_K3
+    # A token that ref finds unlikely is measured in full, beyond the bound on the exponent.
+    torch.testing.assert_close(value[2:4], torch.tensor([58.9, 88.9]))
+    assert MAX_LOG_RATIO < 58.9
+    value.sum().backward()
+    assert bool(torch.isfinite(gen.grad).all()) and bool((gen.grad[:2] == 0).all()) and bool((gen.grad[2:] != 0).all())
+
+
+def test_shapes_that_do_not_fit_are_refused_and_not_broadcast():
+    for name in NAMES:
+        with pytest.raises(InvalidRequestError, match="have one shape"):
+            ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(3), None)
+        with pytest.raises(InvalidRequestError, match=r"expected bool\[2, 3\], got torch.bool\[3\]"):
+            ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
+        with pytest.raises(InvalidRequestError, match="expected bool"):
+            ESTIMATORS[name](torch.zeros(2), torch.zeros(2), torch.ones(2))
+    with pytest.raises(InvalidRequestError, match="one vocabulary"):
+        exact(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(InvalidRequestError, match="at least 1"):
+        top_k(torch.zeros(2, 3), torch.zeros(2, 3), k=0)
+
+
+# From logits ---------------------------------------------------------------------------------------------------------
+
+
+@cases
+def test_exact_is_the_closed_form_in_value_and_gradient(seed, scale):
+    gen, ref = pair(seed, scale)
+    torch.testing.assert_close(exact(gen, ref), closed_form(gen, ref))
+    torch.testing.assert_close(slope(exact(gen, ref), gen), slope(closed_form(gen, ref), gen))
+    # Logits are normalised: a constant changes nothing.
+    torch.testing.assert_close(exact(gen + 3, ref - 5), closed_form(gen, ref))
+
+
+@cases
+def test_top_k_is_the_divergence_with_the_rest_in_one_bucket(seed, scale):
+    gen, ref = pair(seed, scale)
+    true, found = closed_form(gen, ref), [top_k(gen, ref, k=k) for k in range(1, V + 2)]
+    for k in range(1, V):
+        best = gen.argsort(descending=True)[:k]
+        rest = torch.ones(V, dtype=torch.bool)
+        rest[best] = False
+        p, q = (torch.cat([t[best], t[rest].sum(0, keepdim=True)]) for t in (gen.softmax(-1), ref.exp()))
+        by_hand = (p * (p / q).log()).sum()
+        torch.testing.assert_close(found[k - 1], by_hand)
+        torch.testing.assert_close(slope(found[k - 1], gen), slope(by_hand, gen))
+    assert all(0 <= value <= true + 1e-12 for value in found)
+    for value in found[V - 2 :]:
+        torch.testing.assert_close(value, true)
+        torch.testing.assert_close(slope(value, gen), slope(true, gen))
+
+
+def test_logits_at_masked_positions_reach_nothing():
+    gen, ref = logits(0, shape=(2, 3)), logits(1, shape=(2, 3))
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    clean = exact(gen, ref)
+    gen = torch.where(mask[..., None], gen, torch.nan).requires_grad_()
+    for function in (exact, lambda *a: top_k(*a, k=2)):
+        value = function(gen, ref, mask)
+        assert value.shape == mask.shape and not bool(value[~mask].any())
+        assert bool(torch.isfinite(slope(value.sum(), gen)).all())
+    torch.testing.assert_close(exact(gen, ref, mask)[mask], clean[mask])
+    assert exact(gen[:0], ref[:0], mask[:0]).shape == (0, 3)
+
+
+def test_tokens_that_gen_excludes_add_nothing():
+    gen, ref = logits(0).requires_grad_(), logits(1)
+    barred = gen.index_fill(-1, torch.tensor([0, 4]), float("-inf"))
+    left = [1, 2, 3, 5]
+    p, log_q = barred[left].softmax(-1), ref.log_softmax(-1)[left]
+    expected = (p * (p.log() - log_q)).sum()
+    for value in (exact(barred, ref), top_k(barred, ref, k=4), top_k(barred, ref, k=5)):
+        torch.testing.assert_close(value, expected)
+        assert bool(torch.isfinite(slope(value, gen)).all())
+    both = ref.index_fill(-1, torch.tensor([0, 4]), float("-inf"))
+    assert bool(torch.isfinite(exact(barred, both)))
+    assert exact(gen, both) == float("inf")
+
+
+# One number of many --------------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0], [7.0, 7.0, 7.0, 7.0]])
+MASK = torch.tensor([[True, True, False, True], [False, True, False, False], [False] * 4])
+EXPECTED = {
+    "token-sum": 27.0,
+    "token-mean": 27.0 / 4,
+    "seq-mean-token-sum": (7.0 + 20.0) / 2,
+    "seq-mean-token-mean": (7.0 / 3 + 20.0) / 2,
+}
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+def test_aggregations_against_numbers_by_hand_dense_and_ragged(how):
+    assert float(aggregate(VALUES, MASK, how)) == pytest.approx(EXPECTED[how])
+    # The third sequence has nothing that counts: as if it were not there.
+    assert float(aggregate(VALUES[:2], MASK[:2], how)) == pytest.approx(EXPECTED[how])
+    rows, mask = ([*t[0], *t[1, :2], *t[2, :1]] for t in (VALUES, MASK))
+    lengths = torch.tensor([4, 2, 1])
+    as_rows = [Ragged(torch.stack(flat), lengths) for flat in (rows, mask)]
+    assert float(aggregate(*as_rows, how)) == pytest.approx(EXPECTED[how])
+    batched = aggregate(VALUES.reshape(3, 1, 4).expand(3, 2, 4), MASK.reshape(3, 1, 4).expand(3, 2, 4), how)
+    assert float(batched) == pytest.approx(EXPECTED[how] * (2 if how == "token-sum" else 1))
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+def test_of_nothing_an_aggregate_is_zero_with_a_gradient_of_zero(how):
+    for shape in ((3, 4), (0, 4), (3, 0)):
+        values = torch.full(shape, torch.nan, requires_grad=True)
+        for given in (values, Ragged(values.flatten(), torch.full(shape[:1], shape[1]))):
+            nothing = torch.zeros(shape, dtype=torch.bool)
+            mask = Ragged(nothing.flatten(), given.lengths) if isinstance(given, Ragged) else nothing
+            value = aggregate(given, mask, how)
+            assert float(value.detach()) == 0.0
+            assert not bool(slope(value, values).any())
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+def test_what_is_left_out_of_an_aggregate_does_not_leak(how):
+    poisoned = torch.where(MASK, VALUES, torch.nan).requires_grad_()
+    value = aggregate(poisoned, MASK, how)
+    assert float(value) == pytest.approx(EXPECTED[how])
+    value.backward()
+    assert bool(torch.isfinite(poisoned.grad).all()) and not bool(poisoned.grad[~MASK].any())
+    assert aggregate(VALUES.bfloat16(), MASK, how).dtype == torch.float32
+
+
+def test_without_a_mask_everything_counts():
+    assert float(aggregate(VALUES)) == pytest.approx(float(VALUES.mean()))
+    assert float(aggregate(Ragged(VALUES.flatten(), torch.tensor([12])))) == pytest.approx(float(VALUES.mean()))
+    assert float(aggregate(torch.tensor([1.0, 3.0]), None, "seq-mean-token-mean")) == 2.0
+
+
+def test_aggregations_refuse_what_they_do_not_know():
+    with pytest.raises(InvalidRequestError, match="'token-mean', 'seq-mean-token-sum'"):
+        aggregate(VALUES, MASK, "mean")
+    rows = Ragged(VALUES.flatten(), torch.tensor([12]))
+    for values, mask in ((rows, MASK), (VALUES, rows), (rows, Ragged(MASK.flatten(), torch.tensor([4, 8])))):
+        with pytest.raises(InvalidRequestError, match="mask"):
+            aggregate(values, mask)
