@@ -385,7 +385,9 @@ def test_ragged_carries_gradients(pad_output: bool) -> None:
 def test_ragged_names_what_is_missing() -> None:
     td = batch((4,), True)
     for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
-        with pytest.raises(InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken here; there are"):
+        with pytest.raises(
+            InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken here; there are"
+        ):
             ragged(td, key)
     with pytest.raises(InvalidRequestError, match="needs the attention mask of its rows") as error:
         ragged(td.exclude("masks"), ("tokens", "full"))
@@ -394,3 +396,16 @@ def test_ragged_names_what_is_missing() -> None:
     with pytest.raises(InvalidRequestError, match=r"of shape \(4, 6\) needs .* there is: \(4, 5\)"):
         ragged(td, ("tokens", "full"))
     assert ragged(batch().exclude("masks"), ("tokens", "response")).tolist() == RESPONSES
+
+
+def test_what_says_how_to_read_a_field_is_selected_with_it():
+    made = LogProbs(full=torch.zeros(2, 3), scored_mask=torch.ones(2, 3, dtype=torch.bool), batch_size=[2])
+    made.set("provenance", Provenance("toy", "mine", "0"))
+    td = TensorDict(log_probs=made, batch_size=[2]).select(("log_probs", "full"))
+    assert td["log_probs"].provenance == Provenance("toy", "mine", "0") and td["log_probs"].scored_mask.all()
+
+
+def test_rows_given_to_a_constructor_are_refused_and_not_dropped():
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: rows of their own length.*lazy_stack") as error:
+        Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
+    assert error.value.field == "full"

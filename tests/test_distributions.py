@@ -120,13 +120,20 @@ def test_samples_follow_the_distribution():
     assert bool((chi_square < 27.9).all()), chi_square
 
 
+def test_no_samples_are_none():
+    logits, mask, _ = example()
+    for kind in (MaskedCategorical, Sliced):
+        assert kind(logits, mask).sample((0,)).shape == (0, 2, 4)
+        assert kind(logits, mask).log_prob(kind(logits, mask).sample((3, 0))).shape == (3, 0, 2, 4)
+
+
 @kinds
 def test_nothing_that_counts_is_no_error(kind):
     logits, mask, ids = example(requires_grad=True)
     for dist in (kind(logits, torch.zeros_like(mask)), kind(logits[:0], mask[:0])):
         shape = dist.batch_shape
         value = dist.log_prob(ids[: shape[0]]) + dist.entropy()
-        assert value.shape == shape and float(value.sum()) == 0.0
+        assert value.shape == shape and not bool(value.any())
         assert dist.sample((2,)).shape == (2, *shape) and dist.mode.shape == shape
         value.sum().backward()
 

@@ -161,6 +161,7 @@ def test_what_is_masked_leaks_into_neither_value_nor_gradient(name, poison):
         )
         value = ESTIMATORS[name](gen, ref - 0.5, mask)
         assert torch.equal(value[~mask], torch.zeros(2)) and bool(torch.isfinite(value).all())
+        assert not bool(value[~mask].signbit().any()), "0.0 and not -0.0"
         value.sum().backward()
         for grad in (gen.grad, ref.grad):
             assert grad is None or (bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any()))
@@ -311,7 +312,7 @@ def test_of_nothing_an_aggregate_is_zero_with_a_gradient_of_zero(how):
 def test_what_is_left_out_of_an_aggregate_does_not_leak(how):
     poisoned = torch.where(MASK, VALUES, torch.nan).requires_grad_()
     value = aggregate(poisoned, MASK, how)
-    assert float(value) == pytest.approx(EXPECTED[how])
+    assert float(value.detach()) == pytest.approx(EXPECTED[how])
     value.backward()
     assert bool(torch.isfinite(poisoned.grad).all()) and not bool(poisoned.grad[~MASK].any())
     assert aggregate(VALUES.bfloat16(), MASK, how).dtype == torch.float32
@@ -330,3 +331,5 @@ def test_aggregations_refuse_what_they_do_not_know():
     for values, mask in ((rows, MASK), (VALUES, rows), (rows, Ragged(MASK.flatten(), torch.tensor([4, 8])))):
         with pytest.raises(InvalidRequestError, match="mask"):
             aggregate(values, mask)
+    with pytest.raises(InvalidRequestError, match=r"expected a tensor or a Ragged, got list; corelm.ragged"):
+        aggregate(list(VALUES), MASK)

@@ -20,6 +20,7 @@ from corelm.kl import (
     RetrieveLogProb,
     mismatch_report,
 )
+from kl_cases import rows_of
 
 #: Whose answers, with seed 4, are 6, 9 and 3 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so"]
@@ -82,6 +83,33 @@ def test_weights_carry_no_gradient_and_extremes_stay_finite():
     for level in ("token", "sequence"):
         weights = ImportanceCorrection(level, high=None)(td)["importance_weights"]
         assert bool(torch.isfinite(weights).all()) and float(weights.max()) > 1e6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_log_probs_are_compared_in_float32(dtype):
+    td = dense()
+    for name in ("log_probs", "train_log_probs"):
+        td[name] = LogProbs(full=td[name].full.to(dtype), batch_size=3)
+    away = (td["train_log_probs"].full.double() - td["log_probs"].full.double()) * td["masks"].all_assistant_mask
+    for level, expected in (
+        ("token", torch.where(td["masks"].all_assistant_mask, away.exp(), 0.0)),
+        ("sequence", away.sum(-1).exp()),
+    ):
+        found = ImportanceCorrection(level, high=None)(td)["importance_weights"]
+        torch.testing.assert_close(found, expected.float())
+    td["log_probs"].full[0, 1] = -300.0
+    assert bool(torch.isfinite(ImportanceCorrection(high=None)(td)["importance_weights"]).all())
+
+
+def test_the_effective_sample_size_of_long_sequences_whose_ratios_leave_the_floats():
+    td = dense()
+    for row, (one, other) in enumerate([(-1000.0, -999.0), (-998.0, -1000.0), (0.0, 0.0)]):
+        td["train_log_probs"].full[row, 1:] = torch.tensor([one, other, 0.0])
+    td["masks"].all_assistant_mask = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    td["masks"].all_attention_mask = torch.ones(3, 4, dtype=torch.bool)
+    # The two sums are 1 apart: -1997 and -1996.
+    expected = (1 + math.e) ** 2 / (1 + math.e**2)
+    assert mismatch_report(td, level="sequence").effective_sample_size == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_report_against_numbers_by_hand():
@@ -161,20 +189,10 @@ def test_on_rollouts_of_every_shape_and_layout(shape, pad, where):
     found = place["sequence_weights"]
     expected = torch.tensor([weight(math.prod(row), "truncate", 0.9, 1.1) for row in ratios]).reshape(shape)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    weights = place["token_weights"]
-    assert isinstance(weights, torch.Tensor if pad else PerToken)
-    if pad:
-        mask = place["masks"].all_response_mask
-        assert not bool(weights[~mask].any())
-        flat = weights[mask]
-    else:
-        leaves = weights.full
-        while isinstance(leaves, list) and isinstance(leaves[0], list):
-            leaves = [leaf for part in leaves for leaf in part]
-        leaves = leaves if isinstance(leaves, list) else [leaves]
-        flat = torch.cat([leaf[len(before) :] for leaf, before in zip(leaves, befores, strict=True)])
-    expected = torch.tensor([weight(ratio, "truncate", 0.9, 1.1) for row in ratios for ratio in row])
-    torch.testing.assert_close(flat, expected, atol=1e-4, rtol=0)
+    assert isinstance(place["token_weights"], torch.Tensor if pad else PerToken)
+    for found, before, row in zip(rows_of(place, "token_weights"), befores, ratios, strict=True):
+        expected = torch.tensor([0.0] * len(before) + [weight(ratio, "truncate", 0.9, 1.1) for ratio in row])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     report = mismatch_report(td, low=0.9, high=1.1)
     every = [ratio for row in ratios for ratio in row]
     assert report.tokens == len(every) and report.sequences == len(ratios)

@@ -104,7 +104,7 @@ class MaskedCategorical(Distribution):
         """int64[n, *width]: what `pick` makes of the logits of the positions that count."""
         found = torch.empty((self._count, *width), dtype=torch.int64, device=self.logits.device)
         with torch.no_grad():
-            for at, logits in _slices(self._rows, self._index, self._step):
+            for at, logits in _slices(self._rows, self._index, self._step) if found.numel() else ():
                 found[at] = pick(logits)
         return found
 

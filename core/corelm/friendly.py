@@ -20,6 +20,9 @@ from corelm.rows import Ragged
 C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
 
+#: Fields without which the others are read wrongly: how rows are stored, what is scored, of which distribution.
+EXPLAINING = frozenset({"padded", "scored_mask", "provenance"})
+
 
 def friendly(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
     """Class decorator for a TensorClass: read its fields with these functions ``(container, name) -> value``.
@@ -32,6 +35,7 @@ def friendly(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
         fields = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
         by_name = {name: readers.get(name, default) for name in fields}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
+        make = cls.__init__  # type: ignore[misc]
         get_attribute, get_item = cls.__getattr__, cls.__getitem__  # type: ignore[attr-defined,index]
         set_field, select_fields = cls.set, cls._select  # type: ignore[attr-defined]
 
@@ -61,16 +65,27 @@ def friendly(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
             # A lazy stack of nothing has no keys; a tensor of no rows has.
             return cls.from_tensordict(emptied(self._tensordict, batch_size))  # type: ignore[attr-defined]
 
+        def __init__(self: Any, *args: Any, **fields: Any) -> None:
+            for name, value in fields.items():
+                if by_name.get(name) is tensors and isinstance(value, (list, tuple, Ragged)):
+                    # tensordict would drop it without a word.
+                    raise InvalidRequestError(
+                        f"{cls.__name__}.{name}: rows of their own length are not given to the constructor; make one "
+                        f"{cls.__name__} a row and stack them with tensordict.lazy_stack",
+                        field=name,
+                    )
+            make(self, *args, **fields)
+
         def select(self: Any, *keys: Any, **options: Any) -> Any:
-            # What says how the others are stored goes where they go.
-            return select_fields(self, *keys, *({"padded"} & set(self.keys())), **options)
+            # What says how to read the others goes where they go.
+            return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
 
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
                 return _set_rows(self, key, value)
             return set_field(self, key, value, *args, **kwargs)
 
-        methods = {"__getattr__": __getattr__, "__getitem__": __getitem__, "set": set_rows}
+        methods = {"__init__": __init__, "__getattr__": __getattr__, "__getitem__": __getitem__, "set": set_rows}
         # A TensorDict that selects ("tokens", "full") asks its Tokens to `_select`.
         for name, method in (methods | {"select": select, "_select": select}).items():
             setattr(cls, name, method)

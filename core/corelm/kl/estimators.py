@@ -56,14 +56,14 @@ def k1(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
 
     For the reward. As a loss its expected gradient is zero (arXiv:2506.09477).
     """
-    return -_log_r(gen, ref, mask)
+    return _log_ratio(gen, ref, mask)
 
 
 def k2(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     """``½ (gen − ref)²``. Biased as a value, of low variance; as a loss its gradient is right (Schulman 2020;
     arXiv:2510.01555).
     """
-    return 0.5 * _log_r(gen, ref, mask).square()
+    return 0.5 * _log_ratio(gen, ref, mask).square()
 
 
 def k3(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -73,13 +73,13 @@ def k3(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     GRPO's penalty (Shao et al., arXiv:2402.03300). As a loss its expected gradient is that of KL(ref‖gen), which is
     the wanted one to first order; `k3_st` has the same value and the wanted gradient.
     """
-    log_r = _log_r(gen, ref, mask)
-    return (torch.expm1(log_r.clamp(max=MAX_LOG_RATIO)) - log_r).clamp(max=MAX_K3)
+    away = _log_ratio(gen, ref, mask)
+    return (torch.expm1((-away).clamp(max=MAX_LOG_RATIO)) + away).clamp(max=MAX_K3)
 
 
 def abs_kl(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     """``|gen − ref|``: how far two scorings are apart. No estimate of KL, and biased in either place."""
-    return _log_r(gen, ref, mask).abs()
+    return _log_ratio(gen, ref, mask).abs()
 
 
 def k1_st(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -174,6 +174,12 @@ def _per_sequence(values: Tensor | Ragged, mask: Tensor | Ragged | None) -> tupl
         rows = values.row_index.to(kept.device)
         nothing = kept.new_zeros(len(values))
         return nothing.index_add(0, rows, kept), nothing.index_add(0, rows, counted)
+    if not isinstance(values, Tensor):
+        raise InvalidRequestError(
+            f"values: expected a tensor or a Ragged, got {type(values).__name__}; "
+            "corelm.ragged(td, key) makes one of rows of their own length",
+            field="values",
+        )
     if isinstance(mask, Ragged):
         raise InvalidRequestError("mask: a tensor of values needs a tensor for a mask", field="mask")
     kept, counted = _kept(values, mask)
@@ -186,7 +192,8 @@ def _kept(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.where(mask, values, 0.0), mask.to(values.dtype)
 
 
-def _log_r(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
+def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
+    """``gen − ref``, 0.0 where nothing counts."""
     if gen.shape != ref.shape:
         raise InvalidRequestError(
             f"gen and ref are of the same tokens and have one shape; got {tuple(gen.shape)} and {tuple(ref.shape)}",
@@ -194,7 +201,7 @@ def _log_r(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
         )
     mask, dtype = _positions(mask, gen), _dtype(gen, ref)
     # Before anything that is not linear, so that what is left out becomes no NaN in the gradient either.
-    return torch.where(mask, ref.to(dtype) - gen.to(dtype), 0.0)
+    return torch.where(mask, gen.to(dtype) - ref.to(dtype), 0.0)
 
 
 def _straight_through(value: Estimator, gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:

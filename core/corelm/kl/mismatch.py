@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -23,7 +23,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.arguments import invalid, one_of
-from corelm.kl.estimators import MAX_LOG_RATIO
+from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, read_pair
 from corelm.kl.values import place
 
@@ -41,13 +41,17 @@ class Bounds:
 
     def __post_init__(self) -> None:
         one_of("level", self.level, get_args(Level))
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        low, high = self.edges
         if not 0 <= low <= 1 <= high:
             raise invalid("high" if 0 <= low <= 1 else "low", f"expected 0 <= low <= 1 <= high, got {low} and {high}")
 
+    @property
+    def edges(self) -> tuple[float, float]:
+        return self.low or 0.0, math.inf if self.high is None else self.high
+
     def outside(self, ratio: Tensor) -> Tensor:
         """bool"""
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        low, high = self.edges
         return (ratio < low) | (ratio > high)
 
 
@@ -98,9 +102,9 @@ class ImportanceCorrection(TensorDictModuleBase):
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
-        ratio = _ratios(pair, self.bounds.level)
+        ratio = _ratios(_log_ratios(pair, self.bounds.level))
         if self.how == "truncate":
-            weights = ratio.clamp(self.bounds.low or 0.0, self.bounds.high)
+            weights = ratio.clamp(*self.bounds.edges)
         else:
             weights = torch.where(self.bounds.outside(ratio), 0.0, ratio)
         if self.bounds.level == "token":
@@ -116,7 +120,8 @@ class MismatchReport:
 
     Attributes:
         tokens, sequences: how many count; a sequence does if one of its tokens does.
-        mean_abs, mean_exp_abs, max_abs: the means of ``|d|`` and ``exp |d|``, and the largest ``|d|``.
+        mean_abs, mean_exp_abs, max_abs: the means of ``|d|`` and ``exp |d|`` (of no more than 20 nats), and the
+            largest ``|d|``.
         effective_sample_size: ``(Σ w)² / Σ w²`` of the ratios w, which is the number of them if they are all equal
             (L. Kish, Survey Sampling, 1965).
         effective_share: the same, per ratio: at most 1.
@@ -166,8 +171,7 @@ def mismatch_report(
     pair = read_pair(td, keys, allow_mismatch=allow_mismatch)
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
     with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
-    ratio = _ratios(pair, level)[pair.mask] if level == "token" else _ratios(pair, level).flatten()[with_tokens]
-    ratio = ratio.double()
+    log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()
     if not len(distance):
         return MismatchReport(
             tokens=0,
@@ -179,7 +183,9 @@ def mismatch_report(
             effective_share=1.0,
             clipped_share=0.0,
         )
-    size = float(ratio.sum().square() / ratio.square().sum())
+    # A common factor changes nothing, and without one the ratios of long sequences are beyond any float.
+    scaled = (log_ratio - log_ratio.max()).exp()
+    size = float(scaled.sum().square() / scaled.square().sum())
     return MismatchReport(
         tokens=len(distance),
         sequences=int(with_tokens.sum()),
@@ -187,14 +193,16 @@ def mismatch_report(
         mean_exp_abs=float(distance.clamp(max=MAX_LOG_RATIO).exp().mean()),
         max_abs=float(distance.max()),
         effective_sample_size=size,
-        effective_share=size / len(ratio),
-        clipped_share=float(bounds.outside(ratio).double().mean()),
+        effective_share=size / len(log_ratio),
+        clipped_share=float(bounds.outside(_ratios(log_ratio)).double().mean()),
     )
 
 
-def _ratios(pair: Pair, level: Level) -> Any:
-    """float32 ``exp(train − sampled)``: flat, one a token, or ``[*batch]``. 1.0 where nothing counts."""
-    log_ratio = torch.where(pair.mask, pair.ref, 0.0) - torch.where(pair.mask, pair.gen, 0.0)
-    if level == "sequence":
-        log_ratio = pair.layout.row_sums(log_ratio)
+def _log_ratios(pair: Pair, level: Level) -> Tensor:
+    """At least float32 ``train − sampled``: flat, one a token, or ``[*batch]``. 0.0 where nothing counts."""
+    log_ratio = k1(pair.ref, pair.gen, pair.mask)
+    return log_ratio if level == "token" else pair.layout.row_sums(log_ratio)
+
+
+def _ratios(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -37,6 +37,11 @@ class PairKeys:
     masks: NestedKey
     mask: NestedKey | None
 
+    def __post_init__(self) -> None:
+        for key in (self.gen, self.ref):
+            if len(parts(key)) < 2 or parts(key)[-1] != "full":
+                raise InvalidRequestError(f"{key!r}: expected the key of a LogProbs and 'full'", field=str(key))
+
     @staticmethod
     def selecting(
         gen: NestedKey, ref: NestedKey, masks: NestedKey, assistant_only: bool, mask: NestedKey | None
@@ -88,6 +93,8 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     gen_values, gen_scored = _flat(view, "gen", gen, keys.gen, layout)
     ref_values, ref_scored = _flat(view, "ref", ref, keys.ref, layout)
     refuse(_length_problems(gen_values.lengths, ref_values.lengths, keys.gen, keys.ref), str(keys.ref))
+    if layout.padded and "scored_mask" in ref.keys():
+        _refuse_a_shift(gen_scored, ref_scored, keys.ref, layout)
     device = gen_values.values.device
     mask = gen_scored.to(device) & ref_scored.to(device)
     if keys.mask is not None:
@@ -98,18 +105,16 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
 
 
 def _log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
-    *path, name = parts(key)
-    if name != "full" or not path:
-        raise InvalidRequestError(f"{key!r}: expected the key of a LogProbs and 'full'", field=str(key))
-    container, here = find(td, tuple(path))
+    path = parts(key)[:-1]
+    container, here = find(td, path)
     if not isinstance(container, LogProbs):
         raise InvalidRequestError(
-            f"{tuple(path)!r}: expected a LogProbs, got {type(container).__name__}; log-probs made by hand become one "
+            f"{path!r}: expected a LogProbs, got {type(container).__name__}; log-probs made by hand become one "
             "with LogProbs(full=tensor, batch_size=[...])",
             field=str(key),
         )
     if "full" not in container.keys():
-        raise MissingKeyError(f"the LogProbs under {tuple(path)!r} hold no 'full'", field=str(key))
+        raise MissingKeyError(f"the LogProbs under {path!r} hold no 'full'", field=str(key))
     return container, here
 
 
@@ -166,8 +171,9 @@ def _flat(view: TensorDict, name: str, container: LogProbs, key: NestedKey, layo
     told = "scored_mask" in container.keys()
     if not layout.padded:
         values = ragged(view, (name, "full"))
-        scored = ragged(view, (name, "scored_mask")).values if told else torch.ones_like(values.values)
-        return values, scored.to(torch.bool)
+        marks = ragged(view, (name, "scored_mask")) if told else Ragged.full(values.lengths, True, torch.bool)
+        refuse(_length_problems(values.lengths, marks.lengths, key, "its scored_mask"), str(key))
+        return values, marks.values.to(torch.bool)
     values = layout.ragged(layout.flat(container.full, key))
     if not told:
         return values, torch.ones_like(values.values, dtype=torch.bool)
@@ -219,12 +225,23 @@ def _refuse_other_columns(scored: Tensor, key: NestedKey, layout: Layout) -> Non
     refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(key))
 
 
+def _refuse_a_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: Layout) -> None:
+    """Columns that are off by one may hold no pad that is scored; but then a row's first token is, which nothing
+    precedes.
+    """
+    marks = layout.ragged((ref & ~gen.to(ref.device)).cpu())
+    first = marks.row_index[marks.values & (marks.positions == 0)]
+    what = f"{key} is scored at the first token, so its columns are others than the masks'; score the tokens themselves"
+    refuse(dict.fromkeys(first.tolist(), what), str(key))
+
+
 def _finite(pair: Pair, keys: PairKeys) -> None:
     problems: Problems = {}
     for values, key in ((pair.ref, keys.ref), (pair.gen, keys.gen)):
         bad = (pair.mask & ~torch.isfinite(values.detach())).nonzero().flatten().cpu()
         where = pair.layout.ragged(values)
-        for index in bad.flip(0).tolist():
+        in_rows = where.row_index[bad]
+        for index in bad[in_rows.diff(prepend=torch.tensor([-1])) > 0].tolist():  # the first of each row
             row, position = int(where.row_index[index]), int(where.positions[index])
             problems[row] = f"{key} is {float(values[index])} at position {position}"
     refuse(problems, "log-probs")

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.arguments import one_of
+from corelm.arguments import invalid, one_of
 from corelm.kl.controllers import KLController, finite
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, read_pair
@@ -67,7 +67,8 @@ class KLComputation(TensorDictModuleBase):
 
     Args:
         estimator: `k1`, `k2`, `k3`, `abs`, `k1_st`, `k3_st`, or a function ``(gen, ref, mask) -> values`` of flat
-            tensors; see `corelm.kl.estimators`. A pair of estimator and use that is known to be biased warns once.
+            tensors, a value for each token; see `corelm.kl.estimators`. A pair of estimator and use that is known to be
+            biased warns once.
         coeff: a number, or a controller whose `value` is read at every call.
         detach: cut the gradient, of `kl_key` and of the reward. False is for a loss.
         add_to_reward: whether there is a reward to take from.
@@ -130,9 +131,12 @@ class KLComputation(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
         pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            kl = estimate(pair.gen, pair.ref, pair.mask)
-        kl = kl.detach() if self.detach else kl
+        kl = estimate(pair.gen, pair.ref, pair.mask)
+        if kl.shape != pair.mask.shape:
+            raise invalid(
+                "estimator", f"expected a value for each of {list(pair.mask.shape)} tokens, got {list(kl.shape)}"
+            )
+        kl = torch.where(pair.mask, kl.detach() if self.detach else kl, 0.0)
         out = place(tensordict)
         # Everything is computed before anything is written.
         reward = None

@@ -13,7 +13,7 @@ from corelm.checks import refuse
 from corelm.containers import PerToken
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.friendly import flat, rows
-from corelm.kl.values import Layout, listing, per_token
+from corelm.kl.values import Layout, listing
 from corelm.rows import Ragged
 
 
@@ -46,10 +46,10 @@ def penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Layou
         # Bare rows of different lengths: only a stack of rows holds such.
         reward = [row.get(key) for row in rows(td)]
     if isinstance(reward, PerToken):
-        given = reward.full
-        if isinstance(given, Tensor) and reward.padded:
-            return PerToken(full=_dense(given, key, penalty, layout), batch_size=reward.batch_size)
-        return per_token(torch.cat(_each(flat(given), key, penalty, layout)), layout.lengths, layout.batch)
+        given, less = reward.full, reward.clone(False)
+        dense = isinstance(given, Tensor) and reward.padded
+        less.full = _dense(given, key, penalty, layout) if dense else _each(flat(given), key, penalty, layout)
+        return less
     if isinstance(reward, list):
         return _each(reward, key, penalty, layout)
     if not isinstance(reward, Tensor):
@@ -103,4 +103,5 @@ def _each(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: Layout) 
 def _less(reward: Tensor, penalty: Tensor) -> Tensor:
     """A new tensor; rewards that are no floats become float32."""
     dtype = reward.dtype if reward.dtype.is_floating_point else penalty.dtype
-    return (reward.to(penalty.dtype) - penalty.reshape(reward.shape)).to(dtype)
+    finer = torch.promote_types(dtype, penalty.dtype)
+    return (reward.to(finer) - penalty.reshape(reward.shape)).to(dtype)

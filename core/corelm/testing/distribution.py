@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm import Backend
+from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, SURE, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
 
@@ -137,7 +138,12 @@ class DistributionPromises(ConformanceBase):
             mass = reshaped(reshaped(logprobs, **one).log(), **two)
             swapped = reshaped(reshaped(logprobs, **two).log(), **one)
             if float((mass - swapped).abs().sum()) > 0.2 and all(legal(backend, *each) for each in (one | two).items()):
-                self._assert_follows(backend, prompt, mass, **one, **two)
+                try:
+                    self._assert_follows(backend, prompt, mass, **one, **two)
+                except CapabilityError as error:
+                    # An engine that applies them in another order refuses the two together, which is a promise kept.
+                    assert error.capability in (first, then)
+                    not_applicable(f"{first} with {then}")
                 return
         not_applicable(f"a distribution for which {first} before {then} makes a difference")
 
