@@ -1,19 +1,25 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
+# make test-vllm and make test-sglang do the same with a real engine, each in an environment of its own.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PACKAGES := . plugins/transformers_backend
-METADATA := pyproject.toml plugins/transformers_backend/pyproject.toml tests/packages/toy_backend/pyproject.toml
+PACKAGES := . $(wildcard plugins/*)
+EDITABLE := $(addprefix --editable ,$(wildcard plugins/*) tests/packages/toy_backend)
+METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/toy_backend/pyproject.toml
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# The interpreter that was named, or a line that says what to type.
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit install wheels pins format clean
+.PHONY: help demo test lint types unit test-vllm test-sglang install wheels pins format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 21
 
 demo: install ## train a tiny model in seconds, chat with it, score the chat
 	$(BIN)/python examples/demo.py
@@ -31,6 +37,12 @@ types: install ## mypy, strict
 unit: install ## the tests, the README's and the docstrings' examples among them
 	$(BIN)/python -m pytest
 
+test-vllm: .venv-vllm/.installed ## the vLLM plugin on a real vLLM: it runs on a CPU, and takes minutes
+	.venv-vllm/bin/python -m pytest tests/engines/vllm
+
+test-sglang: .venv-sglang/.installed ## the SGLang plugin on a real SGLang server: it runs on a CPU, and takes minutes
+	.venv-sglang/bin/python -m pytest tests/engines/sglang
+
 format: install ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,22 +51,36 @@ wheels: install ## build what is published, into wheels/
 	rm -rf wheels
 	for package in $(PACKAGES); do $(BIN)/python -m build --no-isolation --outdir wheels $$package || exit 1; done
 
-pins: ## write down the versions that .venv holds
+pins: ## write down the versions that the environments hold
 	$(BIN)/python .ci/pins.py > constraints/cpu.new && mv constraints/cpu.new constraints/cpu.txt
+	for engine in vllm sglang; do \
+		.venv-$$engine/bin/python .ci/pins.py --all > constraints/$$engine.new && \
+		mv constraints/$$engine.new constraints/$$engine-cpu.txt || exit 1; done
 
 install: $(INSTALLED) ## set up .venv
 
 $(INSTALLED): constraints/cpu.txt $(METADATA)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
-		"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --requirement constraints/cpu.txt
 	$(BIN)/python -m pip install --no-build-isolation --constraint constraints/cpu.txt \
-		--editable ".[transformers,http,cli]" --editable plugins/transformers_backend \
-		--editable tests/packages/toy_backend
+		--editable ".[transformers,http,cli]" $(EDITABLE)
 	touch $@
 
-clean: ## remove what was built, and .venv
-	rm -rf $(VENV) wheels dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+# An engine asks for a torch and for GPU libraries that a CPU has no use for, so its requirements are not looked at: the
+# constraints name everything. prepare.py mends what the engine's own wheels lack on a CPU.
+.venv-%/.installed: constraints/%-cpu.txt $(METADATA) $(wildcard tests/engines/*/cpu/prepare.py)
+	@$(CHECK_PYTHON)
+	rm -rf .venv-$*
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install torch==2.13.0
+	.venv-$*/bin/python -m pip install --no-deps --requirement constraints/$*-cpu.txt
+	.venv-$*/bin/python -m pip install --no-deps --no-build-isolation --editable . $(EDITABLE)
+	if [ -f tests/engines/$*/cpu/prepare.py ]; then .venv-$*/bin/python tests/engines/$*/cpu/prepare.py; fi
+	touch $@
+
+clean: ## remove what was built, and the environments
+	rm -rf $(VENV) .venv-vllm .venv-sglang wheels dist build demo-output
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,13 +1,18 @@
-"""Print the pins of what is installed: core, its plugins and everything the tests need, closed under requirements.
+"""Print the pins of what is installed, to be run in an environment where the tests have just passed.
 
     .venv/bin/python .ci/pins.py > constraints/cpu.txt
+    .venv-vllm/bin/python .ci/pins.py --all > constraints/vllm-cpu.txt
 
-Run it in an environment where the tests have just passed. A pin that its release keeps from an older Python is left out
-there; what the project itself asks for is then any release that fits.
+Without `--all`: what core, its plugins and the tests ask for, closed under requirements. A pin that its release keeps
+from an older Python is left out there; what the project itself asks for is then any release that fits.
+
+With `--all`: everything, for an engine's environment, which is installed without looking at requirements. What engines
+ask for includes GPU libraries and a torch that has no CPU build.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -24,15 +29,19 @@ OLDEST = Version("3.10.0")
 EXTRAS = ("cli", "http")
 HEADER = """\
 # Everything that the tests of this environment were passed with: CPU, Python {0}. Written by .ci/pins.py.
-# It serves as a requirements file (make install) and as a constraints file (pip install -c).
 """
+PARTIAL = "# It serves as a requirements file (make install) and as a constraints file (pip install -c).\n"
+WHOLE = "# Install it with pip install --no-deps: the engine itself asks for more than it needs on a CPU.\n"
+#: Of the environment, not of the tests; or the project's own.
+NOT_PINNED = re.compile(r"pip|core|core-.*|corelm-.*")
 
 
 def direct() -> Iterator[Requirement]:
-    """What the project asks for by itself: dependencies, the extras that are tested, the plugin's, the dev tools."""
+    """What the project asks for by itself: dependencies, the extras that are tested, the plugins', the dev tools."""
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    plugin = tomllib.loads((ROOT / "plugins/transformers_backend/pyproject.toml").read_text())
-    lines = [*core["project"]["dependencies"], *plugin["project"]["dependencies"]]
+    lines = list(core["project"]["dependencies"])
+    for plugin in sorted(ROOT.glob("plugins/*/pyproject.toml")):
+        lines += tomllib.loads(plugin.read_text())["project"]["dependencies"]
     lines += [line for extra in EXTRAS for line in core["project"]["optional-dependencies"][extra]]
     lines += [line for group in core["dependency-groups"].values() for line in group if isinstance(line, str)]
     yield from (requirement for requirement in map(Requirement, lines) if requirement.name != "core")
@@ -67,6 +76,12 @@ def pins() -> Iterator[str]:
                 yield f'{name}; python_version < "3.11"'
 
 
+def everything() -> Iterator[str]:
+    found = {canonicalize_name(each.name): Version(each.version).public for each in metadata.distributions()}
+    yield from (f"{name}=={found[name]}" for name in sorted(found) if not NOT_PINNED.fullmatch(name))
+
+
 if __name__ == "__main__":
-    print(HEADER.format("{}.{}".format(*sys.version_info)), end="")
-    print(*pins(), sep="\n")
+    whole = sys.argv[1:] == ["--all"]
+    print(HEADER.format("{}.{}".format(*sys.version_info)), end=WHOLE if whole else PARTIAL)
+    print(*(everything() if whole else pins()), sep="\n")

@@ -1,4 +1,4 @@
-"""What is published: the built files of core and of the plugin are opened and read."""
+"""What is published: the built files of core and of its plugins are opened and read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from packaging.utils import canonicalize_name
 import corelm
 
 ROOT = Path(__file__).parent.parent
-PLUGIN = ROOT / "plugins/transformers_backend"
+#: Each plugin's import name, with its class and the engine that its extra `engine` brings.
+PLUGINS = {
+    "transformers_backend": ("TransformersBackend", None),
+    "vllm_backend": ("VLLMBackend", "vllm"),
+    "sglang_backend": ("SGLangBackend", "sglang"),
+}
 BACKEND_EXTRAS = {
     "transformers": "core-transformers-backend",
     "vllm": "core-vllm-backend[engine]",
@@ -28,9 +33,9 @@ BACKEND_EXTRAS = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel of both distributions."""
+    """A folder with the sdist and the wheel of every distribution."""
     folder = tmp_path_factory.mktemp("built")
-    for source in (ROOT, PLUGIN):
+    for source in (ROOT, *(ROOT / "plugins" / plugin for plugin in PLUGINS)):
         command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel"]
         subprocess.run(command, cwd=source, check=True, capture_output=True)
     return folder
@@ -71,17 +76,26 @@ def test_the_wheel_of_core_holds_the_package_alone(built):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_wheel_of_the_plugin_holds_the_plugin_alone(built):
-    with wheel(built, "core_transformers_backend") as file:
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_wheel_of_a_plugin_holds_the_plugin_alone(built, plugin):
+    name, (cls, _) = plugin.removesuffix("_backend"), PLUGINS[plugin]
+    with wheel(built, f"core_{plugin}") as file:
         names = file.namelist()
         (path,) = [name for name in names if name.endswith("entry_points.txt")]
         points = configparser.ConfigParser()
         points.read_string(file.read(path).decode())
-    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {"transformers_backend"}
+    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {plugin}
+    assert f"{plugin}/py.typed" in names
+    sources = {path.relative_to(ROOT / "plugins" / plugin / "src").as_posix() for path in modules_of(plugin)}
+    assert sources and sources <= set(names)
     assert {section: dict(points[section]) for section in points.sections()} == {
-        "corelm.backends": {"transformers": "transformers_backend:TransformersBackend"},
-        "corelm.engines": {"transformers": "transformers"},
+        "corelm.backends": {name: f"{plugin}:{cls}"},
+        "corelm.engines": {name: name},
     }
+
+
+def modules_of(plugin: str) -> list[Path]:
+    return list((ROOT / "plugins" / plugin / "src").rglob("*.py"))
 
 
 def test_the_extras_of_core_are_plain_requirements(built):
@@ -102,16 +116,24 @@ def test_core_asks_for_no_engine(built):
     assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity"}
 
 
-def test_the_plugin_fits_this_core(built):
-    requirements = [
-        Requirement(line) for line in metadata_of(built, "core_transformers_backend").get_all("Requires-Dist")
-    ]
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
+    metadata, engine = metadata_of(built, f"core_{plugin}"), PLUGINS[plugin][1]
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     (core,) = [r for r in requirements if r.name == "core"]
     assert core.specifier.contains(corelm.__version__)
     assert all(requirement.url is None for requirement in requirements)
+    # Without the extra no engine comes along: a server elsewhere needs none here.
+    brought = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "engine"})}
+    assert brought == ({engine} if engine else set())
+    assert (metadata.get_all("Provides-Extra") or []) == (["engine"] if engine else [])
+    if engine:
+        assert core.extras == {"http"}
+        # What `pip install "core[vllm]"` resolves to: the extra of core names this distribution, with its engine.
+        assert Requirement(BACKEND_EXTRAS[engine]) == Requirement(f"{metadata['Name']}[engine]")
 
 
-@pytest.mark.parametrize("name", ["core", "core_transformers_backend"])
+@pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
 def test_the_metadata_says_which_python_and_which_licence(built, name):
     metadata = metadata_of(built, name)
     assert metadata["Requires-Python"] == ">=3.10"
@@ -119,15 +141,17 @@ def test_the_metadata_says_which_python_and_which_licence(built, name):
     assert metadata["Version"] == corelm.__version__
 
 
-def pins() -> dict[str, Requirement]:
-    lines = [line for line in (ROOT / "constraints/cpu.txt").read_text().splitlines() if not line.startswith("#")]
+def pins(name: str = "cpu.txt") -> dict[str, Requirement]:
+    lines = [line for line in (ROOT / "constraints" / name).read_text().splitlines() if not line.startswith("#")]
     return {r.name: r for r in map(Requirement, lines) if r.specifier}
 
 
 def test_everything_asked_for_is_pinned_and_the_pin_fits():
     tomllib = pytest.importorskip("tomllib")
-    core, plugin = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (ROOT, PLUGIN))
-    lines = [*core["project"]["dependencies"], *plugin["project"]["dependencies"]]
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = list(core["project"]["dependencies"])
+    for plugin in PLUGINS:
+        lines += tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text())["project"]["dependencies"]
     lines += [line for extra in ("cli", "http") for line in core["project"]["optional-dependencies"][extra]]
     lines += [line for group in core["dependency-groups"].values() for line in group if isinstance(line, str)]
     asked = [requirement for requirement in map(Requirement, lines) if requirement.name != "core"]
@@ -137,15 +161,20 @@ def test_everything_asked_for_is_pinned_and_the_pin_fits():
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), f"{requirement}: pinned {pin}"
 
 
-def test_no_pin_has_a_local_version_or_an_address():
-    assert str(pins()["torch"].specifier) == "==2.13.0"
-    for requirement in pins().values():
+@pytest.mark.parametrize("name", ["cpu.txt", "vllm-cpu.txt", "sglang-cpu.txt"])
+def test_no_pin_has_a_local_version_or_an_address(name):
+    pinned = pins(name)
+    assert str(pinned["torch"].specifier) == "==2.13.0"
+    for requirement in pinned.values():
         assert requirement.url is None and "+" not in str(requirement.specifier)
+    # What every environment shares is the same in all of them, so that a test means the same in all.
+    for shared in ("torch", "tensordict", "pluggy", "httpx"):
+        assert str(pinned[shared].specifier) == str(pins()[shared].specifier)
 
 
 @pytest.mark.parametrize(
     "path",
-    ["pyproject.toml", "plugins/transformers_backend/pyproject.toml", "Makefile", ".ci/run", "constraints/cpu.txt"],
+    ["pyproject.toml", *(f"plugins/{plugin}/pyproject.toml" for plugin in PLUGINS), "Makefile", ".ci/run"],
 )
 def test_nothing_names_a_package_index(path):
     text = (ROOT / path).read_text()

@@ -1,0 +1,92 @@
+"""A real vLLM server for tests: a process of its own on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+#: Seconds until a server must have come up. It takes about 30 where two processors are shared.
+PATIENCE = 300.0
+
+
+class VLLMServer:
+    """``with VLLMServer(folder, log) as server:`` serves the model in `folder` at ``server.url`` with the key
+    ``server.key``, under the settings of this folder's conftest.
+
+    Args:
+        log: the file its output goes to. development: with the routes that change weights.
+        arguments: more of vLLM's own.
+    """
+
+    def __init__(self, folder: Path, log: Path, *arguments: str, development: bool = True) -> None:
+        self.key = secrets.token_urlsafe(16)
+        self._log = log
+        self._port = _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(folder), "--host", "127.0.0.1", "--port", str(self._port)),
+            *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 26)),
+            *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
+            *arguments,
+        ]
+        # The key goes where `ps` does not show it.
+        self._environment = {**os.environ, "VLLM_API_KEY": self.key, "VLLM_SERVER_DEV_MODE": str(int(development))}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> VLLMServer:
+        self.start()
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_until_ready(self) -> None:
+        assert self._process is not None
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+                    return
+            try:
+                code = self._process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            raise RuntimeError(f"the server ended with {code}:\n{self._tail()}")
+        self.kill()
+        raise RuntimeError(f"the server did not come up within {PATIENCE:g} s:\n{self._tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL to the server and every process it started; none is left afterwards."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+
+def _free_port() -> int:
+    """One below those that the system gives to outgoing connections: it could give one away before the server is up."""
+    while True:
+        port = secrets.choice(range(15000, 32000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,56 @@
+"""vLLM in this process keeps every promise; the oracle is a plain float32 forward pass in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import oracle as plain
+from corelm import Backend
+from corelm.testing import BackendConformance
+from tiny_models import tiny_model
+
+
+class InProcess(BackendConformance):
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return plain.logprobs(MODEL, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+    def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
+        other = tiny_model(hidden_size=128, seed=1)
+        return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
+
+    def test_scores_do_not_feel_the_sampling_beside_them(self, backend: Backend) -> None:
+        # vLLM samples a token after every scored row, in one batch with these.
+        rows = self.rows(backend, *range(2, 26))
+        with ThreadPoolExecutor(1) as pool:
+            sampling = {"max_new_tokens": 64, "ignore_eos": True, "top_p": 0.5, "temperature": 0.5}
+            answers = pool.submit(backend.generate, rows, sampling, logprobs="none")
+            while not answers.done():
+                self.assert_true_scores(rows, backend.score_logprobs(rows))
+
+
+class TestVLLM(InProcess):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[..., Backend]:
+        return open_vllm
+
+
+class TestProcessed(InProcess):
+    """With the other kind of log-probs."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:
+        return lambda: open_vllm(logprobs_mode="processed_logprobs")
+
+
+#: The oracle's own copy of the model.
+MODEL: nn.Module = tiny_model(hidden_size=128)

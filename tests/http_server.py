@@ -1,0 +1,176 @@
+"""`FaultServer`: a small real HTTP server on a thread of this process, which misbehaves as it is told.
+
+A reply is a function that writes to the connection. `json_reply` is a good one; `truncated`, `reset`, `hang` are not.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+#: Seconds after which a test that waits for the server has failed.
+PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: Any
+
+
+Reply = Callable[["_Handler"], None]
+
+
+def json_reply(payload: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    return raw(json.dumps(payload).encode(), status, headers)
+
+
+def raw(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    def write(handler: _Handler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return write
+
+
+def truncated(payload: Any) -> Reply:
+    """Half of the body that was announced, then the end of the connection."""
+    body = json.dumps(payload).encode()
+
+    def write(handler: _Handler) -> None:
+        raw(body[: len(body) // 2], headers={"Content-Length": str(len(body))})(handler)
+        handler.close_connection = True
+
+    return write
+
+
+def reset() -> Reply:
+    """The connection is torn down without a word."""
+
+    def write(handler: _Handler) -> None:
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        handler.connection.close()
+        handler.close_connection = True
+
+    return write
+
+
+def hang() -> Reply:
+    """Nothing at all, until the client gives up (which is counted) or the server stops."""
+
+    def write(handler: _Handler) -> None:
+        handler.close_connection = True
+        if handler.faults.waits_for_client(handler.connection):
+            handler.faults.note(given_up=1)
+
+    return write
+
+
+def held(reply: Reply, gate: threading.Event) -> Reply:
+    """`reply`, once the gate is open."""
+
+    def write(handler: _Handler) -> None:
+        assert gate.wait(PATIENCE)
+        reply(handler)
+
+    return write
+
+
+class FaultServer:
+    """Answers with what `answer(request)` returns, but first with the `first` replies, one a request, in turn.
+
+    Attributes:
+        requests: all that came, in order. in_flight, peak: how many are being answered now, and were at most.
+        given_up: how many requests that hang were given up by the client.
+    """
+
+    def __init__(self, answer: Callable[[Request], Reply], *first: Reply, port: int = 0) -> None:
+        self.answer = answer
+        self.first = list(first)
+        self.requests: list[Request] = []
+        self.in_flight = self.peak = self.given_up = 0
+        self._changed = threading.Condition()
+        self._stop, self._stopped = socket.socketpair()
+        handler = type("Handler", (_Handler,), {"faults": self})
+        self._server = _Server(("127.0.0.1", port), handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), name="fault-server")
+        self._thread.start()
+
+    def __enter__(self) -> FaultServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.close()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._stopped.close()
+
+    def paths(self) -> list[str]:
+        return [request.path for request in self.requests]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE), "the server never saw it"
+
+    def note(self, **counts: int) -> None:
+        with self._changed:
+            for name, more in counts.items():
+                setattr(self, name, getattr(self, name) + more)
+            self.peak = max(self.peak, self.in_flight)
+            self._changed.notify_all()
+
+    def waits_for_client(self, connection: socket.socket) -> bool:
+        """Until the client closes the connection: True; or the server stops: False."""
+        ready, _, _ = select.select([connection, self._stopped], [], [])
+        return self._stopped not in ready
+
+    @contextmanager
+    def serving(self, request: Request) -> Iterator[Reply]:
+        with self._changed:
+            self.requests.append(request)
+            reply = self.first.pop(0) if self.first else None
+        self.note(in_flight=1)
+        try:
+            yield reply or self.answer(request)
+        finally:
+            self.note(in_flight=-1)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is what these tests are about; nothing to print."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    faults: FaultServer
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = Request(self.command, self.path, dict(self.headers), json.loads(body) if body else None)
+        with self.faults.serving(request) as reply:
+            reply(self)
+
+    do_GET = do_POST = _serve
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,80 @@
+"""Sampling parameters under vLLM's names; the combinations that vLLM would change are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from corelm import SamplingParams
+from corelm.errors import CapabilityError, InvalidRequestError
+from vllm_backend.sampling import HONOURED, parameters
+
+
+def under_vllms_names(**sampling: Any) -> dict[str, Any]:
+    return parameters(SamplingParams(**sampling), frozenset({9, 2}), 12, 5)
+
+
+def test_everything_is_said_since_a_server_has_defaults_of_its_own() -> None:
+    assert under_vllms_names() == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
+        "max_tokens": 12,
+        "stop": [],
+        "stop_token_ids": [2, 9],
+        "ignore_eos": True,
+        "skip_special_tokens": True,
+        "seed": 5,
+    }
+
+
+def test_what_is_asked_for_is_what_is_sent() -> None:
+    asked = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "stop": ["\n"],
+        "skip_special_tokens": False,
+    }
+    assert under_vllms_names(**asked, min_new_tokens=3).items() >= (asked | {"min_tokens": 3}).items()
+    assert under_vllms_names(min_p=0.1, top_k=5)["min_p"] == 0.1
+    assert under_vllms_names(engine_kwargs={"logit_bias": {3: 1.0}})["logit_bias"] == {3: 1.0}
+
+
+def test_nothing_is_drawn_at_temperature_0() -> None:
+    assert under_vllms_names(temperature=0.0)["seed"] is None
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.00999])
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"0\.01") as caught:
+        under_vllms_names(temperature=temperature)
+    assert caught.value.field == "temperature"
+    assert under_vllms_names(temperature=0.01)["temperature"] == 0.01
+
+
+def test_min_p_and_top_p_together_are_refused() -> None:
+    with pytest.raises(CapabilityError, match="top_p first") as caught:
+        under_vllms_names(min_p=0.1, top_p=0.9)
+    assert caught.value.capability == "min_p"
+
+
+@pytest.mark.parametrize("name", ["temperature", "n", "max_tokens", "min_tokens", "seed", "logprobs", "stream"])
+def test_engine_kwargs_say_nothing_again(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        under_vllms_names(engine_kwargs={name: 1})
+    assert caught.value.field == "engine_kwargs"
+
+
+def test_the_ranges_are_vllms() -> None:
+    spans = {name: span for name, span in HONOURED.items() if span is not None}
+    assert spans == {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
