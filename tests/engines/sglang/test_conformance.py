@@ -1,0 +1,59 @@
+"""The sglang backend keeps every promise, on a server of its own and on one behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+import oracle as plain
+from corelm import Backend
+from corelm.testing import BackendConformance
+from tiny_models import tiny_model
+
+MODEL: nn.Module = tiny_model()
+OTHER: nn.Module = tiny_model(seed=1)
+
+
+class _SGLang(BackendConformance):
+    # Every draw is a request of its own, on a server that shares two cores with the tests.
+    draws = 500
+
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return plain.logprobs(MODEL, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+
+class TestLaunched(_SGLang):
+    """Launches a server for each backend it opens; log-probs are divided by the temperature."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, launch: Callable[[], Backend], other_folder: Path) -> Callable[[], Backend]:
+        cls.other_folder = other_folder
+        return launch
+
+    def new_weights(self) -> tuple[Path, Callable[[list[int], float], Tensor]]:
+        return self.other_folder, lambda ids, temperature: plain.logprobs(OTHER, ids, temperature)
+
+
+class TestBehindURL(_SGLang):
+    """Connects to a server that is there; log-probs are the model's own. It is shared, and keeps its weights."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, original: Backend, connect: Callable[[Backend], Backend]) -> Callable[[], Backend]:
+        return lambda: connect(original)
+
+
+class TestHonouringSeeds(_SGLang):
+    """Connects to a server that was started so that it honours seeds."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, seeded: Backend, connect: Callable[[Backend], Backend]) -> Callable[[], Backend]:
+        return lambda: connect(seeded)

@@ -1,0 +1,148 @@
+"""What a caller cannot do to a real server, what it says of itself, and its limits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import oracle
+from corelm import Backend, LLMPolicy
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from tiny_models import CONTEXT, VOCAB, random_rows
+
+# What it is found to do -----------------------------------------------------------------------------------------------
+
+
+def test_habits_are_found_out(shared: Backend, original: Backend, seeded: Backend):
+    modes = [backend.capabilities.generation_modes for backend in (shared, original, seeded)]
+    assert modes == [{"scaled"}, {"raw"}, {"scaled"}]
+    assert [b.capabilities.per_answer_seeds for b in (shared, original, seeded)] == [False, False, True]
+    assert [("min_p" in b.capabilities.sampling) for b in (shared, original, seeded)] == [True, True, False]
+
+
+def test_the_same_seed_gives_the_same_answer_in_any_company(seeded: Backend):
+    prompts = random_rows(3, 70, 9)
+    sampling = {"max_new_tokens": 12, "num_samples": 3, "ignore_eos": True}
+    together = seeded.generate(prompts, {**sampling, "seed": 5})
+    alone = seeded.generate(prompts[:1], {**sampling, "seed": 5})
+    assert together.ids.tolist()[:3] == alone.ids.tolist()
+    assert len(set(map(tuple, alone.ids.tolist()))) == 3
+    assert seeded.generate(prompts, {**sampling, "seed": 6}).ids.tolist() != together.ids.tolist()
+
+
+def test_the_longest_row_is_served_whole(shared: Backend, original: Backend, model):
+    # SGLang keeps 7 tokens free, of the model's context or of a longer one that it was told.
+    for backend, context in ((shared, CONTEXT - 7), (original, CONTEXT)):
+        assert backend.capabilities.max_context == context
+        (row,) = random_rows(context)
+        scores = backend.score_logprobs([row]).logprobs.values
+        torch.testing.assert_close(scores, oracle.logprobs(model, row), atol=1e-4, rtol=0)
+        for length in (1, 250, context - 1):
+            batch = backend.generate([row[:length]], {"max_new_tokens": context - length, "ignore_eos": True})
+            assert batch.ids.lengths.tolist() == [context - length]
+
+
+# What it survives -----------------------------------------------------------------------------------------------------
+
+GOOD = [5, 17, 300]
+#: What of the row or the sampling is at fault, and whose error that is. A server that gets these itself ends, hangs its
+#: clients, or refuses.
+BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
+    "id-of-the-vocabularys-size": ([5, VOCAB], {}, "prompts"),
+    "id-far-too-large": ([5, 2**40], {}, "prompts"),
+    "negative-id": ([5, -1], {}, "prompts"),
+    "no-ids": ([], {}, "prompts"),
+    "over-the-context": ([5] * 600, {}, "prompts"),
+    "answer-over-the-context": (GOOD, {"max_new_tokens": 510}, "prompts"),
+    "temperature-nan": (GOOD, {"temperature": math.nan}, "temperature"),
+    "temperature-infinite": (GOOD, {"temperature": math.inf}, "temperature"),
+    "temperature-negative": (GOOD, {"temperature": -1.0}, "temperature"),
+    "temperature-almost-0": (GOOD, {"temperature": 1e-9}, "temperature"),
+    "top-p-nan": (GOOD, {"top_p": math.nan}, "top_p"),
+    "top-p-0": (GOOD, {"top_p": 0.0}, "top_p"),
+    "min-p-over-1": (GOOD, {"min_p": 1.5}, "min_p"),
+    "presence-penalty-nan": (GOOD, {"presence_penalty": math.nan}, "presence_penalty"),
+    "presence-penalty-too-large": (GOOD, {"presence_penalty": 3.0}, "presence_penalty"),
+    "stop-id-outside-the-vocabulary": (GOOD, {"stop_token_ids": [VOCAB], "min_new_tokens": 1}, "stop_token_ids"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_request_is_refused_and_the_server_lives(shared: Backend, fault: str):
+    row, sampling, field = BAD[fault]
+    with pytest.raises(InvalidRequestError) as caught:
+        shared.generate([GOOD, row], {"max_new_tokens": 2, **sampling}, logprobs="none")
+    assert caught.value.field == field
+    _serves(shared)
+
+
+@pytest.mark.parametrize("fault", [name for name, (_, sampling, _) in BAD.items() if not sampling])
+def test_the_rows_beside_a_bad_one_are_served(shared: Backend, fault: str, model):
+    row = BAD[fault][0]
+    batch = shared.generate([GOOD, row, GOOD], {"max_new_tokens": 2, "temperature": 0}, on_error="skip")
+    assert batch.finish_reasons == ("length", "error", "length") and batch.errors[1]
+    answer = batch.ids.tolist()[0]
+    torch.testing.assert_close(
+        batch.logprobs.split()[0], oracle.answer_logprobs(model, GOOD, answer), atol=1e-4, rtol=0
+    )
+    scores = shared.score_logprobs([GOOD, row, GOOD], on_error="skip")
+    assert [bool(error) for error in scores.errors] == [False, True, False]
+    torch.testing.assert_close(scores.logprobs.split()[2], oracle.logprobs(model, GOOD), atol=1e-4, rtol=0)
+    _serves(shared)
+
+
+def test_an_empty_text_is_refused(shared: Backend):
+    policy = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 2})
+    with pytest.raises(CoreLMError, match="row 1"):
+        policy(TensorDict(text=["Who?", ""]))
+    _serves(shared)
+
+
+def test_a_number_that_its_scheduler_cannot_hold_is_harmless(shared: Backend):
+    batch = shared.generate([GOOD], {"max_new_tokens": 2, "top_k": 2**40, "ignore_eos": True}, logprobs="none")
+    assert batch.ids.lengths.tolist() == [2]
+    batch = shared.generate([GOOD], {"max_new_tokens": None, "min_new_tokens": 2**40}, logprobs="none")
+    assert batch.ids.lengths.tolist() == [502]
+    _serves(shared)
+
+
+def test_an_unknown_option_of_the_engine_is_refused_by_the_server(shared: Backend):
+    with pytest.raises(EngineError, match="no_such_option"):
+        shared.generate([GOOD], {"max_new_tokens": 2, "engine_kwargs": {"no_such_option": 1}}, logprobs="none")
+    batch = shared.generate([GOOD], {"max_new_tokens": 4, "engine_kwargs": {"regex": "[ab]{3}"}}, logprobs="none")
+    assert set(shared.detokenize(batch.ids)[0]) <= {"a", "b"}
+    _serves(shared)
+
+
+# What it does not do --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode"),
+    [
+        ({"temperature": 0.7}, "raw"),
+        ({"temperature": 0.7, "top_p": 0.9}, "processed"),
+        ({"presence_penalty": 1.0}, "raw"),
+        ({"min_new_tokens": 2}, "raw"),
+        ({"temperature": 0.7, "presence_penalty": 1.0}, "processed"),
+    ],
+)
+def test_log_probs_that_are_neither_are_refused(shared: Backend, sampling, mode):
+    with pytest.raises(CapabilityError) as caught:
+        shared.generate([GOOD], {"max_new_tokens": 2, **sampling}, logprobs=mode)
+    assert caught.value.capability == "generation_modes"
+
+
+def test_scores_at_another_temperature_are_refused(shared: Backend):
+    with pytest.raises(CapabilityError):
+        shared.score_logprobs([GOOD], temperature=0.7)
+
+
+def _serves(backend: Backend) -> None:
+    assert backend.health()
+    batch = backend.generate([GOOD], {"max_new_tokens": 1}, logprobs="none")
+    assert batch.ids.lengths.tolist() == [1]

@@ -1,0 +1,74 @@
+"""New weights on a real server: all or none, no number from a cache of the old ones, no row under a wrong name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import oracle
+from corelm import Backend
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from tiny_models import random_rows, tiny_model
+
+ROWS = random_rows(5, 120)
+
+
+@pytest.fixture(scope="module")
+def own(launch: Callable[[], Backend]) -> Iterator[Backend]:
+    """A server for this file alone. Tests leave it with the weights of `model`."""
+    with launch() as backend:
+        yield backend
+
+
+def agrees(backend: Backend, model: PreTrainedModel) -> bool:
+    scores = backend.score_logprobs(ROWS).logprobs.split()
+    answers = backend.generate(ROWS, {"max_new_tokens": 4, "ignore_eos": True})
+    expected = [oracle.answer_logprobs(model, row, ids) for row, ids in zip(ROWS, answers.ids.tolist(), strict=True)]
+    pairs = [*zip(scores, (oracle.logprobs(model, row) for row in ROWS), strict=True)]
+    pairs += zip(answers.logprobs.split(), expected, strict=True)
+    return all(torch.allclose(found, right, atol=1e-4, rtol=0) for found, right in pairs)
+
+
+def test_weights_from_a_path_and_back_from_a_state_dict(own, model, other_model, other_folder):
+    assert agrees(own, model) and not agrees(own, other_model)
+    assert own.update_weights(other_folder, version="other") == "other"
+    assert agrees(own, other_model)
+    assert own.score_logprobs(ROWS).weight_versions == ("other", "other")
+    own.update_weights(model.state_dict())
+    assert agrees(own, model) and own.weight_version == "other+1"
+
+
+def test_weights_that_do_not_fit_change_nothing(own, model, tmp_path):
+    before = own.weight_version
+    state = tiny_model(seed=1).state_dict()
+    missing = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
+    reshaped = {**state, "model.norm.weight": torch.zeros(3)}
+    for wrong in (missing, reshaped, {**state, "no.such.name": torch.zeros(3)}, {}):
+        with pytest.raises(InvalidRequestError) as caught:
+            own.update_weights(wrong)
+        assert caught.value.field == "state_dict"
+    tiny_model(hidden_size=32).save_pretrained(tmp_path / "narrow")
+    for path in (tmp_path / "narrow", tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InvalidRequestError) as caught:
+            own.update_weights(path)
+        assert caught.value.field == "path"
+    assert own.weight_version == before and agrees(own, model) and own.health()
+
+
+def test_rows_of_weights_that_somebody_else_has_loaded_are_errors(
+    own: Backend, connect: Callable[[Backend], Backend], model: PreTrainedModel, folder: Path, other_folder: Path
+):
+    stranger = connect(own)
+    with pytest.raises(CapabilityError):
+        stranger.update_weights(model.state_dict())
+    stranger.update_weights(other_folder, version="a stranger's")
+    with pytest.raises(EngineError, match="a stranger's"):
+        own.generate(ROWS, {"max_new_tokens": 2})
+    batch = own.score_logprobs(ROWS, on_error="skip")
+    assert all("a stranger's" in error for error in batch.errors) and not batch.scored.values.any()
+    own.update_weights(folder)
+    assert agrees(own, model)

@@ -1,0 +1,147 @@
+"""What a server is found to do, by asking and by trying; and what has to be said where neither helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import corelm
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from http_server import json_reply
+from sglang_backend.launch import command_line
+from tiny_models import VOCAB, tiny_tokenizer
+
+RESHAPING = {"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"}
+
+
+def test_capabilities_come_from_the_server_and_its_models_files(backend):
+    found = backend.capabilities
+    assert (found.vocab_size, found.max_context, found.eos_token_ids) == (VOCAB, 64, {2})
+    assert (found.generation_modes, found.per_answer_seeds) == ({"scaled"}, False)
+    assert found.score and found.concurrent_calls and found.abort and found.update_weights
+    assert not (found.score_temperature or found.logits or found.gradients or found.empty_prompt)
+    assert "repetition_penalty" not in found.sampling and found.sampling["presence_penalty"] == (-2.0, 2.0)
+    assert backend.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_a_server_that_returns_the_models_own_log_probs_is_found_out(fake, connect):
+    fake.scaled = False
+    found = connect().capabilities
+    assert found.generation_modes == {"raw"}
+    # Such a server reshapes first, so its numbers would be raw in name only.
+    assert not RESHAPING & set(found.sampling) and {"temperature", "top_p", "min_p", "stop"} <= set(found.sampling)
+
+
+def test_a_server_whose_log_probs_are_something_else_offers_none(fake, connect, caplog):
+    def halve(answer):
+        for entry in answer["meta_info"]["output_token_logprobs"]:
+            entry[0] /= 2
+
+    fake.spoil = halve
+    backend = connect()
+    assert backend.capabilities.generation_modes == frozenset() and "not clearly raw or scaled" in caplog.text
+    with pytest.raises(CapabilityError):
+        backend.generate([[5]], {"max_new_tokens": 1})
+    assert backend.generate([[5]], {"max_new_tokens": 1}, logprobs="none").logprobs is None
+
+
+def test_a_flat_model_leaves_nothing_to_tell_apart(fake, connect):
+    fake.logits = torch.zeros(VOCAB, VOCAB)
+    assert connect().capabilities.generation_modes == frozenset()
+
+
+def test_16_bit_numbers_are_near_enough(fake, connect):
+    def rounded(answer):
+        for entry in answer["meta_info"]["output_token_logprobs"]:
+            entry[0] = float(torch.tensor(entry[0]).bfloat16())
+
+    fake.spoil = rounded
+    assert connect().capabilities.generation_modes == {"scaled"}
+
+
+def test_a_server_that_honours_seeds_is_found_out(fake, connect):
+    fake.seeds = True
+    backend = connect()
+    assert backend.capabilities.per_answer_seeds
+    # Its sampler asserts that there is no min_p beside a seed.
+    assert "min_p" not in backend.capabilities.sampling
+    sampling = {"max_new_tokens": 8, "seed": 3}
+    first, again = (backend.generate([[5], [5]], sampling).ids.tolist() for _ in range(2))
+    assert first == again and first[0] != first[1]
+
+
+def test_a_server_without_a_tokenizer_looks_for_no_stop_string(fake, connect):
+    fake.settings["skip_tokenizer_init"] = True
+    assert not {"stop", "min_new_tokens"} & set(connect().capabilities.sampling)
+
+
+def test_what_is_given_is_not_asked_for(fake, connect):
+    fake.about |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
+    fake.settings = {"model_path": "/nowhere/at-all"}
+    backend = connect(tokenizer=tiny_tokenizer(), vocab_size=VOCAB, max_context=32, eos_token_ids=[2, 7])
+    found = backend.capabilities
+    assert (found.vocab_size, found.max_context, found.eos_token_ids) == (VOCAB, 32, {2, 7})
+
+
+@pytest.mark.parametrize("left_out", ["tokenizer", "vocab_size", "max_context"])
+def test_what_can_neither_be_asked_nor_read_has_to_be_passed(fake, connect, left_out):
+    fake.about |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
+    fake.settings = {"model_path": "/nowhere/at-all"}
+    options = {"tokenizer": tiny_tokenizer(), "vocab_size": VOCAB, "max_context": 32}
+    del options[left_out]
+    with pytest.raises(InvalidRequestError, match=f"pass {left_out}=") as caught:
+        connect(**options)
+    assert caught.value.field == left_out
+
+
+def test_the_models_eos_are_those_of_all_its_files(fake, connect, folder, tmp_path):
+    import json
+    import shutil
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [2, 9]}))
+    fake.about["model_path"] = fake.settings["model_path"] = str(copy)
+    assert connect().capabilities.eos_token_ids == {2, 9}
+
+
+def test_another_kind_of_server_is_none(fake, connect):
+    fake.about["is_generation"] = False
+    with pytest.raises(EngineError, match="no SGLang server"):
+        connect()
+    fake.fault = lambda request: json_reply(["not an object"])
+    with pytest.raises(EngineError, match="SGLang"):
+        connect()
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "model"),
+        ({"model": object()}, "model"),
+        ({"model": "m", "base_url": "http://127.0.0.1:1"}, "model"),
+        ({"base_url": "http://127.0.0.1:1", "tp_size": 2}, "tp_size"),
+        ({"base_url": "http://127.0.0.1:1", "env": {}}, "env"),
+        ({"base_url": "http://127.0.0.1:1", "startup_timeout": 5.0}, "startup_timeout"),
+        ({"base_url": "http://127.0.0.1:1", "progress": False}, "progress"),
+        ({"model": "m", "api_key": "k"}, "api_key"),
+        ({"model": "m", "headers": {}}, "headers"),
+        ({"model": "m", "port": 5}, "port"),
+        ({"model": "m", "config": "file.yaml"}, "config"),
+        ({"tp_size": 2}, "tp_size"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        corelm.get_backend("sglang", **options)
+    assert caught.value.field == field
+
+
+def test_arguments_in_pythons_spelling_are_the_command_lines():
+    given = {"mem_fraction_static": 0.3, "disable_radix_cache": True, "enable_x": False, "revision": None}
+    assert command_line(given) == ["--mem-fraction-static", "0.3", "--disable-radix-cache"]
+    assert command_line({"sizes": [1, 2]}) == ["--sizes", "1", "2"]
+    assert command_line({"override": {"a": 1}}) == ["--override", '{"a": 1}']
