@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,26 +13,25 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from corelm import arguments, checks
-from corelm.calls import HookCaller, ordinary_tensors
+from corelm.calls import HookCaller
 from corelm.capabilities import Capabilities
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.messages import (
     AbortRequest,
     CloseRequest,
     ContainerRequest,
-    GenerateRequest,
     GenerationBatch,
     HealthRequest,
     ScoreBatch,
-    ScoreRequest,
     TokenBatch,
     TokenizeRequest,
     WeightUpdate,
 )
+from corelm.prepared import prepare_generation, prepare_scoring
 from corelm.provenance import Provenance
 from corelm.registry import check_options, load_backend, open_error
 from corelm.sampling import SamplingParams, answer_seeds
-from corelm.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
+from corelm.skipping import OnError
 
 
 def get_backend(
@@ -179,7 +177,6 @@ class Backend:
         rows = arguments.rows_of_ids(ids, "ids").tolist()
         return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
-    @ordinary_tensors()
     def generate(
         self,
         prompts: Any,
@@ -207,52 +204,18 @@ class Backend:
             CapabilityError: something the engine does not do.
             EngineError, BackendTimeoutError, BackendClosedError: as they say.
         """
-        self._hooks.require_open()
-        sampling = SamplingParams.make(sampling)
-        prompts = arguments.rows_of_ids(prompts, "prompts")
-        capabilities = self.capabilities
-        checks.sampling_is_honoured(sampling, capabilities, self.name)
-        self._stops_can_match(sampling)
-        mode = checks.generation_mode(logprobs, sampling, capabilities, self.name)
-        samples = sampling.num_samples or 1
-        seeds = self._seeds(sampling, len(prompts), seeds)
-        problems = {**checks.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
-        good = admitted(problems, len(prompts), on_error, "prompts")
-        answers = (good[:, None] * samples + torch.arange(samples)).flatten()
-        names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
-        prompts = prompts.select(good)
-        if not capabilities.native_samples:
-            prompts = prompts.repeat(samples)
-            sampling = SamplingParams.make(sampling, num_samples=None)
-        request = GenerateRequest(
-            prompts=prompts,
-            sampling=sampling,
-            logprobs=mode,
-            seeds=None if seeds is None else seeds[answers],
-            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids),
-            request_ids=tuple(names[row] for row in (good if capabilities.native_samples else answers).tolist()),
-            timeout=self._limit(timeout),
-        )
+        return prepare_generation(
+            self,
+            prompts,
+            sampling,
+            logprobs=logprobs,
+            seeds=seeds,
+            request_ids=request_ids,
+            timeout=timeout,
+            on_error=on_error,
+            problems=problems,
+        ).run(self._hooks)
 
-        def finish(batch: GenerationBatch) -> GenerationBatch:
-            fail = self._hooks.fault("generate")
-            checks.check_generation(batch, request, len(answers), capabilities.vocab_size, fail)
-            if on_error == "raise":
-                checks.every_row_was_served(batch, samples, self.name)
-            return replace(
-                batch,
-                mode=batch.mode if logprobs == "none" else logprobs,
-                logprobs=None if logprobs == "none" else batch.logprobs,
-                weight_versions=batch.weight_versions or (self.weight_version,) * len(answers),
-            )
-
-        if len(answers):
-            batch: GenerationBatch = self._hooks.call("generate", request, finish)
-        else:
-            batch = finish(no_answers(mode, sampling))
-        return spread_answers(batch, answers, samples, problems, self.weight_version) if problems else batch
-
-    @ordinary_tensors()
     def score_logprobs(
         self,
         sequences: Any,
@@ -278,45 +241,19 @@ class Backend:
             CapabilityError: the engine cannot score, or not like this.
             EngineError, BackendTimeoutError, BackendClosedError: as they say.
         """
-        self._hooks.require_open()
-        sequences = arguments.rows_of_ids(sequences, "sequences")
-        capabilities = self.capabilities
-        # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
-        temperature = arguments.positive(temperature, "temperature")
-        self._needs("score", "score_logprobs works on engines that score")
-        if temperature != 1.0:
-            self._needs("score_temperature", f"its scores ignore the temperature, so {temperature} is refused")
-        if return_logits:
-            self._needs("logits", "it returns no logits")
-        if grad:
-            self._needs("gradients", "its scores carry no gradients")
-        starts = arguments.starts(score_from, len(sequences))
-        found = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
-        problems = {**found, **(problems or {})}
-        good = admitted(problems, len(sequences), on_error, "sequences")
-        names = arguments.request_ids(request_ids, len(sequences))
-        request = ScoreRequest(
-            sequences=sequences.select(good) if problems else sequences,
-            score_from=starts[good],
+        return prepare_scoring(
+            self,
+            sequences,
             temperature=temperature,
+            score_from=score_from,
             return_logits=return_logits,
             grad=grad,
-            device=arguments.device(device),
-            request_ids=tuple(names[row] for row in good.tolist()),
-            timeout=self._limit(timeout),
-        )
-
-        def finish(batch: ScoreBatch) -> ScoreBatch:
-            checks.check_scores(batch, request, capabilities.vocab_size, self._hooks.fault("score_logprobs"))
-            if on_error == "raise":
-                checks.every_row_was_served(batch, 1, self.name)
-            return replace(batch, weight_versions=batch.weight_versions or (self.weight_version,) * len(good))
-
-        if len(good):
-            batch: ScoreBatch = self._hooks.call("score_logprobs", request, finish)
-        else:
-            batch = no_scores(temperature, capabilities.vocab_size)
-        return spread_scores(batch, sequences.lengths, good, problems, self.weight_version) if problems else batch
+            device=device,
+            request_ids=request_ids,
+            timeout=timeout,
+            on_error=on_error,
+            problems=problems,
+        ).run(self._hooks)
 
     def to_containers(self, request: ContainerRequest) -> TensorDict:
         return self._hooks.call("to_containers", request)

@@ -16,11 +16,13 @@ from torch import Tensor
 from corelm import arguments
 from corelm.assemble import dense_columns
 from corelm.backend import Backend, get_backend
+from corelm.batching import BatchingState, DynamicBatcher, batched, check_limits, send
 from corelm.calls import ordinary_tensors
 from corelm.distributions import MaskedCategorical
 from corelm.errors import CapabilityError
 from corelm.inputs import InputMode, InputReader, InputRows, Keys, Part, truncate_left
-from corelm.messages import ContainerRequest, ScoreBatch
+from corelm.messages import ContainerRequest, GenerationBatch, ScoreBatch
+from corelm.prepared import Prepared, prepare_generation, prepare_scoring
 from corelm.provenance import Mode
 from corelm.results import ResponseParser, generated, scored
 from corelm.rows import Ragged
@@ -29,6 +31,8 @@ from corelm.skipping import OnError
 
 Inplace = bool | Literal["empty"]
 Positions = Literal["attention", "assistant", "response"]
+#: The arguments that are a batcher's.
+LIMITS = ("min_batch_size", "max_batch_size", "max_batch_tokens", "batching_timeout", "max_queue", "on_full")
 
 
 class LLMPolicy(TensorDictModuleBase):
@@ -59,6 +63,9 @@ class LLMPolicy(TensorDictModuleBase):
         chat_template, template_kwargs: for rendering histories; None is the tokenizer's own.
         tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
         response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …).
+        batching: callers on several threads or in several tasks share the engine's calls (`DynamicBatcher`).
+        min_batch_size, max_batch_size, max_batch_tokens, batching_timeout, max_queue, on_full: how; see `Limits`. They
+            go with ``batching=True``, and None stands for a default.
 
     Raises:
         InvalidRequestError: an argument that is not legal; `field` names it.
@@ -90,6 +97,13 @@ class LLMPolicy(TensorDictModuleBase):
         template_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         response_parser: ResponseParser | None = None,
+        batching: bool = False,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        max_batch_tokens: int | None = None,
+        batching_timeout: float | None = None,
+        max_queue: int | None = None,
+        on_full: Literal["block", "raise"] | None = None,
     ) -> None:
         given = {
             name: value for name, value in locals().items() if name not in ("self", "backend", "model", "__class__")
@@ -154,12 +168,14 @@ class LLMPolicy(TensorDictModuleBase):
             "template_kwargs": self._reader.template_kwargs,
             "tokenizer_kwargs": self._reader.tokenizer_kwargs,
         }
+        limits = {name: value for name in LIMITS if (value := self._given.pop(name)) is not None}
+        check_limits(batching, limits)
         if isinstance(backend, str):
             # Last, so that nothing is left open when an argument is wrong.
             backend = get_backend(backend, model)
         elif model is not None:
             raise arguments.invalid("model", "goes with a backend's name, not with a backend that is already open")
-        self.backend = backend
+        self.backend = batched(backend, limits) if batching else backend
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
@@ -178,27 +194,49 @@ class LLMPolicy(TensorDictModuleBase):
             MissingKeyError, InvalidRequestError, TemplateError: the input.
             CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: the engine.
         """
-        part: Part = "prompt" if self.generate else "full"
-        if not isinstance(tensordict, TensorDictBase):
-            raise arguments.invalid("tensordict", f"expected a TensorDict, got {type(tensordict).__name__}")
-        if seed is not None and not self.generate:
-            raise arguments.invalid("seed", "scoring samples nothing")
-        rows = self._read(tensordict, part, want_assistant="masks" in self.fields)
-        samples = self.sampling_params.num_samples
-        self._must_fit(tensordict, rows.batch_size if samples is None else (*rows.batch_size, samples))
-        request = self._generate(rows, seed, timeout) if self.generate else self._score(rows, timeout)
-        return self._deliver(tensordict, request)
+        rows, question = self._question(tensordict, seed, timeout)
+        ask = self.backend.generate if self.generate else self.backend.score_logprobs
+        return self._deliver(tensordict, self._answer(rows, ask(**question)))
 
     async def aforward(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
-        """`forward` on a thread, for callers that must not block their event loop."""
-        return await asyncio.to_thread(self, tensordict, seed=seed, timeout=timeout)
+        """`forward` for event loops, which it never blocks. With `batching` no thread waits while the engine works.
+
+        Cancelling the task takes its request out of the queue, or ends it in an engine that can abort.
+        """
+        rows, prepared = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
+        batch = await asyncio.wrap_future(send(self.backend, prepared))
+        return await asyncio.to_thread(self._finish, tensordict, rows, batch)
+
+    @ordinary_tensors()
+    def _prepare(
+        self, td: TensorDictBase, seed: int | None, timeout: float | None
+    ) -> tuple[InputRows, Prepared[GenerationBatch] | Prepared[ScoreBatch]]:
+        rows, question = self._question(td, seed, timeout)
+        return rows, (prepare_generation if self.generate else prepare_scoring)(self.backend, **question)
+
+    @ordinary_tensors()
+    def _finish(self, td: TensorDictBase, rows: InputRows, batch: GenerationBatch | ScoreBatch) -> TensorDictBase:
+        return self._deliver(td, self._answer(rows, batch))
 
     def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
         return self._reader.read(td, part, self.backend, want_assistant=want_assistant, on_error=self.on_error)
 
-    def _generate(self, rows: InputRows, seed: int | None, timeout: float | None) -> ContainerRequest:
+    def _question(
+        self, td: TensorDictBase, seed: int | None, timeout: float | None
+    ) -> tuple[InputRows, dict[str, Any]]:
+        """What was read, and the arguments for the backend; refused if the results would have nowhere to go."""
+        part: Part = "prompt" if self.generate else "full"
+        if not isinstance(td, TensorDictBase):
+            raise arguments.invalid("tensordict", f"expected a TensorDict, got {type(td).__name__}")
+        if seed is not None and not self.generate:
+            raise arguments.invalid("seed", "scoring samples nothing")
+        rows = self._read(td, part, want_assistant="masks" in self.fields)
+        samples = self.sampling_params.num_samples
+        self._must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples))
+        if not self.generate:
+            return rows, {**self._scoring(rows), "timeout": timeout}
         sampling = self.sampling_params if seed is None else SamplingParams.make(self.sampling_params, seed=seed)
         context = self.backend.capabilities.max_context
         if self.truncation == "left" and context is not None:
@@ -208,18 +246,23 @@ class LLMPolicy(TensorDictModuleBase):
                     "max_new_tokens", f"{sampling.max_new_tokens} leave no room for a prompt in {context}"
                 )
             rows = truncate_left(rows, room, self.backend)
-        batch = self.backend.generate(
-            rows.ids,
-            sampling,
-            logprobs=self.log_probs_mode if "log_probs" in self.fields else "none",
-            timeout=timeout,
-            on_error=self.on_error,
-            problems=rows.problems,
-        )
+        return rows, {
+            "prompts": rows.ids,
+            "sampling": sampling,
+            "logprobs": self.log_probs_mode if "log_probs" in self.fields else "none",
+            "timeout": timeout,
+            "on_error": self.on_error,
+            "problems": rows.problems,
+        }
+
+    def _answer(self, rows: InputRows, batch: GenerationBatch | ScoreBatch) -> ContainerRequest:
+        if isinstance(batch, ScoreBatch):
+            errors = (batch.errors or ("",) * len(rows.ids)) if self.on_error == "skip" else None
+            return scored(rows, batch, self.backend, fields=self.fields, errors=errors, pad_output=self.pad_output)
         return generated(
             rows,
             batch,
-            sampling,
+            self.sampling_params,
             self.backend,
             fields=self.fields,
             parser=self.response_parser,
@@ -227,12 +270,8 @@ class LLMPolicy(TensorDictModuleBase):
             pad_output=self.pad_output,
         )
 
-    def _score(self, rows: InputRows, timeout: float | None) -> ContainerRequest:
-        batch = self._scores(rows, timeout=timeout)
-        errors = (batch.errors or ("",) * len(rows.ids)) if self.on_error == "skip" else None
-        return scored(rows, batch, self.backend, fields=self.fields, errors=errors, pad_output=self.pad_output)
-
-    def _scores(self, rows: InputRows, **options: Any) -> ScoreBatch:
+    def _scoring(self, rows: InputRows) -> dict[str, Any]:
+        """The arguments for scoring."""
         sampling = self.sampling_params
         restricted = sampling.truncates or sampling.penalties or sampling.min_new_tokens or sampling.greedy
         if self.log_probs_mode == "processed" and restricted:
@@ -241,9 +280,12 @@ class LLMPolicy(TensorDictModuleBase):
                 capability="score",
             )
         temperature = sampling.temperature if self.log_probs_mode == "processed" else 1.0
-        return self.backend.score_logprobs(
-            rows.ids, temperature=temperature, on_error=self.on_error, problems=rows.problems, **options
-        )
+        return {
+            "sequences": rows.ids,
+            "temperature": temperature,
+            "on_error": self.on_error,
+            "problems": rows.problems,
+        }
 
     def _must_fit(self, td: TensorDictBase, batch_size: tuple[int, ...]) -> None:
         """Whether the results can go where `inplace` says: asked before anything is sampled."""
@@ -296,7 +338,7 @@ class LLMPolicy(TensorDictModuleBase):
             InvalidRequestError: a mask that this input does not have, or of another shape.
         """
         rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
-        batch = self._scores(rows, return_logits=True, grad=self._grad())
+        batch = self.backend.score_logprobs(**self._scoring(rows), return_logits=True, grad=self._grad())
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
         shape = (*rows.batch_size, columns.mask.shape[-1])
@@ -317,7 +359,7 @@ class LLMPolicy(TensorDictModuleBase):
         engine has them: a tensor if `pad_output`, else one a row. Unscored positions hold 0.0.
         """
         rows = self._read(tensordict, "full", want_assistant=False)
-        batch = self._scores(rows, grad=self._grad())
+        batch = self.backend.score_logprobs(**self._scoring(rows), grad=self._grad())
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.pad_output)
         return self.backend.to_containers(request)["log_probs"].full
@@ -343,13 +385,28 @@ class LLMPolicy(TensorDictModuleBase):
     # Variants --------------------------------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> LLMPolicy:
-        """A policy with other arguments on the same engine; this one stays as it is."""
+        """A policy with other arguments on the same engine, and with the same batcher; this one stays as it is."""
         if "sampling_params" in changes or changes.get("generate") is False:
             # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
-        return type(self)(self.backend, **{**self._given, **changes})
+        backend = self.backend
+        if changes.get("batching") is False and isinstance(backend, DynamicBatcher):
+            backend = backend.backend
+        return type(self)(backend, **{**self._given, **changes})
 
     get_new_version = replace
+
+    def cleanup_batching(self, flush: bool = True) -> None:
+        """Answer what is waiting in the batcher's queue, or fail it with `BackendClosedError`, and end its threads.
+
+        The engine stays open, and the next call starts anew. Without a batcher there is nothing to do.
+        """
+        if isinstance(self.backend, DynamicBatcher):
+            self.backend.cleanup(flush=flush)
+
+    def get_batching_state(self) -> BatchingState | None:
+        """What the batcher is doing; None where there is none."""
+        return self.backend.state() if isinstance(self.backend, DynamicBatcher) else None
 
     def close(self) -> None:
         """Close the engine, for every policy that shares it."""

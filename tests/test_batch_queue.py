@@ -1,0 +1,319 @@
+"""The rules of batching, without threads and without a clock: the tests say what time it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corelm.batch_queue import LONGEST_PATIENCE, PATIENCE, Limits, OneByOne, Ticket, Together
+from corelm.errors import InvalidRequestError
+
+
+def ticket(key="k", rows=1, tokens=1, barrier=False):
+    return Ticket(key=key, rows=rows, tokens=tokens, barrier=barrier)
+
+
+def together(*tickets, now=0.0, **limits):
+    queue = Together(Limits(**limits))
+    for each in tickets:
+        queue.add(each, now)
+    return queue
+
+
+# Together ------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_keys_share_and_the_oldest_group_goes_first():
+    a1, b1, a2, b2 = (ticket(key) for key in "abab")
+    queue = together(a1, b1, a2, b2)
+    assert queue.take(0.0) == [a1, a2]
+    assert queue.take(0.0) == [b1, b2]
+    assert queue.take(0.0) == [] and queue.wait(0.0) is None and len(queue) == 0
+
+
+def test_while_the_engine_works_nothing_is_sent():
+    queue = together(ticket())
+    assert queue.take(99.0, rows=1, tokens=1) == []
+    assert len(queue.take(99.0)) == 1
+
+
+def test_a_ticket_without_a_key_goes_alone_in_its_turn():
+    a1, alone, a2 = ticket("a"), ticket(None), ticket("a")
+    queue = together(a1, alone, a2, min_batch_size=2)
+    assert queue.take(0.0) == [a1, a2]
+    assert queue.take(0.0) == [alone]
+
+
+def test_rows_are_counted_and_not_requests():
+    tickets = [ticket(rows=3), ticket(rows=4), ticket(rows=1)]
+    queue = together(*tickets, max_batch_size=7)
+    assert queue.take(0.0) == tickets[:2]
+    assert queue.take(0.0) == tickets[2:]
+
+
+def test_what_exceeds_a_budget_goes_alone_and_is_not_overtaken():
+    small, large, later = ticket(tokens=5), ticket(tokens=50), ticket(tokens=5)
+    queue = together(small, large, later, max_batch_tokens=10)
+    assert [queue.take(0.0) for _ in range(3)] == [[small], [large], [later]]
+    wide = ticket(rows=9)
+    queue = together(small, wide, later, max_batch_size=4)
+    assert [queue.take(0.0) for _ in range(3)] == [[small], [wide], [later]]
+
+
+def test_too_few_rows_wait_for_the_oldest_ones_timeout_and_then_go_as_they_are():
+    first, second = ticket(), ticket()
+    queue = together(first, min_batch_size=3, batching_timeout=2.0, now=10.0)
+    queue.add(second, 11.5)
+    assert queue.take(11.9) == [] and queue.wait(11.5) == 0.5
+    assert queue.take(12.0) == [first, second]
+
+
+@pytest.mark.parametrize("arrived", [0.1, 1e9 / 3, 12345.678])
+@pytest.mark.parametrize("timeout", [0.1, 1 / 3, 7.7])
+def test_after_the_wait_it_said_there_is_something_to_take(arrived, timeout):
+    queue = together(ticket(), min_batch_size=2, batching_timeout=timeout, now=arrived)
+    now = arrived
+    for _ in range(3):
+        if batch := queue.take(now):
+            break
+        wait = queue.wait(now)
+        assert wait > 0, "a wait of nothing for nothing would never end"
+        now = max(now + wait, math.nextafter(now, math.inf))
+    assert batch
+
+
+def test_min_batch_size_is_reached_by_rows_or_by_what_cannot_grow():
+    assert together(ticket(rows=3), min_batch_size=3).take(0.0)
+    # The second does not fit, so the first will never have company.
+    assert len(together(ticket(tokens=6), ticket(tokens=6), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
+    assert len(together(ticket(tokens=10), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
+
+
+def test_a_group_that_is_ready_does_not_wait_for_an_older_one_that_is_not():
+    old = ticket("old")
+    queue = together(old, ticket("new"), ticket("new"), min_batch_size=2, batching_timeout=1.0)
+    assert [each.key for each in queue.take(0.5)] == ["new", "new"]
+    queue.add(ticket("new"), 0.6)
+    queue.add(ticket("new"), 0.6)
+    assert queue.take(1.0) == [old], "its time has come, and it is the oldest"
+
+
+def test_nothing_passes_a_barrier_and_what_is_before_it_does_not_wait():
+    before, barrier, after = ticket(), ticket(None, barrier=True), ticket()
+    queue = together(before, barrier, after, min_batch_size=2, batching_timeout=9.0)
+    assert queue.take(0.0) == [before]
+    assert queue.take(0.0) == [barrier]
+    assert queue.take(0.0) == [], "what comes later is under the ordinary rules again"
+    assert queue.take(9.0) == [after]
+
+
+def test_a_barrier_that_leaves_lets_the_others_go():
+    barrier, after = ticket(None, barrier=True), ticket()
+    queue = together(barrier, after)
+    assert queue.remove(barrier) and not queue.remove(barrier)
+    assert queue.take(0.0) == [after]
+
+
+def test_those_beyond_max_queue_stand_outside_and_enter_in_order():
+    tickets = [ticket() for _ in range(5)]
+    queue = together(*tickets, max_queue=2)
+    assert len(queue) == 5 and list(queue.outside.values()) == tickets[2:] and queue.full
+    assert queue.remove(tickets[3])
+    assert queue.take(0.0) == tickets[:2]
+    assert queue.remove(tickets[2]) and list(queue) == [tickets[4]]
+    assert queue.take(0.0) == [tickets[4]]
+
+
+def test_a_rush_sends_what_is_there_and_no_more():
+    queue = together(ticket(), min_batch_size=2, batching_timeout=9.0)
+    assert queue.take(0.0) == []
+    queue.rush()
+    assert len(queue.take(0.0)) == 1
+    queue.add(ticket(), 0.0)
+    assert queue.take(0.0) == []
+
+
+def test_clear_gives_back_everything_once():
+    tickets = [ticket(), ticket(None), ticket("b"), ticket(None, barrier=True)]
+    queue = together(*tickets, max_queue=2)
+    assert queue.clear() == tickets
+    assert len(queue) == 0 and queue.take(0.0) == [] and queue.wait(0.0) is None
+
+
+# Who comes back ------------------------------------------------------------------------------------------------------
+
+
+def after_a_call(*waiting, served=3, took=1.0):
+    """A queue whose call of `served` tickets came back at time 10."""
+    queue = together(*(ticket() for _ in range(served)), now=9.0)
+    batch = queue.take(9.0)
+    for each in waiting:
+        queue.add(each, 9.5)
+    queue.came_back(batch, took, 10.0)
+    return queue
+
+
+def test_those_who_were_just_answered_are_waited_for_until_all_are_back():
+    queue = after_a_call(served=3)
+    queue.add(ticket(), 10.01)
+    queue.add(ticket(), 10.02)
+    assert queue.take(10.02) == [] and queue.wait(10.02) == pytest.approx(PATIENCE)
+    queue.add(ticket(), 10.03)
+    assert len(queue.take(10.03)) == 3
+
+
+def test_those_who_waited_meanwhile_are_joined_by_those_who_come_back():
+    queue = after_a_call(ticket(), ticket(), served=2)
+    assert queue.take(10.0) == [], "their batching_timeout has passed, and yet they go better together"
+    queue.add(ticket(), 10.0)
+    queue.add(ticket(), 10.0)
+    assert len(queue.take(10.0)) == 4
+
+
+def test_patience_ends_when_nobody_comes():
+    queue = after_a_call(served=3)
+    queue.add(ticket(), 10.0)
+    assert queue.take(10.0 + PATIENCE * 0.9) == []
+    assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
+    queue = after_a_call(served=3)
+    queue.add(ticket(), 10.0)
+    queue.lose_patience()
+    assert len(queue.take(10.0)) == 1
+
+
+def test_patience_is_short_and_ends_for_all():
+    queue = after_a_call(served=99, took=1000.0)
+    now = 10.0
+    for _ in range(50):
+        queue.add(ticket(), now)
+        if batch := queue.take(now):
+            break
+        assert queue.wait(now) <= LONGEST_PATIENCE
+        now += LONGEST_PATIENCE / 2
+    assert now == pytest.approx(11.0, abs=0.1) and len(batch) > 10
+
+
+def test_nobody_waits_for_others_than_their_own_group_nor_for_more_than_fit():
+    queue = after_a_call(ticket("other"), served=3)
+    assert [each.key for each in queue.take(10.0)] == ["other"]
+    queue = after_a_call(ticket(rows=64), served=3)
+    assert len(queue.take(10.0)) == 1
+    queue = after_a_call(ticket(None), served=3)
+    assert len(queue.take(10.0)) == 1
+
+
+def test_a_caller_alone_waits_for_nobody():
+    queue = after_a_call(served=1)
+    queue.add(ticket(), 10.0)
+    assert len(queue.take(10.0)) == 1
+
+
+# One by one ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_batches_gets_requests_in_order_while_the_limits_are_kept():
+    queue = OneByOne(Limits(max_batch_size=4, max_batch_tokens=10))
+    first, second, third = ticket(rows=3), ticket("b", rows=2), ticket(tokens=11)
+    for each in (first, second, third):
+        queue.add(each, 0.0)
+    assert queue.take(0.0) == [first]
+    assert queue.take(0.0, rows=3, tokens=1) == [], "nobody overtakes"
+    assert queue.take(0.0, rows=2, tokens=1) == [second]
+    assert queue.take(0.0, rows=1, tokens=1) == []
+    assert queue.take(0.0) == [third], "alone it may exceed"
+
+
+def test_a_barrier_waits_until_the_engine_is_empty():
+    queue = OneByOne(Limits())
+    barrier = ticket(None, barrier=True)
+    queue.add(barrier, 0.0)
+    queue.add(ticket(), 0.0)
+    assert queue.take(0.0, rows=1, tokens=1) == []
+    assert queue.take(0.0) == [barrier]
+
+
+# Limits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, bad) for name in ("min_batch_size", "max_batch_size", "max_queue") for bad in (0, -1, 1.5, True, "2")],
+        ("max_batch_tokens", 0),
+        ("min_batch_size", 65),
+        ("batching_timeout", 0.0),
+        ("batching_timeout", math.inf),
+        ("on_full", "wait"),
+    ],
+)
+def test_a_limit_that_is_not_legal_is_named(field, value):
+    with pytest.raises(InvalidRequestError, match=field) as error:
+        Limits(**{field: value})
+    assert error.value.field == field
+
+
+# Whatever happens ----------------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from(["a", "b", None]), st.integers(1, 6), st.integers(1, 30)),
+        st.tuples(st.just("barrier")),
+        st.tuples(st.just("take")),
+        st.tuples(st.just("remove"), st.integers(0, 9)),
+        st.tuples(st.just("tick"), st.floats(0, 1)),
+    ),
+    max_size=40,
+)
+
+
+@given(
+    steps=STEPS,
+    least=st.integers(1, 4),
+    most=st.integers(4, 8),
+    tokens=st.one_of(st.none(), st.integers(10, 40)),
+    room=st.integers(1, 6),
+)
+def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most, tokens, room):
+    limits = Limits(min_batch_size=least, max_batch_size=most, max_batch_tokens=tokens, max_queue=room)
+    queue, now = Together(limits), 0.0
+    added, gone = [], []
+
+    def take():
+        batch = queue.take(now)
+        if not batch:
+            return False
+        assert len({each.key for each in batch}) == 1 and (batch[0].key is not None or len(batch) == 1)
+        if len(batch) > 1:
+            assert limits.fits(sum(each.rows for each in batch), sum(each.tokens for each in batch))
+        older = [each for each in queue.inside.values() if each.number < batch[-1].number]
+        assert not any(each.barrier for each in older), "it has passed a barrier"
+        assert batch[0].key is None or all(each.key != batch[0].key for each in older), "it has overtaken its group"
+        if batch[0].barrier:
+            assert not older
+        gone.extend(batch)
+        queue.came_back(batch, 0.5, now)
+        return True
+
+    for kind, *values in steps:
+        if kind == "add":
+            added.append(ticket(*values))
+            queue.add(added[-1], now)
+        elif kind == "barrier":
+            added.append(ticket(None, barrier=True))
+            queue.add(added[-1], now)
+        elif kind == "take":
+            take()
+        elif kind == "remove" and values[0] < len(added) and queue.remove(added[values[0]]):
+            gone.append(added[values[0]])
+        elif kind == "tick":
+            now += values[0]
+        assert len(queue.inside) <= room and (not queue.outside or queue.full)
+        assert len(added) == len(gone) + len(queue)
+    while len(queue):
+        if not take():
+            # Nobody is waited for without an end.
+            now = max(now + queue.wait(now), math.nextafter(now, math.inf))
+    assert sorted(each.number for each in gone) == list(range(len(added)))
