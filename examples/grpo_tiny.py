@@ -1,0 +1,294 @@
+"""GRPO from beginning to end, on a CPU: a tiny model learns to answer questions that it was never asked like this.
+
+    python examples/grpo_tiny.py [--output grpo-output] [--steps 60] [--seed 0]
+
+The demo's model has read "What does a cow say?" and then "And a duck?", but never "What does a duck say?". Few such
+questions it gets right. Nobody shows it an answer here: it tries, a rule that a program can check says whether the last
+word was the right one, and what did better than the other tries becomes likelier. It learns what is rewarded and no
+more: "After one comes three." has the right last word after two. One step of Shao et al., DeepSeekMath,
+arXiv:2402.03300, section 4.1, is `GRPO.step`:
+
+    sample    a group of answers to each of a few questions, on the sampling engine
+    reward    1 for an answer that ends with the right word, else 0
+    compare   the advantage of an answer is its reward among those of its group: (reward − mean) / deviation
+    score     the same tokens, with the model that is trained and with the reference, which stays as it was
+    learn     the clipped ratio loss and the KL to the reference, through log-probs that carry gradients
+    push      the new weights to the sampling engine; what it samples from then on says which weights it is from
+
+The sampling engine and the trained model are two models of the same weights, as they are where a fast engine samples
+and a training framework trains. They give a token slightly different log-probs; that mismatch is measured, and the loss
+corrected for it. Any backend that samples and takes new weights will do. vLLM on a CPU:
+
+    VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_COMPILE_DISABLE=1 python examples/grpo_tiny.py --rollouts vllm \\
+        --engine-arg enforce_eager=True --engine-arg kv_cache_memory_bytes=67108864
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import corelm
+from corelm import Backend, History, LLMPolicy, LogProbs
+from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggregate, mismatch_report
+from grpo_report import Report
+from tiny import build_tiny
+
+#: What is asked, and the word that the answer must end with.
+QUESTIONS = {
+    "What does a dog say?": "woof",
+    "What does a duck say?": "quack",
+    "What does an owl say?": "hoot",
+    "What does a cow say?": "moo",
+    "What colour is the sky?": "blue",
+    "What colour is the grass?": "green",
+    "What colour is coal?": "black",
+    "What colour is a cherry?": "red",
+    "What comes after two?": "three",
+    "What comes after four?": "five",
+    "What comes after six?": "seven",
+    "What comes after eight?": "nine",
+    "What day comes after Tuesday?": "Wednesday",
+    "What day comes after Thursday?": "Friday",
+    "What day comes after Saturday?": "Sunday",
+    "What is the opposite of big?": "small",
+    "What is the opposite of wet?": "dry",
+    "What is the opposite of left?": "right",
+    "What is the opposite of cold?": "hot",
+    "What is the capital of Spain?": "Madrid",
+    "What is the capital of Norway?": "Oslo",
+    "Where does a fox live?": "den",
+    "Where does a bee live?": "hive",
+    "What do you do with a book?": "read",
+}
+
+LONGEST = 16  # tokens of an answer
+PASSES = 2  # over the answers of a step; in the first one every ratio is 1, so it takes a second for one to be clipped
+CLIP = 0.2
+#: The tokens that are learned from: those that were sampled.
+SAMPLED = ("masks", "all_response_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line sets."""
+
+    steps: int = 60
+    group: int = 12
+    prompts: int = 12
+    lr: float = 1e-3
+    kl_coef: float = 0.04
+    seed: int = 0
+    rollouts: str = "transformers"
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    output: Path = Path("grpo-output")
+    plot: bool = True
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    # Matrices this small are computed before a second thread has woken up.
+    torch.set_num_threads(1)
+    report = train(options)
+    print(report.summary())
+    if options.plot:
+        report.draw()
+    print(f"In {options.output.resolve()}: {', '.join(sorted(file.name for file in options.output.iterdir()))}.")
+
+
+def train(options: Options) -> Report:
+    """Open the engines, take the steps and save the model, in ``options.output``."""
+    path = options.output / "tiny-model"
+    if not (path / "config.json").exists():
+        build_tiny(path, seed=options.seed)
+    draw = random.Random(options.seed)
+    with open_engines(path, options) as grpo, Report(options.output) as report:
+        report.before = grpo.examine()
+        for step in (bar := tqdm(range(options.steps), desc="GRPO")):
+            questions = draw.sample(list(QUESTIONS), options.prompts)
+            numbers = grpo.step(questions, seed=draw.getrandbits(62))
+            bar.set_postfix(reward=f"{numbers['reward']:.2f}", weights=numbers["weights"], refresh=False)
+            report.add({"step": step, **numbers}, last=step == options.steps - 1)
+        report.after = grpo.examine()
+        grpo.model.save_pretrained(options.output / "trained-model")
+        grpo.sampler.backend.tokenizer.save_pretrained(options.output / "trained-model")
+    return report
+
+
+@contextmanager
+def open_engines(path: Path, options: Options) -> Iterator[GRPO]:
+    """Three times the model at `path`: to sample from, to train, and to stay as it is."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with (
+        corelm.get_backend(options.rollouts, path, **{"dtype": "float32", **options.engine_args}) as sampler,
+        corelm.get_backend("transformers", model, tokenizer=path) as trainer,
+        corelm.get_backend("transformers", path, dtype="float32") as reference,
+    ):
+        yield GRPO(sampler, trainer, reference, model, options)
+
+
+class GRPO:
+    """Three policies, and what a step does with them.
+
+    Args:
+        sampler: samples, and takes new weights. trainer: scores with `model`, with gradients. reference: scores.
+        model: has the weights that the other two start with.
+    """
+
+    def __init__(
+        self, sampler: Backend, trainer: Backend, reference: Backend, model: PreTrainedModel, options: Options
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+        # Dense tensors, which losses are easiest to write with. Log-probs are the raw ones of temperature 1 everywhere;
+        # where two of them are compared, the modules below would refuse others.
+        self.sampler = LLMPolicy(sampler, sampling_params={"max_new_tokens": LONGEST}, pad_output=True)
+        self.trainer = LLMPolicy(trainer, input_mode="tokens", generate=False, pad_output=True)
+        self.score_before = RetrieveLogProb(self.trainer, log_probs_key="train_log_probs")
+        self.score_reference = RetrieveLogProb(LLMPolicy(reference), log_probs_key="ref_log_probs")
+        self.correct = ImportanceCorrection(level="token", how="truncate", high=2.0, mask_key=SAMPLED)
+        self.kl = KLComputation(
+            "k3",
+            detach=False,
+            add_to_reward=False,
+            gen_log_probs_key=("current_log_probs", "full"),
+            mask_key=SAMPLED,
+            kl_key="kl",
+        )
+
+    def step(self, questions: Sequence[str], seed: int) -> dict[str, Any]:
+        """Sample, learn, push. Returns the numbers to log."""
+        rollout = self.sample(questions, seed)
+        rollout["advantage"] = advantages(rollout["reward"])
+        self.score_before(rollout)
+        self.score_reference(rollout)
+        self.correct(rollout)
+        mismatch = mismatch_report(rollout, mask_key=SAMPLED)
+        learned = [self.learn(rollout) for _ in range(PASSES)]
+        return {
+            "sampled_with": rollout["log_probs"].provenance.weight_version,
+            "reward": rollout["reward"].mean().item(),
+            "mismatch": mismatch.to_dict(),
+            # Of the first pass, where the model is still the one that sampled; clipped of the last.
+            **learned[0],
+            "clipped": learned[-1]["clipped"],
+            "weights": self.sampler.backend.update_weights(self.model.state_dict()),
+        }
+
+    def sample(self, questions: Sequence[str], seed: int) -> TensorDictBase:
+        """A group of answers to each question, and their rewards: batch ``[prompts, group]``."""
+        rollout = self.sampler.replace(num_samples=self.options.group)(conversations(questions), seed=seed)
+        rollout["reward"] = rewards(questions, rollout)
+        return rollout
+
+    def learn(self, rollout: TensorDictBase) -> dict[str, float]:
+        """One step of the optimizer on all answers."""
+        loss, numbers = self.loss(rollout)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"loss": loss.item(), "gradient": norm.item(), **numbers}
+
+    def loss(self, rollout: TensorDictBase) -> tuple[Tensor, dict[str, float]]:
+        """Equation 3 of the paper, negated; with it the KL of a token, in nats, and the share of tokens clipped."""
+        current = self.trainer.log_prob(rollout)
+        rollout["current_log_probs"] = LogProbs(full=current, batch_size=rollout.batch_size)
+        kl = self.kl(rollout)["kl"]
+        ratio = (current - rollout["train_log_probs"].full).exp()
+        advantage = rollout["advantage"].unsqueeze(-1)
+        gain, clipped_gain = ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage
+        # The ratio is between the trained model now and when it sampled; the weight, between trainer and sampler then.
+        objective = rollout["importance_weights"] * torch.minimum(gain, clipped_gain) - self.options.kl_coef * kl
+        mask = rollout[SAMPLED]
+        numbers = {"kl": aggregate(kl.detach(), mask), "clipped": aggregate((clipped_gain < gain).float(), mask)}
+        loss = -aggregate(objective, mask, how="seq-mean-token-mean")
+        return loss, {name: number.item() for name, number in numbers.items()}
+
+    def examine(self) -> list[tuple[str, str, bool]]:
+        """Every question, its likeliest answer, and whether that is right."""
+        questions = list(QUESTIONS)
+        greedy = self.sampler.replace(sampling_params={"max_new_tokens": LONGEST, "temperature": 0.0})
+        result = greedy(conversations(questions))
+        answers = zip(questions, result["text"].response, result["finish_reason"], strict=True)
+        return [(question, answer, is_right(question, answer, reason)) for question, answer, reason in answers]
+
+
+def conversations(questions: Sequence[str]) -> TensorDict:
+    return TensorDict(history=History.from_chats([[{"role": "user", "content": question}] for question in questions]))
+
+
+def rewards(questions: Sequence[str], rollout: TensorDictBase) -> Tensor:
+    """float32[prompts, group]"""
+    groups = zip(questions, rollout["text"].response, rollout["finish_reason"], strict=True)
+    right = [[is_right(question, *one) for one in zip(*group, strict=True)] for question, *group in groups]
+    return torch.tensor(right, dtype=torch.float32)
+
+
+def is_right(question: str, answer: str, finish_reason: str) -> bool:
+    """Whether the answer came to its end, and its last word is the right one. Naming all words one knows is no help."""
+    return finish_reason == "stop" and re.findall(r"\w+", answer)[-1:] == [QUESTIONS[question]]
+
+
+def advantages(reward: Tensor) -> Tensor:
+    """float32[prompts, group]. Where a whole group did equally well they are 0: there is nothing to learn from it."""
+    return (reward - reward.mean(-1, keepdim=True)) / (reward.std(-1, keepdim=True) + 1e-4)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=Options.steps)
+    parser.add_argument("--group", type=int, default=Options.group, help="answers to each question, at least 2")
+    parser.add_argument("--prompts", type=int, default=Options.prompts, help="questions in each step")
+    parser.add_argument("--lr", type=float, default=Options.lr, help="learning rate")
+    parser.add_argument("--kl-coef", type=float, default=Options.kl_coef, help="weight of the KL in the loss")
+    parser.add_argument("--seed", type=int, default=Options.seed)
+    parser.add_argument("--rollouts", choices=("transformers", "vllm"), default=Options.rollouts)
+    parser.add_argument(
+        "--engine-arg",
+        dest="engine_args",
+        action="append",
+        type=engine_arg,
+        metavar="NAME=VALUE",
+        default=[],
+        help="for the engine that samples; may be given more than once",
+    )
+    parser.add_argument("--output", type=Path, default=Options.output, help="a folder")
+    parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw no picture")
+    given = vars(parser.parse_args(arguments))
+    options = Options(**{**given, "engine_args": dict(given["engine_args"])})
+    if options.steps < 1 or options.group < 2 or not 1 <= options.prompts <= len(QUESTIONS):
+        parser.error(f"expected steps of at least 1, a group of at least 2 and 1 to {len(QUESTIONS)} prompts")
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error('the picture needs matplotlib: pip install "core[plot]", or leave it out with --no-plot')
+    return options
+
+
+def engine_arg(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE``, whose value is Python's if it reads as such, else a string."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+if __name__ == "__main__":
+    main()
