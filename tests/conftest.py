@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +50,18 @@ def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
         return info
 
     return make
+
+
+@pytest.fixture
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``uninstalled("core-vllm-backend")``: for one test that distribution is not there."""
+
+    def hide(name: str) -> None:
+        there = metadata.distributions
+        others = lambda: (each for each in there() if each.metadata["Name"] != name)  # noqa: E731
+        monkeypatch.setattr(metadata, "distributions", others)
+
+    return hide
 
 
 @pytest.fixture(scope="session")

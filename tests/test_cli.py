@@ -220,7 +220,8 @@ class Tooled(ToyBackend):
         (["--option", "novalue"], "expected KEY=VALUE"),
     ],
 )
-def test_what_cannot_be_done_is_said(files, more, message):
+def test_what_cannot_be_done_is_said(files, uninstalled, more, message):
+    uninstalled("core-vllm-backend")
     result = generate(files, *more)
     assert result.exit_code == 2 and re.search(message, result.stderr)
     assert not files[1].exists()

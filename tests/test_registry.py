@@ -113,7 +113,8 @@ def test_unknown_name_suggests_and_lists(fabricate):
     assert "Installed: " in str(error.value) and isinstance(error.value, LookupError)
 
 
-def test_a_near_miss_of_an_extra_says_how_to_install_it():
+def test_a_near_miss_of_an_extra_says_how_to_install_it(uninstalled):
+    uninstalled("core-vllm-backend")
     with pytest.raises(BackendNotFoundError, match=r"Did you mean 'vllm'\?.*pip install \"core\[vllm\]\""):
         load("vlm")
 
@@ -138,7 +139,8 @@ def test_an_empty_allow_list_allows_nothing(monkeypatch):
 # ---------------------------------------------------------------- 2. extra not installed
 
 
-def test_a_known_extra_says_how_to_install_it(monkeypatch):
+def test_a_known_extra_says_how_to_install_it(uninstalled):
+    uninstalled("core-vllm-backend")
     with pytest.raises(BackendNotInstalledError, match=r"pip install \"core\[vllm\]\"") as error:
         load("vllm")
     assert isinstance(error.value, ImportError)
@@ -231,7 +233,10 @@ OPENS_BADLY = GOOD.replace("return cls()", "raise OSError('no model there')")
         ("other", "no_such_engine", r"no model there\. Its engine is not installed$"),
     ],
 )
-def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(fabricate, name, engine, message):
+def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(
+    fabricate, uninstalled, name, engine, message
+):
+    uninstalled("core-vllm-backend")
     module = f"opens_badly_{name}_{engine}"
     fabricate("stand-in", "1", {name: f"{module}:Plugin"}, {module: OPENS_BADLY}, engines={name: engine})
     with pytest.raises(EngineError, match=message) as error:
