@@ -66,10 +66,15 @@ class Held(Fake):
         self._pass(request)
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
-        values = torch.where(scored, -rows.values.float(), 0.0)
+        values = torch.where(scored, -rows.values.float() / request.temperature, 0.0)
         if request.grad:
             values = values * torch.ones((), requires_grad=True)
-        return ScoreBatch(logprobs=Ragged(values, rows.lengths), scored=Ragged(scored, rows.lengths))
+        return ScoreBatch(
+            logprobs=Ragged(values, rows.lengths),
+            scored=Ragged(scored, rows.lengths),
+            mode="raw" if request.temperature == 1.0 else "processed",
+            temperature=request.temperature,
+        )
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:

@@ -128,6 +128,18 @@ def test_scores_share_a_call_too():
     assert rows_of(engine.calls[1]) == [[1, 2, 3], [4], [5, 6]]
 
 
+def test_scores_at_different_temperatures_are_different_calls():
+    engine = Held(permits=0, score_temperature=True)
+    with batcher(engine) as made:
+        hold_one(engine, made)
+        futures = {t: made.submit_score_logprobs([[5, 6]], temperature=t) for t in (1.0, 2.0, 0.5)}
+        engine.free()
+        for temperature, future in futures.items():
+            batch = future.result(LONG)
+            assert batch.temperature == temperature and batch.logprobs.tolist() == [[0.0, -6.0 / temperature]]
+    assert len(engine.calls) == 4
+
+
 def test_a_result_owns_its_storage_and_a_request_is_a_copy():
     engine = Held(permits=0)
     with batcher(engine) as made:
@@ -262,6 +274,19 @@ def test_an_engine_that_is_not_healthy_any_more_is_not_asked_again():
         engine.free()
         assert all(isinstance(future.exception(LONG), EngineError) for future in futures)
     assert len(engine.calls) == 2
+
+
+def test_who_left_meanwhile_is_not_asked_for_again():
+    engine = Held(permits=0)
+    with batcher(engine) as made:
+        hold_one(engine, made)
+        poisoned, gone, kept = (made.submit_generate([[n]], SEEDED) for n in (POISON, 4, 5))
+        engine.release()
+        engine.wait_for_calls(2)
+        assert gone.cancel()
+        engine.free()
+        assert isinstance(poisoned.exception(LONG), EngineError) and ids(kept)
+    assert [rows_of(call) for call in engine.calls[2:]] == [[[POISON]], [[5]]]
 
 
 def test_an_engine_that_dies_in_the_middle_fails_the_rest():

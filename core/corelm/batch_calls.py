@@ -1,7 +1,6 @@
 """Many requests in one call to the engine, and its answer taken apart again, so that sharing changes no answer.
 
-The answer is checked as a whole; if something is wrong with it, each request's rows are checked by themselves, so that
-it is the affair of one.
+The answer is checked as a whole: if something is wrong with it the call has failed, and `bisect` finds out with whom.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ def ask_together(hooks: HookCaller, calls: Sequence[Prepared[Any]], timeout: flo
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
     def finish(batch: Any) -> list[Result]:
-        try:
-            calls[0].check(batch, request)
-        except EngineError:
-            return list(_parted(batch, calls, hooks.fault(hook), lambda call: call.checked))
-        return list(_parted(batch, calls, hooks.fault(hook), lambda call: call.finish))
+        calls[0].check(batch, request)
+        return list(_parted(batch, calls))
 
     parted: list[Result] = hooks.call(hook, request, finish)
     return parted
@@ -118,21 +114,12 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     )
 
 
-def _parted(
-    batch: Any,
-    calls: Sequence[Prepared[Any]],
-    fault: Callable[[str], EngineError],
-    finish: Callable[[Prepared[Any]], Callable[[Any], Any]],
-) -> Iterator[Result]:
-    try:
-        parts = _parts(batch, [call.rows for call in calls])
-    except Exception as error:
-        # Whatever it is, each request alone will be told.
-        raise fault(f"returned a batch that cannot be taken apart: {error}") from error
-    for call, part in zip(calls, parts, strict=True):
+def _parted(batch: Any, calls: Sequence[Prepared[Any]]) -> Iterator[Result]:
+    for call, part in zip(calls, _parts(batch, [call.rows for call in calls]), strict=True):
         try:
-            yield finish(call)(part)
+            yield call.finish(part)
         except Exception as error:
+            # Its own rows, its own error.
             yield error
 
 
@@ -143,8 +130,6 @@ def _parts(batch: Any, rows: Sequence[int]) -> list[GenerationBatch | ScoreBatch
     def parted(value: Any) -> Sequence[Any]:
         if not isinstance(value, (Ragged, tuple, list)):
             return [value] * len(rows)
-        if len(value) != ends[-1]:
-            raise ValueError(f"it has {len(value)} rows and not {ends[-1]}")
         if not isinstance(value, Ragged):
             return [tuple(value[start:end]) for start, end in pairwise(ends)]
         sizes = value.offsets[ends].diff().tolist()
