@@ -81,6 +81,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove what was built, and the environments
-	rm -rf $(VENV) .venv-vllm .venv-sglang wheels dist build demo-output
+	rm -rf $(VENV) .venv-vllm .venv-sglang wheels dist build demo-output grpo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import corelm
 from corelm import Backend, History, LLMPolicy, LogProbs
-from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggregate, mismatch_report
+from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggregate, k1, mismatch_report
 from grpo_report import Report
 from tiny import build_tiny
 
@@ -155,6 +155,8 @@ class GRPO:
         self.options = options
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+        # Ever smaller steps, down to nothing at the end: what has been learned is not overrun.
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=options.steps)
         # Dense tensors, which losses are easiest to write with. Log-probs are the raw ones of temperature 1 everywhere;
         # where two of them are compared, the modules below would refuse others.
         self.sampler = LLMPolicy(sampler, sampling_params={"max_new_tokens": LONGEST}, pad_output=True)
@@ -180,6 +182,7 @@ class GRPO:
         self.correct(rollout)
         mismatch = mismatch_report(rollout, mask_key=SAMPLED)
         learned = [self.learn(rollout) for _ in range(PASSES)]
+        self.schedule.step()
         return {
             "sampled_with": rollout["log_probs"].provenance.weight_version,
             "reward": rollout["reward"].mean().item(),
@@ -216,7 +219,11 @@ class GRPO:
         # The ratio is between the trained model now and when it sampled; the weight, between trainer and sampler then.
         objective = rollout["importance_weights"] * torch.minimum(gain, clipped_gain) - self.options.kl_coef * kl
         mask = rollout[SAMPLED]
-        numbers = {"kl": aggregate(kl.detach(), mask), "clipped": aggregate((clipped_gain < gain).float(), mask)}
+        numbers = {
+            # For the record k1: of k3 one token that the reference finds next to impossible would be most of the mean.
+            "kl": aggregate(k1(current.detach(), rollout["ref_log_probs"].full, mask), mask),
+            "clipped": aggregate((clipped_gain < gain).float(), mask),
+        }
         loss = -aggregate(objective, mask, how="seq-mean-token-mean")
         return loss, {name: number.item() for name, number in numbers.items()}
 
@@ -255,7 +262,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--steps", type=int, default=Options.steps)
     parser.add_argument("--group", type=int, default=Options.group, help="answers to each question, at least 2")
     parser.add_argument("--prompts", type=int, default=Options.prompts, help="questions in each step")
-    parser.add_argument("--lr", type=float, default=Options.lr, help="learning rate")
+    parser.add_argument("--lr", type=float, default=Options.lr, help="learning rate of the first step")
     parser.add_argument("--kl-coef", type=float, default=Options.kl_coef, help="weight of the KL in the loss")
     parser.add_argument("--seed", type=int, default=Options.seed)
     parser.add_argument("--rollouts", choices=("transformers", "vllm"), default=Options.rollouts)

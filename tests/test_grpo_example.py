@@ -57,7 +57,7 @@ def finished(demo_model: Path) -> Finished:
 
 @pytest.fixture
 def grpo(demo_model: Path) -> Iterator[GRPO]:
-    with grpo_tiny.open_engines(demo_model, Options(group=6)) as opened:
+    with grpo_tiny.open_engines(demo_model, Options(group=6, lr=2e-4)) as opened:
         yield opened
 
 
@@ -156,8 +156,7 @@ def test_the_loss_is_that_of_the_paper(grpo: GRPO):
     assert rollout["advantage"].abs().max() > 0
     for score in (grpo.score_before, grpo.score_reference, grpo.correct):
         score(rollout)
-    for _ in range(4):  # until there are ratios to be clipped
-        grpo.learn(rollout)
+    grpo.learn(rollout)  # the second pass has ratios to clip
     loss, numbers = grpo.loss(rollout)
 
     totals, clipped, kls = [], [], []
@@ -173,9 +172,9 @@ def test_the_loss_is_that_of_the_paper(grpo: GRPO):
         weight = (then - at_sampling).exp().clamp(max=2.0)
         totals.append((weight * torch.minimum(ratio * advantage, cut * advantage) - Options.kl_coef * kl).mean())
         clipped.append((cut * advantage < ratio * advantage).float())
-        kls.append(kl)
+        kls.append(now - then)
     assert loss.item() == pytest.approx(-torch.stack(totals).mean().item(), abs=1e-4)
-    assert numbers["kl"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+    assert numbers["kl"] == pytest.approx(torch.cat(kls).mean().item(), abs=1e-4)
     assert 0 < numbers["clipped"] == pytest.approx(torch.cat(clipped).mean().item(), abs=0.01)
 
 
