@@ -1,0 +1,53 @@
+"""Sampled with vLLM, scored with transformers: numbers of two engines that may be subtracted, and some that may not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+import corelm
+import oracle
+from corelm import Backend, LLMPolicy, Ragged
+from corelm.errors import ProvenanceMismatchError
+from corelm.kl import KLComputation, RetrieveLogProb
+from tiny_models import tiny_model
+
+TEXTS = ["the cat", "a", "where is the sea", "it is so"]
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+def test_the_kl_between_two_engines_is_that_of_their_models(shared: Backend, pad: bool) -> None:
+    other = tiny_model(hidden_size=128, seed=1)
+    policy = LLMPolicy(
+        shared, input_mode="text", num_samples=2, pad_output=pad, sampling_params={"max_new_tokens": 12, "seed": 3}
+    )
+    with corelm.get_backend("transformers", other, tokenizer=shared.tokenizer) as reference:
+        rollout = policy(TensorDict(text=TEXTS))
+        RetrieveLogProb(LLMPolicy(reference))(rollout)
+        KLComputation(add_to_reward=False)(rollout)
+    kinds = rollout["log_probs"].provenance, rollout["ref_log_probs"].provenance
+    assert [kind.backend for kind in kinds] == ["vllm", "transformers"] and kinds[0].matches(kinds[1])
+    own = tiny_model(hidden_size=128)
+    prompts, full = (corelm.ragged(rollout, ("tokens", name)).tolist() for name in ("prompt", "full"))
+    found = dense_rows(rollout) if pad else corelm.ragged(rollout, ("kl_penalty", "full")).split()
+    for ids, prompt, values in zip(full, prompts, found, strict=True):
+        expected = oracle.logprobs(own, ids, 1.0) - oracle.logprobs(other, ids, 1.0)
+        expected[: len(prompt)] = 0.0
+        torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
+
+
+def dense_rows(rollout: TensorDict) -> tuple[Tensor, ...]:
+    mask = rollout["masks"].all_attention_mask
+    return Ragged(rollout["kl_penalty"][mask], mask.sum(-1).flatten()).split()
+
+
+def test_what_was_sampled_at_another_temperature_is_refused(shared: Backend) -> None:
+    """vLLM's numbers here are raw, so it is the reference's that are of another distribution."""
+    rollout = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 4})(TensorDict(text=TEXTS))
+    with corelm.get_backend("transformers", tiny_model(hidden_size=128), tokenizer=shared.tokenizer) as reference:
+        scorer = LLMPolicy(reference, log_probs_mode="processed", sampling_params={"temperature": 0.5})
+        RetrieveLogProb(scorer)(rollout)
+    with pytest.raises(ProvenanceMismatchError, match="row 0"):
+        KLComputation(add_to_reward=False)(rollout)
