@@ -64,6 +64,15 @@ def test_a_call_that_takes_too_long_is_aborted_in_the_engine(shared: Backend, en
     assert eventually(lambda: holds_nothing(engine)) and shared.health()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background may ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_is_aborted_in_the_engine(shared: Backend, engine: AsyncEngine) -> None:
     def interrupt() -> None:
         if eventually(lambda: unfinished(engine) == len(PROMPTS)):
