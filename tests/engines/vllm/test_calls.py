@@ -23,7 +23,8 @@ from corelm.messages import AbortRequest, WeightUpdate
 from tiny_models import CONTEXT, random_rows
 from vllm_backend.engine import AsyncEngine
 from vllm_backend.model import Model
-from vllm_backend.requests import ABORTED, Row, Unserved
+from vllm_backend.outcomes import Unserved
+from vllm_backend.requests import ABORTED, Row
 
 PROMPTS = random_rows(4, 5, 6)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}

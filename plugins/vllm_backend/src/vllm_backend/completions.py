@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
+from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 from vllm_backend.served import Served
 
@@ -35,14 +35,6 @@ SETTLED = frozenset({*EXPLICIT, "add_special_tokens", "echo", "model", "prompt",
 }
 #: What a server puts in the place of an infinite log-prob.
 INFINITE = -9999.0
-
-
-@dataclass(frozen=True)
-class Unserved:
-    """A row without an answer, and why."""
-
-    why: str
-    aborted: bool = False
 
 
 # Generating -----------------------------------------------------------------------------------------------------------
@@ -93,17 +85,7 @@ def answers(
         logprobs.append(values)
         reasons.append(reason)
         errors.append(outcome.why if isinstance(outcome, Unserved) and not outcome.aborted else "")
-    device = request.prompts.values.device
-    reshaped = sampling.truncates or sampling.min_new_tokens or sampling.engine_kwargs
-    return GenerationBatch(
-        ids=Ragged.from_list(ids).to(device),
-        logprobs=None if request.logprobs == "none" else Ragged.from_list(logprobs, torch.float32).to(device),
-        finish_reasons=tuple(reasons),
-        mode="processed" if processed else "raw",
-        temperature=sampling.temperature if processed else 1.0,
-        support="truncated" if processed and reshaped else "full",
-        errors=tuple(errors) if any(errors) else None,
-    )
+    return generation_batch(request, ids, logprobs, reasons, errors)
 
 
 def _known(names: Mapping[str, Any], served: Served) -> None:

@@ -18,7 +18,8 @@ from corelm.loops import LoopThread
 from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
 from vllm_backend import requests, weights
 from vllm_backend.model import Model, describe
-from vllm_backend.requests import ABORTED, Outcome, Row, Unserved
+from vllm_backend.outcomes import Unserved
+from vllm_backend.requests import ABORTED, Outcome, Row
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
 

@@ -13,6 +13,7 @@ import torch
 from corelm.errors import InvalidRequestError
 from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 from corelm.rows import Ragged
+from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 
 
@@ -22,14 +23,6 @@ class Row:
 
     prompt: Any
     params: Any
-
-
-@dataclass(frozen=True)
-class Unserved:
-    """A row without an answer, and why: vLLM refused it, or it was aborted before it began."""
-
-    why: str
-    aborted: bool = False
 
 
 #: What becomes of a row; Any is vLLM's `RequestOutput`.
@@ -83,19 +76,7 @@ def answers(request: GenerateRequest, outcomes: Sequence[Outcome]) -> Generation
             logprobs.append([0.0] * len(found) if certain else _sampled(outcome, len(found)))
         else:
             logprobs.append([])
-    device = request.prompts.values.device
-    return GenerationBatch(
-        ids=Ragged.from_list(ids).to(device),
-        logprobs=None if request.logprobs == "none" else Ragged.from_list(logprobs, torch.float32).to(device),
-        finish_reasons=tuple(reasons),
-        mode="processed" if processed else "raw",
-        temperature=sampling.temperature if processed else 1.0,
-        # What forbids ids is truncation as well: the distribution is no longer the model's.
-        support="truncated"
-        if processed and (sampling.truncates or sampling.min_new_tokens or sampling.engine_kwargs)
-        else "full",
-        errors=tuple(errors) if any(errors) else None,
-    )
+    return generation_batch(request, ids, logprobs, reasons, errors)
 
 
 def _sampled(outcome: Any, count: int) -> list[float]:

@@ -14,7 +14,8 @@ from corelm.capabilities import Capabilities
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
 from vllm_backend import completions, probes, weights
-from vllm_backend.completions import NEUTRAL, Payload, Unserved, only_choice
+from vllm_backend.completions import NEUTRAL, Payload, only_choice
+from vllm_backend.outcomes import Unserved
 from vllm_backend.sampling import HONOURED
 from vllm_backend.served import Served, find
 

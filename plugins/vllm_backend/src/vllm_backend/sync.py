@@ -15,7 +15,8 @@ from corelm.errors import CapabilityError, EngineError
 from corelm.messages import AbortRequest
 from vllm_backend.engine import DEAD, Engine, late, letting_go
 from vllm_backend.model import Model, describe
-from vllm_backend.requests import Outcome, Row, Unserved
+from vllm_backend.outcomes import Unserved
+from vllm_backend.requests import Outcome, Row
 
 #: Where vLLM has no process of its own it keeps the engine among this one's globals: there is room for one.
 _HERE = Lock()
