@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from corelm import Backend, Ragged, hookimpl
 from corelm.batching import DynamicBatcher
 from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
-from fakes import VOCAB, Fake
+from fakes import SHORT, VOCAB, Fake
 
 #: Seconds after which a test that waits has failed. Nothing takes that long.
 LONG = 20.0
+SEEDED = {**SHORT, "seed": 7}
 #: A prompt that begins with this id makes the call fail that it is in.
 POISON = 13
 
@@ -144,6 +146,18 @@ def batcher(engine: Held, **options: Any) -> Iterator[DynamicBatcher]:
         finally:
             engine.free()
     assert not made._desk.threads() and not made._desk._calls and not made._desk.in_flight
+
+
+def ids(result: Future | object) -> list[list[int]]:
+    batch = result.result(LONG) if isinstance(result, Future) else result
+    return batch.ids.tolist()
+
+
+def hold_one(engine: Held, made: DynamicBatcher) -> Future:
+    """A request that is in the engine and stays there, so that what comes next has to queue."""
+    first = made.submit_generate([[3]], SEEDED)
+    engine.wait_for_calls(1)
+    return first
 
 
 def rows_of(call: GenerateRequest | ScoreRequest) -> list[list[int]]:

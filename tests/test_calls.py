@@ -2,13 +2,14 @@
 
 import threading
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import tenacity
 import torch
 
-from corelm import Backend, SamplingParams, hookimpl
+from corelm import Backend, Ragged, SamplingParams, hookimpl
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
@@ -17,7 +18,7 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from corelm.messages import WeightUpdate
+from corelm.messages import ContainerRequest, Parts, WeightUpdate
 from fakes import SHORT, Fake, fake, sent
 
 # Retries, turns, life ------------------------------------------------------------------------------------------------
@@ -255,12 +256,75 @@ def test_an_update_waits_for_calls_in_flight_or_ends_them():
             ended.set()
         for thread in (call, update):
             thread.join(timeout=10)
-    assert [type(request).__name__ for request in engine.requests] == [
+    # The abort is repeated for as long as it takes.
+    assert [name for name, _ in groupby(type(request).__name__ for request in engine.requests)] == [
         *("GenerateRequest", "WeightUpdate"),
         *("GenerateRequest", "AbortRequest", "WeightUpdate"),
     ]
     assert engine.requests[3].request_ids == ("mine",)
     assert [batch.weight_versions for batch in answers] == [("0",), ("1",)] and backend.weight_version == "2"
+
+
+def test_an_abort_that_came_too_early_is_repeated():
+    """Between its listing and the engine an answer cannot be aborted: here the engine knows none of it at first."""
+    inside, ended = threading.Event(), threading.Event()
+
+    class Deaf(Fake):
+        @hookimpl
+        def abort(self, request):
+            self.requests.append(request)
+            if len(self.requests) > 3:
+                ended.set()
+            return True
+
+    def hold(batch):
+        inside.set()
+        assert ended.wait(timeout=10)
+        return batch
+
+    backend = Backend(Deaf(hold, concurrent_calls=True, abort=True), "fake")
+    call = threading.Thread(target=backend.generate, args=([[1]], SHORT))
+    call.start()
+    assert inside.wait(timeout=10)
+    assert backend.update_weights({}, drain=False) == "1"
+    call.join(timeout=10)
+    assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_core_does_itself_does_not_wait_for_the_engine(watched):
+    """Callers tokenize and build containers while another one's answers are made, unless a plugin looks on."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def tokenize(self, request):
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def to_containers(self, request):
+            return (yield)
+
+    engine = Fake(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1])
+    backend = Backend(engine, "fake", plugins=[Watcher()] if watched else [])
+    results, done = [], threading.Event()
+
+    def own():
+        results.append(backend.tokenize(["12"]).ids.tolist())
+        tokens = Parts(None, None, Ragged.from_list([[1, 2]]))
+        found = backend.to_containers(ContainerRequest(batch_size=(1,), fields=frozenset({"tokens"}), tokens=tokens))
+        results.append(found["tokens", "full"])
+        done.set()
+
+    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=own)]
+    threads[0].start()
+    assert inside.wait(timeout=10)
+    threads[1].start()
+    assert done.wait(timeout=0.2 if watched else 10) is not watched
+    go_on.set()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert done.is_set() and results[0] == [[1, 2]]
 
 
 def test_closing_an_engine_that_takes_several_calls_does_not_wait_for_them():

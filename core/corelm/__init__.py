@@ -28,6 +28,8 @@ _HOME = {
     "History": "history",
     "ChatHistory": "containers",
     "LLMPolicy": "policy",
+    "DynamicBatcher": "batching",
+    "MaskedCategorical": "distributions",
     "Keys": "inputs",
     "API_VERSION": "hookspecs",
     "hookimpl": "hookspecs",
@@ -37,6 +39,7 @@ __all__ = sorted(_HOME)
 if TYPE_CHECKING:
     from corelm.backend import Backend as Backend
     from corelm.backend import get_backend as get_backend
+    from corelm.batching import DynamicBatcher as DynamicBatcher
     from corelm.capabilities import Capabilities as Capabilities
     from corelm.containers import (
         ChatHistory as ChatHistory,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from corelm.containers import (
         ragged as ragged,
     )
+    from corelm.distributions import MaskedCategorical as MaskedCategorical
     from corelm.history import History as History
     from corelm.history import Message as Message
     from corelm.hookspecs import API_VERSION as API_VERSION

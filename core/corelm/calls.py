@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,6 +90,13 @@ class HookCaller:
         except (pluggy.PluginValidationError, ValueError) as error:
             raise self._misfit(str(error)) from error
         self._hooks = manager.hook
+        # What core does by itself does not wait for the engine. Tokenizing waits for other tokenizing: an encoder's
+        # settings are changed while it encodes.
+        self._own_turns: dict[str, AbstractContextManager[object]] = {
+            hook: turn
+            for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
+            if all(isinstance(each.plugin, DefaultHooks) for each in getattr(manager.hook, hook).get_hookimpls())
+        }
 
     def implements(self, hook: str) -> bool:
         return bool(getattr(self._hooks, hook).get_hookimpls())
@@ -137,8 +144,7 @@ class HookCaller:
     def _attempt(self, hook: str, request: Any, finish: Callable[[Any], Any], end: float | None) -> Any:
         if hook == "update_weights" and not request.drain:
             self._abort_all()
-        turn = nullcontext() if hook in OUT_OF_TURN else self._in_turn(end, alone=hook == "update_weights")
-        with turn, ordinary_tensors(), self._listed(hook, request):
+        with self._turn(hook, request, end), ordinary_tensors(), self._listed(hook, request):
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             result = self._ask(hook, request)
@@ -157,9 +163,21 @@ class HookCaller:
             cause = f"{type(error).__name__}: {error}"
             raise EngineError(f"backend {self._name!r}, hook {hook}: {cause}") from error
 
+    def _turn(self, hook: str, request: Any, end: float | None) -> AbstractContextManager[object]:
+        if hook in OUT_OF_TURN:
+            return nullcontext()
+        if hook == "update_weights":
+            # An abort that comes before its answer has reached the engine is lost, so it is repeated.
+            remind = None if request.drain else self._abort_all
+            return self._in_turn(partial(self._gate.alone, remind=remind), end)
+        return self._own_turns.get(hook) or self._in_turn(
+            self._gate.shared if self._concurrent else self._gate.alone, end
+        )
+
     @contextmanager
-    def _in_turn(self, end: float | None, alone: bool) -> Iterator[None]:
-        enter = self._gate.alone if alone or not self._concurrent else self._gate.shared
+    def _in_turn(
+        self, enter: Callable[[float | None], AbstractContextManager[None]], end: float | None
+    ) -> Iterator[None]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(enter(None if end is None else self._left(end)))

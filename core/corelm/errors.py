@@ -111,5 +111,9 @@ class EngineError(CoreLMError, RuntimeError):
         return tuple(self.problems)
 
 
+class QueueFullError(EngineError):
+    """A batcher's queue holds `max_queue` requests, and was told to say so; nothing is wrong with the engine."""
+
+
 class BackendTimeoutError(CoreLMError, TimeoutError):
     """The engine did not answer within the timeout of the call."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+#: Seconds between two reminders of those who are waited for.
+REMINDER = 0.1
 
 
 class Gate:
@@ -39,15 +43,18 @@ class Gate:
             self._leave(me)
 
     @contextmanager
-    def alone(self, timeout: float | None = None) -> Iterator[None]:
-        """Raises:
-        TimeoutError: others were inside for `timeout` seconds.
+    def alone(self, timeout: float | None = None, remind: Callable[[], object] | None = None) -> Iterator[None]:
+        """Args:
+            remind: called now and then while others are inside, to make them leave.
+
+        Raises:
+            TimeoutError: others were inside for `timeout` seconds.
         """
         me = threading.get_ident()
         with self._changed:
             self._waiting_to_be_alone += 1
             try:
-                self._wait(lambda: self._alone in (None, me) and not self._inside.keys() - {me}, timeout)
+                self._wait(lambda: self._alone in (None, me) and not self._inside.keys() - {me}, timeout, remind)
             finally:
                 self._waiting_to_be_alone -= 1
                 self._changed.notify_all()
@@ -59,9 +66,18 @@ class Gate:
             self._alone = outer
             self._leave(me)
 
-    def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
-        if not self._changed.wait_for(condition, timeout):
-            raise TimeoutError
+    def _wait(
+        self, condition: Callable[[], bool], timeout: float | None, remind: Callable[[], object] | None = None
+    ) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._changed.wait_for(condition, timeout if remind is None else min(REMINDER, timeout or REMINDER)):
+            if remind is None or (end is not None and time.monotonic() >= end):
+                raise TimeoutError
+            self._changed.release()
+            try:
+                remind()
+            finally:
+                self._changed.acquire()
 
     def _leave(self, me: int) -> None:
         with self._changed:

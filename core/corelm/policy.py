@@ -16,7 +16,8 @@ from torch import Tensor
 from corelm import arguments
 from corelm.assemble import dense_columns
 from corelm.backend import Backend, get_backend
-from corelm.batching import BatchingState, DynamicBatcher, batched, check_limits, send
+from corelm.batching import BatchingState, DynamicBatcher
+from corelm.batching.policies import batched, check_limits, send
 from corelm.calls import ordinary_tensors
 from corelm.distributions import MaskedCategorical
 from corelm.errors import CapabilityError

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from corelm.alarms import Alarm, Alarms
-from corelm.batch_calls import Result, ask_together, bisect
-from corelm.batch_queue import QueueFullError, Ticket, TicketQueue
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError
-from corelm.futures import own, settle
+from corelm.batching.alarms import Alarm, Alarms
+from corelm.batching.futures import own, settle
+from corelm.batching.joining import Result, ask_together, bisect
+from corelm.batching.rules import Ticket, TicketQueue
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError
 from corelm.prepared import Prepared
 
 if TYPE_CHECKING:

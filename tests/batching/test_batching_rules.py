@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corelm.batch_queue import LONGEST_PATIENCE, PATIENCE, Limits, OneByOne, Ticket, Together
+from corelm.batching.rules import LONGEST_PATIENCE, PATIENCE, Limits, OneByOne, Ticket, Together
 from corelm.errors import InvalidRequestError
 
 

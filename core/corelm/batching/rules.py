@@ -13,16 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from corelm import arguments
-from corelm.errors import EngineError
 
 #: Callers who were just answered may come back with their next request, and rather than go off with the first one
 #: alone the engine waits for the others: for this share of the time that their call took (and never longer than so many
 #: seconds) after it, and after each who comes; and for so many times as long in all.
 PATIENCE, LONGEST_PATIENCE, RENEWALS = 0.1, 0.1, 10
-
-
-class QueueFullError(EngineError):
-    """The queue holds `max_queue` requests, and was told to say so; nothing is wrong with the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

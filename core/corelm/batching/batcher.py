@@ -1,7 +1,4 @@
-"""`DynamicBatcher`: a backend whose callers share its forward passes, from any number of threads and tasks.
-
-Read `batch_queue.py` for the rules, `batch_calls.py` for how requests become one call, `batch_desk.py` for the threads.
-"""
+"""`DynamicBatcher`: a backend whose callers share its forward passes, from any number of threads and tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +16,16 @@ from torch import Tensor
 
 from corelm import arguments
 from corelm.backend import Backend
-from corelm.batch_calls import sharing_key
-from corelm.batch_desk import Call, Desk
-from corelm.batch_queue import Limits, QueueFullError, queue_for
+from corelm.batching.desk import Call, Desk
+from corelm.batching.futures import settle
+from corelm.batching.joining import sharing_key
+from corelm.batching.rules import Limits, queue_for
 from corelm.calls import ordinary_tensors
 from corelm.errors import EngineError
-from corelm.futures import in_thread, settle
 from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch
 from corelm.prepared import B, Prepared, prepare_generation, prepare_scoring
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
-
-__all__ = ["BatchingState", "DynamicBatcher", "Limits", "QueueFullError", "batched", "check_limits", "send"]
 
 #: Seconds that an interpreter which ends waits for a call under way.
 PATIENCE_AT_EXIT = 5.0
@@ -265,51 +259,6 @@ class DynamicBatcher(Backend):
                 threads=len(desk.threads()),
                 closed=desk.closed,
             )
-
-
-# For the policy ------------------------------------------------------------------------------------------------------
-
-
-def check_limits(batching: bool, given: Mapping[str, Any]) -> None:
-    """Raises:
-    InvalidRequestError: limits that are not legal, or for what is not batched.
-    """
-    arguments.one_of("batching", batching, (False, True))
-    for name in given:
-        if not batching:
-            raise arguments.invalid(name, "goes with batching=True")
-    Limits.of(**given)
-
-
-def batched(backend: Backend, limits: Mapping[str, Any]) -> DynamicBatcher:
-    """A batcher in front of the backend; one that is there already is shared.
-
-    Raises:
-        InvalidRequestError: limits for a batcher that has its own.
-    """
-    if not isinstance(backend, DynamicBatcher):
-        return DynamicBatcher(backend, **limits)
-    for name in limits:
-        raise arguments.invalid(name, "this backend has a batcher already, which others share; set it there")
-    return backend
-
-
-def send(backend: Backend, prepared: Prepared[B]) -> Future[B]:
-    """The result of a request, from a batcher's queue, or else from a thread of its own.
-
-    Cancelling it aborts the request in an engine that can.
-    """
-    if isinstance(backend, DynamicBatcher):
-        return backend.send(prepared, block=False)
-    future = in_thread(partial(prepared.run, backend._hooks), f"corelm-{backend.name}")
-
-    def abort(done: Future[B]) -> None:
-        if done.cancelled():
-            in_thread(partial(backend.abort, prepared.request.request_ids), f"corelm-{backend.name}-abort")
-
-    if backend.capabilities.abort:
-        future.add_done_callback(abort)
-    return future
 
 
 @ordinary_tensors()

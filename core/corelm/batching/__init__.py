@@ -1,0 +1,11 @@
+"""Callers on many threads and in many tasks share an engine's calls.
+
+Read `rules.py` for who goes next, `joining.py` for how requests become one call, `desk.py` for the threads, and
+`batcher.py` for the façade in front of them.
+"""
+
+from corelm.batching.batcher import BatchingState, DynamicBatcher
+from corelm.batching.rules import Limits
+from corelm.errors import QueueFullError
+
+__all__ = ["BatchingState", "DynamicBatcher", "Limits", "QueueFullError"]
