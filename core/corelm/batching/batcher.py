@@ -240,6 +240,9 @@ class DynamicBatcher(Backend):
         finally:
             self.backend.close()
 
+    def __enter__(self) -> DynamicBatcher:
+        return self
+
     def __exit__(self, *exc: object) -> None:
         self.close(flush=exc[0] is None)
 
