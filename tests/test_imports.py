@@ -29,6 +29,12 @@ def test_the_registry_is_light():
     assert not imported_by("import corelm.registry") & (HEAVY | ENGINES)
 
 
+def test_the_command_lists_backends_without_torch():
+    code = "import sys; sys.argv = ['corelm', 'backends']; from corelm.cli import main"
+    loaded = imported_by(code + "\ntry: main()\nexcept SystemExit: pass")
+    assert "typer" in loaded and not loaded & (HEAVY | ENGINES)
+
+
 def test_what_pytest_loads_in_every_session_is_light():
     assert not imported_by("import corelm.testing.plugin") & (HEAVY | ENGINES)
 

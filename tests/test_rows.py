@@ -142,6 +142,7 @@ def test_gradients_reach_every_value(through: Callable[[Ragged], torch.Tensor]) 
     [
         (lambda: Ragged(torch.arange(3), torch.tensor([1, 1])), "add up to 2, but there are 3"),
         (lambda: Ragged(torch.arange(1), torch.tensor([2, -1])), "lengths add up"),
+        (lambda: Ragged(torch.arange(0), torch.tensor([1, -1])), "lengths add up"),
         (lambda: Ragged(torch.tensor(1), torch.tensor([1])), "values\\[total, ...\\]"),
         (lambda: Ragged.from_list([[1, 2]]).to_padded(0, width=1), "a row of 2 does not fit into 1 columns"),
         (lambda: Ragged.from_list([[1]]).join(Ragged.from_list([])), "cannot join 1 rows with 0"),

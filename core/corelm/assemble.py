@@ -7,21 +7,23 @@ are padded right. Rows: every sample as long as it is, stacked lazily.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from corelm.deferred import deferred_objects, deferred_rows
 from corelm.errors import InvalidRequestError
 from corelm.history import History
 from corelm.messages import Columns, ContainerRequest, Parts
 from corelm.provenance import Provenance
-from corelm.rows import Ragged
+from corelm.rows import Ragged, runs
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -79,29 +81,44 @@ def non_tensors(values: Sequence[Any], shape: tuple[int, ...]) -> NonTensorData 
     if 0 in shape:
         # A stack of nothing can be neither saved nor indexed; one carrier for no rows can.
         return NonTensorData([], batch_size=shape)
-    return _stacked(_items(values), shape, NonTensorStack)
+    return deferred_objects(values, shape)
 
 
 # The two layouts -----------------------------------------------------------------------------------------------------
 
 
-class _Layout(Protocol):
+class _Layout(ABC):
+    def __init__(self, request: ContainerRequest) -> None:
+        self.shape = tuple(request.batch_size)
+        self.tokens = request.tokens
+
+    @cached_property
+    def in_response(self) -> Tensor:
+        """bool[total]: which positions of the full rows come after the prompt."""
+        prompt, full = self.tokens.prompt, self.tokens.full
+        assert prompt is not None
+        return runs((False, True), (prompt.lengths, full.lengths - prompt.lengths)).to(full.values.device)
+
+    @abstractmethod
     def field(self, rows: Ragged, filler: Any) -> Any:
         """Rows as long as ``tokens.full``, as one field."""
 
+    @abstractmethod
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Any]:
         """The same as `full`, and as `prompt` and `response` where these are told apart."""
 
+    @abstractmethod
     def labels(self, values: Sequence[Any]) -> Any:
         """One Python object a row, as one field."""
 
+    @abstractmethod
     def wrap(self, cls: type[C], fields: Fields) -> C:
         """The container of these fields."""
 
 
-class _Dense:
+class _Dense(_Layout):
     def __init__(self, request: ContainerRequest) -> None:
-        self.shape = tuple(request.batch_size)
+        super().__init__(request)
         self.padded = request.pad_output
         kept = request.columns if request.pad_output else None
         self.columns = kept or dense_columns(request.tokens)
@@ -123,46 +140,29 @@ class _Dense:
         return _contained(cls, TensorDict({**fields, **mark}, batch_size=self.shape))
 
 
-class _Rows:
-    def __init__(self, request: ContainerRequest) -> None:
-        self.shape = tuple(request.batch_size)
-        self.tokens = request.tokens
+class _Rows(_Layout):
+    """Every field is flat here; its rows are copies, made when somebody asks for one."""
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        return self.tokens.full.lengths.tolist()
+    def field(self, rows: Ragged, filler: Any) -> Ragged:
+        # What the caller gave stays the caller's, to write to.
+        return Ragged(rows.values.clone(), rows.lengths)
 
-    @cached_property
-    def part_lengths(self) -> list[int] | None:
-        """prompt, response, prompt, response, …"""
-        if self.tokens.prompt is None or self.tokens.response is None:
-            return None
-        return torch.stack([self.tokens.prompt.lengths, self.tokens.response.lengths], -1).flatten().tolist()
+    def parts(self, rows: Ragged, filler: Any) -> dict[str, Ragged]:
+        prompt, response = self.tokens.prompt, self.tokens.response
+        if prompt is None or response is None:
+            return {"full": self.field(rows, filler)}
+        after = self.in_response.to(rows.values.device)
+        return {
+            "prompt": Ragged(rows.values[~after], prompt.lengths),
+            "response": Ragged(rows.values[after], response.lengths),
+            "full": self.field(rows, filler),
+        }
 
-    def field(self, rows: Ragged, filler: Any) -> Sequence[Tensor]:
-        return _copies(rows.values, self.lengths)
-
-    def parts(self, rows: Ragged, filler: Any) -> dict[str, Sequence[Tensor]]:
-        full = self.field(rows, filler)
-        if self.part_lengths is None:
-            return {"full": full}
-        split = _copies(rows.values, self.part_lengths)
-        return {"prompt": split[::2], "response": split[1::2], "full": full}
-
-    def labels(self, values: Sequence[Any]) -> Sequence[NonTensorData]:
-        return _items(values)
+    def labels(self, values: Sequence[Any]) -> Sequence[Any]:
+        return values
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
-        rows = [
-            TensorDict(dict(zip(fields, values, strict=True)), batch_size=())
-            for values in zip(*fields.values(), strict=True)
-        ]
-        return _contained(cls, _stacked(rows, self.shape, LazyStackedTensorDict))
-
-
-def _copies(values: Tensor, lengths: list[int]) -> Sequence[Tensor]:
-    """Not views: a row kept in a replay buffer or sent elsewhere must not take its whole batch along."""
-    return torch.split_with_sizes_copy(values, lengths)  # type: ignore[func-returns-value,return-value]
+        return _contained(cls, deferred_rows(fields, self.shape))
 
 
 # The containers ------------------------------------------------------------------------------------------------------
@@ -172,8 +172,7 @@ def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
     full, prompt = request.tokens.full, request.tokens.prompt
     masks = {"all_attention_mask": Ragged(torch.ones_like(full.values, dtype=torch.bool), full.lengths)}
     if prompt is not None:
-        after = full.positions >= prompt.lengths[full.row_index]
-        masks["all_response_mask"] = Ragged(after.to(full.values.device), full.lengths)
+        masks["all_response_mask"] = Ragged(layout.in_response, full.lengths)
     if request.assistant is not None:
         masks["all_assistant_mask"] = request.assistant
     return {name: layout.field(mask, False) for name, mask in masks.items()}
@@ -187,8 +186,9 @@ def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
     if isinstance(provenance, Provenance):
         fields["provenance"] = layout.labels([asdict(provenance)] * len(logprobs))
     elif provenance is not None:
-        data = {one: asdict(one) for one in set(provenance)}
-        fields["provenance"] = layout.labels([data[one] for one in provenance])
+        # By identity, as hashing one for every row would take longer than all the rest.
+        data = {key: asdict(one) for key, one in {id(one): one for one in provenance}.items()}
+        fields["provenance"] = layout.labels([data[id(one)] for one in provenance])
     return fields
 
 
@@ -204,22 +204,6 @@ def _contained(cls: type[C], td: TensorDictBase) -> C:
 def _given(parts: Parts[T]) -> Iterator[tuple[str, T]]:
     named = (("prompt", parts.prompt), ("response", parts.response), ("full", parts.full))
     return ((name, part) for name, part in named if part is not None)
-
-
-def _items(values: Sequence[Any]) -> Sequence[NonTensorData]:
-    # Half the cost of making them one by one. Each is its own, since tensordict writes to them in place.
-    items: Sequence[NonTensorData] = NonTensorData(None, batch_size=(len(values),)).unbind(0)
-    for item, value in zip(items, values, strict=True):
-        item.data = value
-    return items
-
-
-def _stacked(rows: Sequence[T], shape: tuple[int, ...], stack: Callable[..., Any]) -> Any:
-    """Rows in C order, as lazy stacks within lazy stacks."""
-    level: Sequence[Any] = rows
-    for width in reversed(shape):
-        level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
-    return level[0]
 
 
 # What must hold ------------------------------------------------------------------------------------------------------
@@ -245,13 +229,14 @@ def _check(request: ContainerRequest) -> None:
     if request.columns is not None and request.pad_output:
         lengths["columns"] = request.columns.mask.sum(-1).cpu()
     for name, found in lengths.items():
+        if torch.equal(found, full.lengths):
+            continue
         problems = {
             row: f"{int(found[row])} long where tokens.full is {int(full.lengths[row])}"
             for row in (found != full.lengths).nonzero().flatten().tolist()
         }
-        if problems:
-            row, what = next(iter(problems.items()))
-            raise InvalidRequestError(f"{name}: row {row} is {what}", field=name, problems=problems)
+        row, what = next(iter(problems.items()))
+        raise InvalidRequestError(f"{name}: row {row} is {what}", field=name, problems=problems)
 
 
 def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:

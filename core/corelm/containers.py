@@ -32,6 +32,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from corelm.deferred import Rows, unmade
 from corelm.errors import InvalidRequestError
 from corelm.friendly import data_of, flat, friendly, is_padded, rows, strings, tensors
 from corelm.history import History
@@ -150,6 +151,10 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
             f"there are: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )
+    source = unmade(container._tensordict)
+    if isinstance(source, Rows) and isinstance(field := source.fields[name], Ragged):
+        # Somebody may write to what is returned.
+        return Ragged(field.values.clone(), field.lengths.clone())
     try:
         padded, values = container.padded, getattr(container, name)
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None

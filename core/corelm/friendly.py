@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from corelm.deferred import Rows, unmade
 from corelm.errors import InvalidRequestError
 from corelm.rows import Ragged
 
@@ -164,6 +165,10 @@ def flat(value: Any) -> list[Any]:
 
 def data_of(td: TensorDictBase, name: str) -> Iterator[Any]:
     """What a non-tensor entry holds, once a row or once for many; None stands for rows without it."""
+    source = unmade(td)
+    if isinstance(source, Rows):
+        yield from source.objects(name)
+        return
     for block in blocks(td):
         for leaf in blocks(block.get(name)):
             yield None if leaf is None else leaf.data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
+from corelm.deferred import Objects, deferred_objects, nested, unmade
 from corelm.errors import InvalidRequestError
 from corelm.templates import Template, by_row
 
@@ -72,18 +73,27 @@ class Message:
 
     def to_dict(self) -> dict[str, Any]:
         """The inverse of `from_dict`: `role` and `content` always, the rest where set. Shares nothing with it."""
-        own = {
-            "tool_calls": None if self.tool_calls is None else deepcopy(list(self.tool_calls)),
-            "tool_call_id": self.tool_call_id,
-            "name": self.name,
-            "token_ids": None if self.token_ids is None else list(self.token_ids),
-        }
-        given = {key: value for key, value in own.items() if value is not None}
-        return {"role": self.role, "content": self.content, **given, **deepcopy(dict(self.extra))}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls is not None:
+            message["tool_calls"] = deepcopy(list(self.tool_calls))
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        if self.token_ids is not None:
+            message["token_ids"] = list(self.token_ids)
+        if self.extra:
+            message |= deepcopy(dict(self.extra))
+        return message
 
     def for_template(self) -> dict[str, Any]:
         """What a chat template sees: no ids, and no key without a value, since templates print a None."""
-        return {key: value for key, value in self.to_dict().items() if value is not None and key != "token_ids"}
+        if self.content is not None and not (self.tool_calls or self.tool_call_id or self.name or self.extra):
+            # As most messages are; there are thousands in a batch.
+            return {"role": self.role, "content": self.content}
+        message = self.to_dict()
+        message.pop("token_ids", None)
+        return {key: value for key, value in message.items() if value is not None}
 
 
 Chat = tuple[Message, ...]
@@ -98,8 +108,7 @@ class History(TensorClass["nocast"]):
 
     # A row is {"messages": [dict, …]}: one non-tensor, since a TensorClass a message costs six times as much. Plain
     # data and not `Message` objects, so that memmap writes JSON where it would pickle; in a dict, since tensordict
-    # would read lists of equal length as a batch dimension. Rows share their messages, which are never changed in
-    # place.
+    # would read lists of equal length as a batch dimension.
     conversation: Any
 
     @classmethod
@@ -118,16 +127,21 @@ class History(TensorClass["nocast"]):
     @classmethod
     def of(cls, chats: Iterable[Sequence[Message | Mapping[str, Any]]], batch_size: Sequence[int]) -> History:
         """From a flat sequence of chats, in C order of `batch_size`."""
-        return cls._wrap(_rows(chats), tuple(batch_size))
+        return cls._wrap(_messages(chats), tuple(batch_size))
 
     @property
     def chats(self) -> tuple[Chat, ...]:
         """The conversations, flat, in C order of the batch."""
-        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in self._rows())
+        value = self._tensordict.get("conversation")
+        source = unmade(value)
+        if isinstance(source, Objects) and isinstance(source.values, _Conversations):
+            return tuple(tuple(map(_own, chat)) for chat in source.values.chats)
+        held = [value.data] * self._count if isinstance(value, NonTensorData) else _flat(value.tolist(), self.ndim)
+        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in held)
 
     def to_chats(self) -> list[Any]:
         """Lists of dicts: the inverse of `from_chats`. `token_ids` are there for turns that have them."""
-        return _nested(iter([[message.to_dict() for message in chat] for chat in self.chats]), tuple(self.batch_size))
+        return nested(iter([[message.to_dict() for message in chat] for chat in self.chats]), tuple(self.batch_size))
 
     def append(self, message: Message | Mapping[str, Any] | Sequence[Any], inplace: bool = False) -> History:
         """Add one message to every conversation: the same for all, or a list of them, nested as the batch is.
@@ -177,23 +191,15 @@ class History(TensorClass["nocast"]):
         def one(chat: Chat) -> Any:
             return template([message.for_template() for message in chat], add_generation_prompt, tokenize)
 
-        return _nested(iter(by_row(one, self.chats)), tuple(self.batch_size))
+        return nested(iter(by_row(one, self.chats)), tuple(self.batch_size))
 
     # How rows are held -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def _wrap(cls, rows: list[dict[str, Any]], shape: tuple[int, ...]) -> History:
-        if math.prod(shape) != len(rows):
-            raise InvalidRequestError(f"{len(rows)} conversations do not fill a batch of {shape}", field="batch_size")
-        return cls(conversation=_stack(rows, shape), batch_size=shape)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        value = self.get("conversation")
-        if not isinstance(value, list):
-            return [value] * self._count
-        for _ in range(self.ndim - 1):
-            value = [inner for outer in value for inner in outer]
-        return list(value)
+    def _wrap(cls, chats: list[Chat], shape: tuple[int, ...]) -> History:
+        if math.prod(shape) != len(chats):
+            raise InvalidRequestError(f"{len(chats)} conversations do not fill a batch of {shape}", field="batch_size")
+        return cls(conversation=_stack(chats, shape), batch_size=shape)
 
     def _mismatch(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(f"{what}; the history's batch is {tuple(self.batch_size)}", field="messages")
@@ -203,22 +209,39 @@ class History(TensorClass["nocast"]):
         return math.prod(self.batch_size)
 
     def _add(self, added: Sequence[Sequence[Any]], inplace: bool) -> History:
-        rows = [
-            {"messages": [*row["messages"], *new["messages"]]}
-            for row, new in zip(self._rows(), _rows(added), strict=True)
-        ]
+        chats = [before + new for before, new in zip(self.chats, _messages(added), strict=True)]
         shape = tuple(self.batch_size)
-        return self.set("conversation", _stack(rows, shape)) if inplace else self._wrap(rows, shape)
+        return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
 
 
-def _stack(rows: list[dict[str, Any]], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
-    if not rows:
+class _Conversations(Sequence[dict[str, Any]]):
+    """Chats, read as the rows that a History holds. Most are only read as chats again, and so never become rows."""
+
+    def __init__(self, chats: list[Chat]) -> None:
+        self.chats = chats
+
+    def __len__(self) -> int:
+        return len(self.chats)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"messages": [message.to_dict() for message in self.chats[index]]}
+
+
+def _stack(chats: list[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
+    if not chats:
         # A stack of nothing can be neither concatenated nor memmapped; one carrier with an empty batch can.
         return NonTensorData(None, batch_size=shape)
-    level = [NonTensorData(row) for row in rows]
-    for width in reversed(shape):
-        level = [NonTensorStack(*level[at : at + width]) for at in range(0, len(level), width)]
-    return level[0]
+    return deferred_objects(_Conversations(chats), shape)
+
+
+def _own(message: Message) -> Message:
+    """A message that shares no dict with another: what it holds of them can be written to."""
+    return Message.from_dict(message.to_dict()) if message.tool_calls or message.extra else message
+
+
+def _flat(value: Any, depth: int) -> list[Any]:
+    """What stands `depth` lists deep."""
+    return [value] if not depth else [leaf for item in value for leaf in _flat(item, depth - 1)]
 
 
 def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
@@ -231,24 +254,21 @@ def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
     return None if None in parts else [leaf for part in parts if part is not None for leaf in part]
 
 
-def _nested(flat: Iterator[Any], shape: tuple[int, ...]) -> Any:
-    return [_nested(flat, shape[1:]) for _ in range(shape[0])] if shape else next(flat)
-
-
-def _rows(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _messages(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[Chat]:
+    found: list[Chat] = []
     problems: dict[int, str] = {}
     for row, chat in enumerate(chats):
-        rows.append({"messages": []})
+        messages: list[Message] = []
         for position, message in enumerate(chat):
             try:
-                rows[-1]["messages"].append(Message.from_dict(message).to_dict())
+                messages.append(_own(message) if isinstance(message, Message) else Message.from_dict(message))
             except InvalidRequestError as error:
                 problems.setdefault(row, f"message {position}: {error}")
+        found.append(tuple(messages))
     if problems:
         listing = "; ".join(f"conversation {row}, {what}" for row, what in problems.items())
         raise InvalidRequestError(listing, field="history", problems=problems)
-    return rows
+    return found
 
 
 def _flatten(value: Any, top: bool = True) -> tuple[list[Any], tuple[int, ...]]:

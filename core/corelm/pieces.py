@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from corelm.errors import TemplateError
 from corelm.history import Chat, Message
 from corelm.masks_by_prefix import PrefixSpans, Span
-from corelm.templates import Marks, Template, map_strings, read_marks, stand_in
+from corelm.templates import Marks, Template, escaped, map_strings, read_marks, stand_in
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of a conversation that is tokenized by itself, or that has its ids already.
 
     Attributes:
@@ -34,24 +31,31 @@ class Piece:
     after: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A conversation as the template gets it: placeholders for sampled turns and for the texts of special tokens."""
+class Script(NamedTuple):
+    """A conversation as the template gets it: placeholders for sampled turns and for the texts of special tokens.
+
+    Attributes:
+        stops: the turns that it is rendered up to; None is all of it.
+        renderings: stop → text, where it has been rendered.
+    """
 
     chat: Chat
     messages: list[dict[str, Any]]
     sampled: list[int]
     literals: list[str]
+    stops: list[int | None]
+    renderings: dict[int | None, str]
 
 
 class Cutter:
-    """Cuts conversations into pieces, all with the same template and settings."""
+    """Cuts conversations into pieces, all with the same template and settings. `contents` is all that they say."""
 
     def __init__(
         self,
         template: Template,
         marks: Marks,
         *,
+        contents: str,
         special_texts: Sequence[str],
         eos_texts: Sequence[str],
         add_generation_prompt: bool,
@@ -61,34 +65,44 @@ class Cutter:
         self.marks = marks
         self.marked = want_assistant and template.marks_assistant
         self.by_prefix = want_assistant and not self.marked
-        self.template = template.with_marks(marks) if self.marked else template
+        self.template = template.with_marks(marks if self.marked else None)
         self.turns = PrefixSpans(self.template, partial(self._slot, "Turn"), eos_texts)
         self.add_generation_prompt = add_generation_prompt
         self.prefer_tokens = prefer_tokens
         self._special = re.compile("|".join(map(re.escape, sorted(special_texts, key=len, reverse=True))) or "(?!)")
+        # Most batches have none, and then no message need be searched.
+        self._specials_typed = self._special.search(contents) is not None
+        self._escaped = escaped(marks.slot)
         # Letters of both cases inside, so that a filter which changes a text is seen to have done so.
         self._placeholder = re.compile(f"{marks.slot}(Turn|Text)([0-9]+){marks.slot}")
 
-    def pieces(self, chat: Chat) -> list[Piece]:
+    def scripts(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[Script]:
+        """Conversations with their messages as the template gets them, made ready for `pieces`."""
+        scripts = list(map(self._script, chats, messages))
+        for prompt in (False, True):
+            jobs = [(one, stop) for one in scripts for stop in one.stops if self._asks(stop) is prompt]
+            texts = self.template.every([script.messages[:stop] for script, stop in jobs], prompt) or ()
+            for (script, stop), text in zip(jobs, texts, strict=False):
+                script.renderings[stop] = text
+        return scripts
+
+    def pieces(self, script: Script) -> list[Piece]:
         """The conversation, piece by piece.
 
         Raises:
             TemplateError: the template fails, loses a sampled turn, or cannot say what is the assistant's.
         """
-        script = self._script(chat)
-        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
-        ends_sampled = bool(script.sampled) and script.sampled[-1] == len(chat) - 1
-        stops = [*script.sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
         pieces: list[Piece] = []
         previous = None
-        for stop in stops:
+        for stop in script.stops:
             pieces += self._cut(script, previous, stop)
             if stop is not None:
-                pieces.append(Piece(self._said(chat[stop]), ids=chat[stop].token_ids))
+                said = script.chat[stop]
+                pieces.append(Piece(self._said(said), ids=said.token_ids))
             previous = stop
         return pieces
 
-    def _script(self, chat: Chat) -> Script:
+    def _script(self, chat: Chat, messages: list[dict[str, Any]]) -> Script:
         literals: list[str] = []
 
         def keep(special: re.Match[str]) -> str:
@@ -96,11 +110,19 @@ class Cutter:
             return self._slot("Text", len(literals) - 1)
 
         sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
-        messages = [message.for_template() for message in chat]
+        messages = list(messages)
         for turn in sampled:
             messages[turn] = stand_in(messages[turn], self._slot("Turn", turn))
-        messages = map_strings(messages, lambda text: self._special.sub(keep, text))
-        return Script(chat, messages, sampled, literals)
+        if self._specials_typed:
+            messages = map_strings(messages, lambda text: self._special.sub(keep, text))
+        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
+        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
+        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
+        return Script(chat, messages, sampled, literals, stops, {})
+
+    def _asks(self, stop: int | None) -> bool:
+        """Whether a rendering up to `stop` ends with the generation prompt."""
+        return stop is not None or self.add_generation_prompt
 
     def _cut(self, script: Script, previous: int | None, stop: int | None) -> Iterator[Piece]:
         """What the template writes after the sampled turn `previous` when it asks for turn `stop`."""
@@ -113,6 +135,10 @@ class Cutter:
         spans = [span for span in spans if span[0] >= at]
         ids = () if previous is None else script.chat[previous].token_ids
         after = ids[-1] if ids else None
+        if not script.literals:
+            # No other placeholder comes after `at`.
+            yield Piece(text[at:], spans=_within(spans, at, len(text)), after=after)
+            return
         for found in self._placeholder.finditer(text, at):
             yield Piece(text[at : found.start()], spans=_within(spans, at, found.start()), after=after)
             inside = bool(_within(spans, *found.span()))
@@ -124,8 +150,8 @@ class Cutter:
     def _rendered(self, script: Script, previous: int | None, stop: int | None) -> tuple[str, list[Span]]:
         """The messages before `stop`, or all of them, and the assistant's characters after the turn `previous`."""
         messages = script.messages[:stop]
-        prompt = stop is not None or self.add_generation_prompt
-        text = self.template(messages, prompt)
+        prompt = self._asks(stop)
+        text = script.renderings[stop] if stop in script.renderings else self.template(messages, prompt)
         spans: list[Span] = []
         if self.marked:
             text, spans = read_marks(text, self.marks)
@@ -138,9 +164,11 @@ class Cutter:
 
     def _check(self, text: str, sampled: list[int]) -> None:
         """Every sampled turn is there once and in order, and no placeholder was altered."""
+        if not sampled and self.marks.slot not in text and self._escaped not in text:
+            return
         found = [int(slot[2]) for slot in self._placeholder.finditer(text) if slot[1] == "Turn"]
         rest = self._placeholder.sub("", text)
-        altered = self.marks.slot in rest or json.dumps(self.marks.slot)[1:-1] in rest
+        altered = self.marks.slot in rest or self._escaped in rest
         if found != sampled:
             lost = [turn for turn in sampled if found.count(turn) != 1]
             what = f"drops, repeats or alters message {lost[0]}" if lost else "writes messages in another order"
@@ -167,8 +195,11 @@ class Cutter:
 
 def _within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """The parts of `spans` inside ``[start, stop)``, counted from `start`."""
-    clipped = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
-    return tuple((a, b) for a, b in clipped if a < b)
+    if not spans:
+        return ()
+    if not spans:
+        return ()
+    return tuple([(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b])
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:

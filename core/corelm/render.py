@@ -89,24 +89,21 @@ def render(
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials = special_tokens(tokenizer)
-    everything = (message for chat in chats for message in chat)
-    marks = Marks.unused(
-        [
-            *strings([m.for_template() for m in everything]),
-            *strings([template.source, template.kwargs]),
-            *specials.values(),
-        ]
-    )
+    messages = [[message.for_template() for message in chat] for chat in chats]
+    contents = "\n".join(strings(messages))
+    marks = Marks.unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
     cutter = Cutter(
         template,
         marks,
+        contents=contents,
         special_texts=[text for text in specials.values() if text],
         eos_texts=[text for eos in sorted(eos_ids) if (text := tokenizer.decode([eos]))],
         add_generation_prompt=add_generation_prompt,
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    rows = [[piece for piece in row if piece.text or piece.ids] for row in by_row(cutter.pieces, chats)]
+    cut = by_row(cutter.pieces, cutter.scripts(chats, messages))
+    rows = [[piece for piece in row if piece.text or piece.ids] for row in cut]
     ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
     sampled = [any(message.token_ids is not None for message in chat) for chat in chats]
     return Rendered(
@@ -122,31 +119,35 @@ def _join(
 ) -> tuple[Ragged, Ragged | None]:
     """All pieces → ids and mask of every row. One call tokenizes every text, a second one those taken literally."""
     pieces = [piece for row in rows for piece in row]
-    kind = torch.tensor([2 if piece.ids is not None else int(piece.literal) for piece in pieces], dtype=torch.int64)
+    kinds = [2 if piece.ids is not None else int(piece.literal) for piece in pieces]
+    texts, literals, turns = ([piece for piece, one in zip(pieces, kinds, strict=True) if one == k] for k in range(3))
     # Pieces are encoded kind by kind; `place` says where each then is, in the order they are read.
-    place = kind.argsort(stable=True).argsort()
-    texts, literals, turns = ([pieces[i] for i in (kind == k).nonzero().flatten().tolist()] for k in range(3))
+    place = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True).argsort() if literals or turns else None
+
+    def in_order(*parts: Ragged) -> Ragged:
+        return parts[0] if place is None else Ragged.cat(parts).select(place)
 
     encoded = _encode(tokenize, texts, offsets=any(piece.spans for piece in texts))
     as_typed = _encode(tokenize, literals, parse_special=False).ids
     sampled = Ragged.from_list([piece.ids or () for piece in turns])
     start = _closings(texts, encoded.ids, tokenizer, endings)
-    kept = encoded.ids.slice(start, encoded.ids.lengths)
-    ids = Ragged.cat([kept, as_typed, sampled]).select(place)
+    ids = in_order(_from(start, encoded.ids), as_typed, sampled)
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, ids.lengths)
     if not want_assistant:
         return Ragged(ids.values, lengths), None
 
     inside = torch.tensor([bool(piece.spans) for piece in literals], dtype=torch.bool)
-    assistant = Ragged.cat(
-        [
-            _touched(texts, encoded).slice(start, encoded.ids.lengths),
-            Ragged(inside[as_typed.row_index], as_typed.lengths),
-            Ragged.full(sampled.lengths, True, torch.bool),
-        ]
-    ).select(place)
+    assistant = in_order(
+        _from(start, _touched(texts, encoded)),
+        Ragged(inside[as_typed.row_index], as_typed.lengths),
+        Ragged.full(sampled.lengths, True, torch.bool),
+    )
     return Ragged(ids.values, lengths), Ragged(assistant.values, lengths)
+
+
+def _from(start: Tensor, rows: Ragged) -> Ragged:
+    return rows.slice(start, rows.lengths) if bool(start.any()) else rows
 
 
 def _encode(
@@ -167,8 +168,10 @@ def _encode(
 
 def _closings(pieces: list[Piece], ids: Ragged, tokenizer: Any, endings: Collection[int]) -> Tensor:
     """int64[pieces]: how many ids at the start of each only end the sampled turn before it, which has ended itself."""
-    starts = ids.offsets.tolist()
     out = torch.zeros(len(pieces), dtype=torch.int64)
+    if all(piece.after is None for piece in pieces):
+        return out
+    starts = ids.offsets.tolist()
     for row, piece in enumerate(pieces):
         if piece.after not in endings:
             continue

@@ -1,0 +1,216 @@
+"""Stacks whose rows are made when somebody asks for one: when that is, and that nobody sees a difference."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+
+from corelm.assemble import assemble
+from corelm.containers import Tokens, ragged
+from corelm.deferred import deferred_objects, deferred_rows, unmade
+from corelm.history import History, Message
+from corelm.messages import ContainerRequest, Parts
+from corelm.provenance import Provenance
+from corelm.rows import Ragged
+
+ROWS = [[1, 2, 3], [4], [5, 6], [7]]
+RAW = Provenance("toy", "tiny", "0")
+
+
+def request(**changes: Any) -> ContainerRequest:
+    tokens = Ragged.from_list(ROWS)
+    given: dict[str, Any] = {
+        "batch_size": (4,),
+        "fields": frozenset({"text", "tokens", "masks", "log_probs", "history"}),
+        "tokens": Parts(None, None, tokens),
+        "texts": Parts(None, None, tuple("abcd")),
+        "chats": Parts(None, None, tuple((Message("user", text),) for text in "abcd")),
+        "logprobs": Ragged(-tokens.values.float(), tokens.lengths),
+        "scored": Ragged.full(tokens.lengths, True, torch.bool),
+        "provenance": RAW,
+        "finish_reasons": ("stop", "stop", "length", "stop"),
+    }
+    return ContainerRequest(**given | changes)
+
+
+def stacks(td: TensorDict) -> dict[str, Any]:
+    """Every stack in `td` that may still be deferred."""
+    entries = dict(td.items())
+    return {
+        **{name: entries[name]._tensordict for name in ("tokens", "masks", "log_probs")},
+        "text": entries["text"]._tensordict.get("full"),
+        "history": entries["history"]._tensordict.get("full")._tensordict.get("conversation"),
+        "finish_reason": entries["finish_reason"],
+    }
+
+
+def waiting(td: TensorDict) -> set[str]:
+    return {name for name, stack in stacks(td).items() if unmade(stack) is not None}
+
+
+EVERY = {"tokens", "masks", "log_probs", "text", "history", "finish_reason"}
+
+
+def test_what_needs_no_row_makes_none() -> None:
+    td = assemble(request())
+    outer = TensorDict({"next": td}, batch_size=[4])
+    assert td.batch_size == td["tokens"].batch_size == (4,)
+    assert ragged(outer, ("next", "tokens", "full"), masks=("next", "masks")).tolist() == ROWS
+    assert ragged(td, ("log_probs", "full")).tolist() == [[-float(i) for i in row] for row in ROWS]
+    assert td["log_probs"].provenance == RAW
+    assert not td["tokens"].padded and len(td["tokens"]) == 4
+    assert td["text"].full == ["a", "b", "c", "d"]
+    history = td["history"].full.append({"role": "assistant", "content": "x"})
+    assert [chat[0].content for chat in history.chats] == ["a", "b", "c", "d"]
+    other = TensorDict({}, batch_size=[4]).update(td.select("tokens", "log_probs"))
+    assert set(other.keys()) == {"tokens", "log_probs"}
+    assert waiting(td) == EVERY
+
+
+def test_a_row_makes_those_of_its_container_alone() -> None:
+    td = assemble(request())
+    assert [row.tolist() for row in td["tokens"].full] == ROWS
+    assert td["finish_reason"][2] == "length"
+    assert waiting(td) == EVERY - {"tokens", "finish_reason"}
+    assert type(stacks(td)["tokens"]) is LazyStackedTensorDict
+    assert type(stacks(td)["finish_reason"]) is NonTensorStack
+    assert "_made_from" not in stacks(td)["tokens"].__dict__
+
+
+FIRST_TOUCHES = {
+    "an index": lambda stack: stack[1],
+    "iteration": list,
+    "its rows": lambda stack: stack.tensordicts,
+    "its representation": repr,
+    "a lock": lambda stack: stack.lock_(),
+    "a stack of two": lambda stack: torch.stack([stack, stack]),
+    "a lazy stack of two": lambda stack: lazy_stack([stack, stack]),
+    "a concatenation": lambda stack: torch.cat([stack, stack]),
+    "a clone": lambda stack: stack.clone(),
+    "a shallow clone": lambda stack: stack.clone(recurse=False),
+    "a pickle": pickle.dumps,
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "another shape": lambda stack: stack.reshape(2, 2),
+    "the device": lambda stack: stack.device,
+    "sharing": lambda stack: stack.is_shared(),
+}
+
+
+@pytest.mark.parametrize("touch", FIRST_TOUCHES.values(), ids=FIRST_TOUCHES)
+@pytest.mark.parametrize("kind", ["rows", "objects"])
+def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> None:
+    if kind == "rows":
+        stack = deferred_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
+    else:
+        stack = deferred_objects(tuple("abcd"), (4,))
+    assert unmade(stack) is not None
+    found = touch(stack)
+    assert unmade(stack) is None
+    if isinstance(found, bytes):
+        found = pickle.loads(found)
+    ordinary = type(stack)
+    assert ordinary in (LazyStackedTensorDict, NonTensorStack)
+    for one in (stack, found if isinstance(found, ordinary) and found.batch_size == (4,) else stack):
+        assert type(one) is ordinary
+        values = one.tolist() if kind == "objects" else [row["full"].tolist() for row in one]
+        assert values == (list("abcd") if kind == "objects" else ROWS)
+    assert stack.is_locked == (touch is FIRST_TOUCHES["a lock"])
+
+
+def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
+    stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+    assert type(type(stack)(TensorDict({}), TensorDict({}))) is LazyStackedTensorDict
+    assert unmade(stack) is not None
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_gradients_do_not_ask_when_the_rows_are_made(context: Any) -> None:
+    values = torch.zeros(7, requires_grad=True)
+    td = assemble(request(logprobs=Ragged(values, Ragged.from_list(ROWS).lengths)))
+    with context():
+        found = td["log_probs"].full
+        tokens = td["tokens"].full
+    torch.cat(found).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [1.0] * 7
+    assert not any(row.is_inference() for row in tokens)
+
+
+def test_rows_made_without_gradients_stay_without() -> None:
+    values = torch.zeros(7, requires_grad=True)
+    with torch.no_grad():
+        td = assemble(request(logprobs=Ragged(values, Ragged.from_list(ROWS).lengths)))
+    assert not any(row.requires_grad for row in td["log_probs"].full)
+
+
+def test_what_is_written_later_to_what_it_was_made_from_does_not_show() -> None:
+    asked = request()
+    td = assemble(asked)
+    for given in (asked.tokens.full, asked.logprobs, asked.scored):
+        assert given is not None
+        given.values.zero_()
+    ragged(td, ("tokens", "full")).values.zero_()
+    assert ragged(td, ("tokens", "full")).tolist() == ROWS
+    assert [row.tolist() for row in td["tokens"].full] == ROWS
+    assert [row.tolist() for row in td["log_probs"].full] == [[-float(i) for i in row] for row in ROWS]
+    assert all(row.all() for row in td["log_probs"].scored_mask)
+
+
+def test_what_is_written_to_a_row_is_read_from_then_on() -> None:
+    td = assemble(request())
+    td["tokens"].full[0].zero_()
+    assert ragged(td, ("tokens", "full")).tolist() == [[0, 0, 0], *ROWS[1:]]
+
+
+def test_chats_share_nothing_that_can_be_written_to() -> None:
+    call = {"name": "f", "arguments": {"x": 1}}
+    mine = Message("assistant", None, tool_calls=(call,), extra={"notes": [1]})
+    history = History.of([[mine]] * 2, (2,))
+    for _ in range(2):
+        call["arguments"]["x"] = 2
+        for message in (mine, history.chats[0][0]):
+            message.extra["notes"].append(2)
+            message.tool_calls[0]["name"] = "g"
+    assert history[1].to_chats() == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
+            "notes": [1],
+        }
+    ]
+
+
+def test_threads_that_ask_at_once_get_the_same_rows() -> None:
+    for _ in range(20):
+        tokens = assemble(request(fields=frozenset({"tokens"})))["tokens"]
+        start, found = threading.Barrier(4), []
+
+        def ask(tokens: Tokens = tokens, start: Any = start, found: list[Any] = found) -> None:
+            start.wait()
+            found.append(tokens.full)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({tuple(map(id, rows)) for rows in found}) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+        assert len(stack[:2]) == 2 and gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()

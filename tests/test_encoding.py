@@ -1,0 +1,160 @@
+"""Texts → ids by the short way, against the tokenizer's own `__call__`, which says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from corelm.encoding import Encoder
+from corelm.messages import TokenBatch, TokenizeRequest
+
+TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
+SPECIALS = ["<|pad|>", "<|end|>"]
+
+
+def build(change: Callable[[Tokenizer], None] = lambda rust: None, prefix: bool = False) -> PreTrainedTokenizerFast:
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator([TEXT], trainer)
+    change(rust)
+    return PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="<|pad|>", eos_token="<|end|>")
+
+
+def normalized(rust: Tokenizer) -> None:
+    rust.normalizer = normalizers.NFC()
+
+
+def trimmed(rust: Tokenizer) -> None:
+    rust.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+def closed(rust: Tokenizer) -> None:
+    rust.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", 0), ("<|end|>", 1)]
+    )
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """Words behind a mark for the space, as sentencepiece writes them: no byte-level vocabulary."""
+    rust = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    rust.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIALS], show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>")
+
+
+#: name → tokenizer, and whether its tokens are the bytes of the text.
+TOKENIZERS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
+    "bytes": (build(), True),
+    "normalized": (build(normalized), True),
+    "closed": (build(closed), True),
+    "trimmed": (build(trimmed), False),
+    "a space in front": (build(prefix=True), False),
+    "pieces": (pieces(), False),
+}
+TEXTS = ["", " ", "The fox", "née\n  Füchsin 🦊 ", "e\u0301 is two", "<|end|> and <|pad|><|end|>", "你好 " * 5]
+
+every = pytest.mark.parametrize(("tokenizer", "bytes_"), TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+def request(texts: list[str], **options: Any) -> TokenizeRequest:
+    return TokenizeRequest(texts=tuple(texts), **{"add_special_tokens": False, **options})
+
+
+def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenBatch:
+    found = Encoder(tokenizer)(asked)
+    wanted = tokenizer(
+        list(asked.texts),
+        add_special_tokens=asked.add_special_tokens,
+        split_special_tokens=not asked.parse_special,
+        return_offsets_mapping=True,
+    )
+    assert found.ids.tolist() == wanted["input_ids"]
+    if asked.offsets:
+        assert found.offsets is not None
+        assert found.offsets.tolist() == [list(pair) for row in wanted["offset_mapping"] for pair in row]
+    else:
+        assert found.offsets is None
+    return found
+
+
+@every
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+@pytest.mark.parametrize("parse_special", [False, True])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_every_option(
+    tokenizer: Any, bytes_: bool, add_special_tokens: bool, parse_special: bool, offsets: bool
+) -> None:
+    asked = request(TEXTS, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets)
+    assert_as_called(tokenizer, asked)
+
+
+@every
+def test_bytes_are_counted_where_tokens_are_bytes(tokenizer: Any, bytes_: bool) -> None:
+    assert (Encoder(tokenizer)._bytes() is not None) is bytes_
+
+
+characters = st.text(
+    st.sampled_from("ab .\n\u00e9\u4e2d\U0001f98a\u0301e\u0338") | st.characters(codec="utf-8"), max_size=12
+)
+texts = st.lists(st.lists(characters | st.sampled_from(SPECIALS), max_size=4).map("".join), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(TOKENIZERS)), texts, st.booleans())
+def test_any_text(name: str, texts: list[str], parse_special: bool) -> None:
+    assert_as_called(TOKENIZERS[name][0], request(texts, parse_special=parse_special, offsets=True))
+
+
+def test_what_another_call_left_behind_is_taken_back() -> None:
+    tokenizer, encoder = build(), Encoder(build())
+    encoder.tokenizer = tokenizer
+    wanted = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
+    tokenizer(TEXTS, padding=True, truncation=True, max_length=2, split_special_tokens=True, return_tensors="pt")
+    assert encoder(request(TEXTS)).ids.tolist() == wanted
+
+
+def test_a_token_that_is_added_later_counts() -> None:
+    tokenizer = build()
+    encoder = Encoder(tokenizer)
+    encoder(request(["The fox"], offsets=True))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|née|>"]})
+    found = encoder(request(["The <|née|> fox"], offsets=True))
+    assert [4, 11] in found.offsets.tolist() and encoder._bytes() is not None
+
+
+def test_a_class_that_encodes_in_its_own_way_is_called() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return super().__call__([one.upper() for one in text], **options)
+
+    shouting = Shouting(tokenizer_object=build().backend_tokenizer)
+    assert Encoder(shouting)(request(["ab"])).ids.tolist() == Encoder(build())(request(["AB"])).ids.tolist()
+
+
+def test_any_callable_is_a_tokenizer_and_gets_what_is_asked_for_alone() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def words(texts: list[str], **options: Any) -> dict[str, Any]:
+        seen.append(options)
+        return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+    batch = Encoder(words)(request(["a bc", ""], add_special_tokens=True))
+    assert batch.ids.tolist() == [[1, 2], []] and batch.ids.values.dtype == torch.int64
+    assert seen == [{"add_special_tokens": True}]
+    assert len(Encoder(words)(request([])).ids) == 0 and len(seen) == 1
