@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import oracle
 from corelm import Backend, Ragged
@@ -252,11 +253,9 @@ def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(op
 
 def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
     """How many of `ids` are taken before the ending says stop."""
-    ending = Ending(
-        SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer(), torch.device("cpu")
-    )
+    ending = Ending(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
     for step, token in enumerate(ids, 1):
-        if bool(ending(torch.tensor([token]))[0]):
+        if ending(torch.tensor([token])).get(0):
             return step
     return None
 
@@ -407,3 +406,25 @@ def test_engine_kwargs_reach_transformers_generate(open_model: Open) -> None:
     ).ids.tolist()[0]
     pairs = list(zip([5, *held], held, strict=False))
     assert len(pairs) == len(set(pairs)) and held != free
+
+
+def test_a_model_that_keeps_its_state_in_its_modules_scores_and_does_not_generate(open_model: Open) -> None:
+    """There the answers of one prompt, or rows that go on when another has ended, would get wrong log-probs."""
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        lru_width=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model = RecurrentGemmaForCausalLM(config).eval()
+    backend = open_model(model)
+    with pytest.raises(CapabilityError, match="can score but not generate"):
+        backend.generate([[5, 6, 7]], {"max_new_tokens": 2})
+    rows = random_rows(9, 3, vocab=512)
+    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
+        close(found, oracle.logprobs(model, row))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams, answer_seeds
-from transformers_backend.sampler import Sampler, Uniforms, inverse_cdf, truncated
+from transformers_backend.sampler import Sampler, Uniforms, argmax, inverse_cdf, log_softmax_at, truncated
 
 CPU = torch.device("cpu")
 V = 700
@@ -52,38 +52,57 @@ def draw(logits: Tensor, rows: int, seed: int = 0, raw: bool = False, **sampling
     return sampler(logits.expand(rows, -1))
 
 
+def fits(observed: Tensor, wanted: Tensor) -> float:
+    """The p-value of a chi-square test of counts against expected counts; cells that expect few are pooled."""
+    big = wanted >= 8
+    cells = [*observed[big].tolist(), int(observed[~big].sum())], [*wanted[big].tolist(), float(wanted[~big].sum())]
+    if cells[1][-1] < 8:
+        # Too few even together: they join the last of the others.
+        cells = tuple([*cell[:-2], cell[-2] + cell[-1]] for cell in cells)
+    return float(scipy.stats.chisquare(*cells).pvalue)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 1.7},
-        {"top_k": 20},
-        {"top_p": 0.8},
-        {"min_p": 0.05},
-        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
-    ],
+    "truncation",
+    [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "min_p": 0.02}],
     ids=str,
 )
-def test_samples_follow_the_distribution(sampling: dict[str, float]) -> None:
-    probabilities = expected(LOGITS, **sampling)
-    ids, logprobs = draw(LOGITS, 20_000, **sampling)
+def test_samples_follow_the_distribution(temperature: float, truncation: dict[str, float]) -> None:
+    probabilities = expected(LOGITS, temperature, **truncation)
+    ids, logprobs = draw(LOGITS, 8000, temperature=temperature, **truncation)
     counts = torch.bincount(ids, minlength=V)
     assert not counts[probabilities == 0].any()
-    # Cells with few expected draws are pooled, as the test requires.
-    big = probabilities * 20_000 >= 8
-    observed = [*counts[big].tolist(), int(counts[~big].sum())]
-    wanted = [*(probabilities[big] * 20_000).tolist(), float(probabilities[~big].sum()) * 20_000]
-    if wanted[-1] < 8:
-        observed, wanted = observed[:-1], wanted[:-1]
-        wanted = [w * sum(observed) / sum(wanted) for w in wanted]
-    assert scipy.stats.chisquare(observed, wanted).pvalue > 1e-4
+    assert fits(counts, probabilities * 8000) > 1e-4
     torch.testing.assert_close(logprobs, probabilities[ids].log().float(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["flat", "peaked", "long tail"])
-def test_every_number_falls_where_the_exact_cdf_says_even_in_the_tail_of_a_large_vocabulary(shape: str) -> None:
-    size = 151_936
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_samples_reach_the_tail_of_a_large_vocabulary(temperature: float) -> None:
+    """Logits of -log(rank), in another order: a token's share is its rank's, and the last half of them has a few %."""
+    size, rows = 151_936, 2048
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
+    logits = torch.empty(size)
+    logits[order] = -torch.arange(1, size + 1, dtype=torch.float64).log().float()
+    rank = torch.empty(size, dtype=torch.int64)
+    rank[order] = torch.arange(size)
+    ids, logprobs = (
+        torch.cat(column)
+        for column in zip(
+            *(draw(logits, 16, seed=seed, temperature=temperature) for seed in range(rows // 16)), strict=True
+        )
+    )
+    exact = (logits.double() / temperature).softmax(-1)
+    torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
+    # One cell for every power of two of the rank.
+    cells = torch.frexp(torch.arange(1.0, size + 1))[1] - 1
+    shares = torch.zeros(18, dtype=torch.float64).index_add_(0, cells, exact[order])
+    assert fits(torch.bincount(cells[rank[ids]], minlength=18), shares * rows) > 1e-4
+
+
+@pytest.mark.parametrize("size", [151_936, 2049, 700])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "long tail", "faint tail"])
+def test_every_number_falls_where_the_exact_cdf_says(shape: str, size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(size, generator=generator)
     if shape == "flat":
@@ -92,6 +111,10 @@ def test_every_number_falls_where_the_exact_cdf_says_even_in_the_tail_of_a_large
         # Half of the mass on the first token, the other half spread over all the rest.
         logits = torch.zeros(size)
         logits[0] = math.log(size)
+    if shape == "faint tail":
+        # Each adds less than half a step of float32 to 1, all together 0.5 %: softmax's own sum misses much of them.
+        logits = torch.full((size,), -17.3)
+        logits[0] = 0.0
     if shape == "peaked":
         logits = logits * 8
     uniforms = torch.cat(
@@ -104,11 +127,36 @@ def test_every_number_falls_where_the_exact_cdf_says_even_in_the_tail_of_a_large
     torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
 
 
-def test_a_token_without_mass_is_never_chosen() -> None:
-    scores = torch.full((4, 1000), -math.inf)
-    scores[:, [300, 301, 999]] = 0.0
+@pytest.mark.parametrize("size", [1, 255, 2048, 2049, 5000])
+def test_the_best_column_is_the_first_of_the_best(size: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(6, size, generator=generator)
+    # Many ties, one at the very end, nothing but ties, and nothing left but the last.
+    rows[1] = torch.randint(3, (size,), generator=generator).float()
+    rows[2, -1] = rows[2].max() + 1
+    rows[3] = -7.0
+    rows[4, :-1], rows[5, :] = -math.inf, -math.inf
+    rows[5, size // 2] = -9.0
+    assert argmax(rows).tolist() == [row.index(max(row)) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("size", [3, 151_936])
+def test_the_logprob_of_any_id_is_exact(size: int) -> None:
+    """Where softmax underflows, and where its own sum misses a faint tail (see above)."""
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(5)) * 3
+    logits[5] = -17.3
+    logits[:, 1] = torch.tensor([0.0, -50.0, -150.0, -1e4, 60.0, 0.0])
+    ids = torch.tensor([0, 1, 1, 1, 1, 1])
+    exact = logits.double().log_softmax(-1)[torch.arange(6), ids]
+    torch.testing.assert_close(log_softmax_at(logits, ids).double(), exact, rtol=2e-7, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1000, 3000])
+def test_a_token_without_mass_is_never_chosen(size: int) -> None:
+    scores = torch.full((4, size), -math.inf)
+    scores[:, [300, 301, size - 1]] = 0.0
     ids, logprobs = inverse_cdf(scores, torch.tensor([0.0, 0.4, 0.9, 1 - 2**-53], dtype=torch.float64))
-    assert ids.tolist() == [300, 301, 999, 999]
+    assert ids.tolist() == [300, 301, size - 1, size - 1]
     torch.testing.assert_close(logprobs, torch.full((4,), -math.log(3)))
 
 

@@ -49,6 +49,7 @@ class TransformersBackend:
 
     def __init__(self, model: CausalLM, tokenizer: Any, max_batch_tokens: int) -> None:
         self.model: CausalLM | None = model
+        self.scorer: scoring.Scorer | None = scoring.Scorer(model, max_batch_tokens)
         self.tokenizer = tokenizer
         self.max_batch_tokens = max_batch_tokens
         eos = model.eos_token_ids | {tokenizer.eos_token_id}
@@ -123,7 +124,7 @@ class TransformersBackend:
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
-        return scoring.score(self._open_model(), request, self.max_batch_tokens)
+        return self._open_scorer().score(request)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
@@ -132,6 +133,7 @@ class TransformersBackend:
             weights.update(model, request.state_dict)
         elif request.path is not None:
             weights.update_from_path(model, request.path)
+        self._open_scorer().forget()
         return True
 
     @hookimpl
@@ -140,13 +142,18 @@ class TransformersBackend:
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self.model = None
+        self.model = self.scorer = None
         return True
 
     def _open_model(self) -> CausalLM:
         if self.model is None:
             raise RuntimeError("this backend is closed")
         return self.model
+
+    def _open_scorer(self) -> scoring.Scorer:
+        if self.scorer is None:
+            raise RuntimeError("this backend is closed")
+        return self.scorer
 
 
 def _load(

@@ -6,6 +6,7 @@ config is read, so what was asked for is what runs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from corelm.messages import GenerateRequest, GenerationBatch
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
 from transformers_backend.model import CausalLM, Deadline, micro_batches
+from transformers_backend.onednn import quick_head
 from transformers_backend.sampler import Sampler
 
 #: What a part of a character decodes to. The next token may turn it into the whole one.
@@ -46,11 +48,11 @@ def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batc
     seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
     raw, processed = request.logprobs == "raw", request.logprobs == "processed"
     order, parts = [], []
-    with model.evaluating():
+    with model.evaluating(), quick_head(model.base):
         for rows in micro_batches(prompts.lengths + limits, max_batch_tokens):
             batch = prompts.select(rows)
             sampler = Sampler(sampling, batch, seeds[rows], request.stop_ids, model.vocab_size, model.device, raw)
-            ending = Ending(sampling, request.stop_ids, limits[rows], tokenizer, model.device)
+            ending = Ending(sampling, request.stop_ids, limits[rows], tokenizer)
             order.append(rows)
             parts.append(_decode(model, batch, sampler, ending, deadline))
         back, device = torch.cat(order).argsort(), prompts.values.device
@@ -84,38 +86,57 @@ def _decode(model: CausalLM, prompts: Ragged, sampler: Sampler, ending: Ending, 
     distinct, answers = _distinct(prompts)
     cache = model.new_cache()
     inputs = model.inputs(distinct, "left")
-    logits = model.next_logits(cache, **inputs)
-    mask, position = inputs["attention_mask"], inputs["position_ids"][:, -1:]
-    alive = torch.arange(len(prompts), device=model.device)
-    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
-    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    mask, position = _if_padded(inputs.pop("attention_mask")), inputs["position_ids"][:, -1:]
+    logits = model.next_logits(cache, attention_mask=mask, **inputs)
 
     # From here on a row is an answer: first one for every prompt, then those that have not ended.
-    keep = answers.to(model.device)
     if len(distinct) < len(prompts):
-        cache.reorder_cache(keep)
-    logits, mask, position = logits[keep], mask[keep], position[keep]
+        shared = answers.to(model.device)
+        cache.reorder_cache(shared)
+        logits, position = logits[shared], position[shared]
+        mask = None if mask is None else mask[shared]
+    alive = torch.arange(len(prompts))
+    stopped = torch.zeros(len(prompts), dtype=torch.bool)
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
         deadline.check()
         token, logprob = sampler(logits)
         steps.append((alive, token, logprob))
-        stops, ends = ending(token)
-        stopped[alive[stops]] = True
-        if bool(ends.all()):
-            break
-        if bool(ends.any()):
-            keep = (~ends).nonzero()[:, 0]
-            alive, token, mask, position = alive[keep], token[keep], mask[keep], position[keep]
+        ended = ending(token)
+        if ended:
+            stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
+            if len(ended) == len(alive):
+                break
+            rows = _without(ended, len(alive))
+            alive, keep = alive[rows], rows.to(model.device)
+            token, position = token[keep], position[keep]
+            mask = None if mask is None else _if_padded(mask[keep])
             cache.reorder_cache(keep)
             sampler.keep(keep)
-            ending.keep(keep)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+            ending.keep(rows)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
         position = position + 1
         logits = model.next_logits(cache, input_ids=token[:, None], attention_mask=mask, position_ids=position)
 
-    rows, ids, logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    order, lengths = rows.argsort(stable=True), rows.bincount(minlength=len(prompts))
-    return Answers(Ragged(ids[order], lengths), Ragged(logprobs[order], lengths), stopped.cpu())
+    which, ids, logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    order, lengths = which.argsort(stable=True), which.bincount(minlength=len(prompts))
+    return Answers(Ragged(ids[order], lengths), Ragged(logprobs[order], lengths), stopped)
+
+
+def _if_padded(mask: Tensor) -> Tensor | None:
+    """The mask, where it masks anything: attention is faster without."""
+    return None if bool(mask.all()) else mask
+
+
+def _without(gone: Collection[int], rows: int) -> Tensor:
+    """int64[n]: the rows that are left, the last of them in the places of those `gone`, so that few have to move.
+
+    Five rows without 1 and 3 are ``[0, 4, 2]``.
+    """
+    left = rows - len(gone)
+    last = (row for row in range(left, rows) if row not in gone)
+    return torch.tensor([next(last) if place in gone else place for place in range(left)])
 
 
 def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
@@ -133,35 +154,30 @@ class Ending:
     not sampled before that.
     """
 
-    def __init__(
-        self,
-        sampling: SamplingParams,
-        stop_ids: frozenset[int],
-        limits: Tensor,
-        tokenizer: Any,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, sampling: SamplingParams, stop_ids: frozenset[int], limits: Tensor, tokenizer: Any) -> None:
         self._sampling = sampling
-        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-        self._limits = limits.to(device)
+        self._stop_ids = stop_ids
+        self._limits: list[int] = limits.tolist()
         self._tokenizer = tokenizer
         self._length = 0
-        self._tails: list[list[int]] = [[] for _ in limits.tolist()]
+        self._tails: list[list[int]] = [[] for _ in self._limits]
         # A token in a tail is at least one byte; the margin is for decoders that treat the start of a text differently.
         self._window = max((len(stop.encode()) for stop in sampling.stop), default=0) + 4
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """From the newest ids, int64[rows]: bool[rows] stopped by what was generated, and bool[rows] ended at all."""
+    def __call__(self, ids: Tensor) -> dict[int, bool]:
+        """The rows that the newest ids, int64[rows], ended: True for those stopped by what was generated."""
         self._length += 1
-        stops = torch.isin(ids, self._stop_ids)
-        if self._sampling.stop:
-            completed = [self._completes(tail, token) for tail, token in zip(self._tails, ids.tolist(), strict=True)]
-            stops = stops | torch.tensor(completed, device=ids.device)
-        return stops, stops | (self._limits <= self._length)
+        ended = {row: False for row, limit in enumerate(self._limits) if limit <= self._length}
+        if self._stop_ids or self._sampling.stop:
+            for row, token in enumerate(ids.tolist()):
+                if token in self._stop_ids or (self._sampling.stop and self._completes(self._tails[row], token)):
+                    ended[row] = True
+        return ended
 
     def keep(self, rows: Tensor) -> None:
-        self._limits = self._limits[rows]
-        self._tails = [self._tails[row] for row in rows.tolist()]
+        kept = rows.tolist()
+        self._limits = [self._limits[row] for row in kept]
+        self._tails = [self._tails[row] for row in kept]
 
     def _completes(self, tail: list[int], token: int) -> bool:
         """Whether `token` completes a stop string; it joins the `tail` of the answer's latest ids, in place."""

@@ -1,0 +1,74 @@
+"""`new_cache`: the keys and values of what a model has read, in buffers with room for what it reads next.
+
+transformers joins old and new into a new tensor, in every layer at every token; here a token is written into its place.
+Only plain attention layers are replaced. Sliding windows, recurrent states and whatever else a model may bring stay
+those of transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+#: Tokens there is room for beyond those read when a buffer is made, or a quarter of those read if that is more.
+_ROOM = 64
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """An empty cache of the kinds that the layers of a model of `config` need."""
+    cache = DynamicCache(config=config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class RoomyLayer(DynamicLayer):
+    """`keys` and `values`, ``[rows, heads, length, size]``, are the beginnings of buffers once there is a second token.
+
+    What is read first is kept as it came: it may still be expanded to more rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states of new tokens, ``[rows, heads, new, size]``; the result is all of them so far."""
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return key_states, value_states
+        start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if self._buffers is None or stop > self._buffers[0].shape[-2]:
+            self._buffers = _roomy(self.keys, stop), _roomy(self.values, stop)
+        keys, values = self._buffers
+        keys[..., start:stop, :] = key_states
+        values[..., start:stop, :] = value_states
+        self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was; rows that stay in their places are not copied."""
+        if self.keys is None or self.values is None:
+            return
+        rows, beam_idx = len(beam_idx), beam_idx.to(self.keys.device)
+        if self._buffers is None or rows > len(self.keys):
+            self._buffers = None
+            self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
+            return
+        moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero()[:, 0]
+        for states in (self.keys, self.values):
+            states[moved] = states[beam_idx[moved]]
+        self._buffers = self._buffers[0][:rows], self._buffers[1][:rows]
+        self.keys, self.values = self.keys[:rows], self.values[:rows]
+
+
+def _roomy(states: Tensor, length: int) -> Tensor:
+    """A buffer for `length` tokens and more that begins with `states`."""
+    *outer, old, size = states.shape
+    buffer = states.new_empty(*outer, length + max(_ROOM, length // 4), size)
+    buffer[..., :old, :] = states
+    return buffer

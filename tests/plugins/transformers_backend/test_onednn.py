@@ -1,0 +1,94 @@
+"""A head computed by another library: the same logits, and afterwards the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oracle
+from corelm import Backend
+from corelm.sampling import answer_seeds
+from tiny_models import random_rows, tiny_model
+from transformers_backend.onednn import quick_head
+
+Open = Callable[..., Backend]
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="no MKL or no oneDNN"
+)
+#: With a hidden size of 64 the smallest head that is worth the change, about.
+LARGE = 33_000
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi-biased", "granite"])
+@pytest.mark.parametrize("rows", [1, 7, 65])
+def test_the_logits_are_the_same(family: str, rows: int) -> None:
+    model = tiny_model(family, vocab_size=LARGE)
+    ids = torch.randint(LARGE, (rows, 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with quick_head(model):
+            assert "forward" in vars(model.get_output_embeddings())
+            found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_generation_takes_it_and_company_changes_nothing(open_model: Open) -> None:
+    model, prompts, seeds = tiny_model(vocab_size=LARGE), random_rows(5, 30, 1, vocab=LARGE), answer_seeds(4, range(3))
+    backend, sampling = open_model(model), {"max_new_tokens": 12, "ignore_eos": True}
+    out = backend.generate(prompts, sampling, seeds=seeds)
+    for row, (prompt, answer, found) in enumerate(zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True)):
+        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=1e-6, atol=1e-5)
+        assert backend.generate([prompt], sampling, seeds=seeds[row : row + 1]).ids.tolist() == [answer]
+
+
+def test_the_model_is_as_before_after_an_error() -> None:
+    model = tiny_model(vocab_size=LARGE)
+    with pytest.raises(RuntimeError, match="on purpose"), quick_head(model):
+        raise RuntimeError("on purpose")
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+class OwnLinear(nn.Linear):
+    """Says something else than its weights do."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * 2
+
+
+def own_class(model: Any) -> None:
+    head = OwnLinear(64, LARGE)
+    model.set_output_embeddings(head)
+
+
+def own_forward(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: nn.Linear.forward(head, hidden) * 2
+
+
+@pytest.mark.parametrize("change", [own_class, own_forward, lambda model: model.bfloat16()])
+def test_a_head_that_is_more_than_a_float32_product_is_left_alone(change: Callable[[Any], object]) -> None:
+    model = tiny_model(vocab_size=LARGE)
+    change(model)
+    head = model.get_output_embeddings()
+    before = vars(head).get("forward")
+    with quick_head(model):
+        assert vars(head).get("forward") is before
+    assert vars(head).get("forward") is before
+
+
+def test_a_small_head_is_left_alone() -> None:
+    model = tiny_model()
+    with quick_head(model):
+        assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_hooks_of_the_head_see_its_logits(open_model: Open) -> None:
+    model, seen = tiny_model(vocab_size=LARGE), []
+    model.get_output_embeddings().register_forward_hook(lambda head, args, out: seen.append(tuple(out.shape)))
+    open_model(model).generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True})
+    assert seen == [(1, 1, LARGE)] * 3
