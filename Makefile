@@ -16,7 +16,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-vllm test-sglang install wheels pins format clean
+.PHONY: help demo test lint types unit test-vllm test-sglang bench bench-quick install wheels pins format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 21
@@ -42,6 +42,12 @@ test-vllm: .venv-vllm/.installed ## the vLLM plugin on a real vLLM: it runs on a
 
 test-sglang: .venv-sglang/.installed ## the SGLang plugin on a real SGLang server: it runs on a CPU, and takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
+
+bench: install ## what everything costs beside the engines themselves and TorchRL, into benchmarks/results/: an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+bench-quick: install ## the same, smaller and fewer, in under three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
 
 format: install ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix .

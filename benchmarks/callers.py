@@ -1,209 +1,155 @@
 """Many callers with one prompt each, against one batch of all their prompts: what does sharing cost?
 
-    python benchmarks/callers.py [--model small] [--callers 1 8 16 32]
+The transformers backend answers every prompt with 32 tokens and their log-probs. Each caller asks several times in a
+row, as an agent does. The clock is the wall's, since callers who wait use no processor.
 
-The transformers backend answers every prompt with 32 tokens and their log-probs, in several ways that take turns:
-
-    serial          one caller, one prompt after another
     one batch       one caller, all prompts in one call
     callers         a thread for every prompt, through a `DynamicBatcher` with its defaults
     callers, min    the same with min_batch_size as large as the number of callers
-    torchrl batch   TorchRL's TransformersWrapper, all prompts in one call
-    torchrl         a thread for every prompt, TransformersWrapper(batching=True); both only where torchrl is installed
+    one by one      one caller, one prompt after another
 
-`backend` rows take and give records of ids, `policy` rows TensorDicts of texts. Each caller asks several times in a
-row, as an agent does. Printed is the median of the repeats, in answers per second: of wall-clock time, and of processor
-time, which says the same on a machine that is busy otherwise.
+`backend` takes and gives records of ids, `policy` TensorDicts of texts; `torchrl` is TransformersWrapper, with
+batching=True for its callers.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+import corelm
+from benchmarks.measure import Figure, Way, compare
+from corelm import Backend, DynamicBatcher, LLMPolicy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import corelm
-from corelm.batching import DynamicBatcher
-from tiny import build_tiny, read_chats
+from tiny import build_tokenizer, read_chats
+
+NEW = 32
+SAMPLING = {"max_new_tokens": NEW, "ignore_eos": True}
+#: Sixteen callers reach nine tenths of one batch's throughput.
+GOAL = {16: 1 / 0.9}
 
 #: Answers some prompts, in one call.
 Ask = Callable[[Sequence[str]], object]
-#: Has the prompts answered, each so many times if it shares calls; returns how many answers that made.
-Way = Callable[[Sequence[str], int], int]
 
 
-#: What is set against which call of one batch.
-SHARES = {
-    "backend: callers": "backend: one batch",
-    "backend: callers, min": "backend: one batch",
-    "policy: callers": "policy: one batch",
-    "policy: callers, min": "policy: one batch",
-    "torchrl": "torchrl batch",
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=["tiny", "small"], default="tiny", help="2 layers of 128, or 6 of 384")
-    parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 16, 32])
-    parser.add_argument("--rounds", type=int, default=8, help="calls that each caller makes in a row")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--new", type=int, default=32, help="tokens of each answer")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = load(given.model, folder)
+def figures(quick: bool) -> Iterator[list[Figure]]:
+    model, tokenizer = small()
     asked = [turn["content"] for chat in read_chats() for turn in chat if turn["role"] == "user"]
-    columns = []
+    rounds, repeats = (4, 1) if quick else (4, 5)
     with corelm.get_backend("transformers", model, tokenizer=tokenizer) as backend:
-        for count in tqdm(given.callers, desc="callers"):
-            ways = {**ours(backend, given.new, count), **torchrls(model, tokenizer, given.new)}
+        for count in (16,) if quick else (1, 8, 16, 32):
             prompts = [asked[i % len(asked)] for i in range(count)]
-            columns.append(measure(ways, prompts, given.rounds, given.repeats))
-    if "torchrl" not in ways:
-        print("torchrl is not installed: its rows are left out")
-    print(f"{given.model} model, {given.new} new tokens, {given.rounds} calls a caller, median of {given.repeats}")
-    for clock, what in enumerate(("wall-clock", "processor")):
-        print(f"\n{'answers per second of ' + what + ' time':44}" + "".join(f"{count:>8}" for count in given.callers))
-        for name in ways:
-            print(f"{name:44}" + "".join(f"{column[name][clock]:8.1f}" for column in columns))
-        for many, one in SHARES.items():
-            if many in ways:
-                shares = [f"{column[many][clock] / column[one][clock]:8.0%}" for column in columns]
-                print(f"{many + ' / one batch':44}" + "".join(shares))
+            for name, alone, shared in kinds(backend, model, tokenizer, count):
+                ways = {"one batch": one_batch(alone, prompts, rounds)}
+                ways |= {way: threads(ask, prompts, rounds) for way, ask in shared.items()}
+                if count == 8 and name == "backend":
+                    ways["one by one"] = one_by_one(alone, prompts, rounds)
+                yield compare(
+                    f"{name}: {count} callers",
+                    ways,
+                    baseline="one batch",
+                    repeats=repeats,
+                    goals={"callers": GOAL[count]} if count in GOAL and name != "torchrl" else {},
+                    clock=time.perf_counter,
+                )
 
 
-def load(name: str, folder: str) -> tuple[Any, Any]:
-    """The demo's tiny model, or a larger one with random weights and the same tokenizer."""
-    path = build_tiny(folder, steps=60, progress=False)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    if name == "tiny":
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), tokenizer
+def small() -> tuple[Any, Any]:
+    """A random model, 6 layers of 384, large enough that the engine is where the time goes."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), 1024)
     torch.manual_seed(0)
-    size: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
-    size["num_attention_heads"] = 6
-    config = Qwen2Config(vocab_size=1024, num_key_value_heads=2, eos_token_id=2, pad_token_id=0, **size)
-    return AutoModelForCausalLM.from_config(config).eval(), tokenizer
-
-
-def ours(backend: corelm.Backend, new: int, count: int) -> dict[str, Way]:
-    batcher = DynamicBatcher(backend)
-    patient = DynamicBatcher(backend, min_batch_size=count)
-    sampling = {"max_new_tokens": new, "ignore_eos": True}
-    policies = (
-        corelm.LLMPolicy(each, input_mode="text", sampling_params=sampling, inplace=False)
-        for each in (backend, batcher, patient)
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-
-    def by_record(asked: corelm.Backend) -> Ask:
-        return lambda prompts: asked.generate(asked.tokenize(prompts).ids, sampling)
-
-    def by_policy(policy: corelm.LLMPolicy) -> Ask:
-        return lambda prompts: policy(TensorDict(text=list(prompts), batch_size=[len(prompts)]))
-
-    ways: dict[str, Way] = {}
-    for name, asks in (
-        ("backend", [by_record(each) for each in (backend, batcher, patient)]),
-        ("policy", [by_policy(each) for each in policies]),
-    ):
-        alone, shared, waiting = asks
-        ways |= {
-            f"{name}: serial": serial(alone),
-            f"{name}: one batch": one_batch(alone),
-            f"{name}: callers": threads(shared),
-            f"{name}: callers, min": threads(waiting),
-        }
-    return ways
+    model = Qwen2ForCausalLM(config).eval()
+    # TorchRL's wrapper has no way to go on behind an end, and passes no `min_new_tokens` on.
+    model.generation_config.update(eos_token_id=None, pad_token_id=tokenizer.pad_token_id)
+    return model, tokenizer
 
 
-def torchrls(model: Any, tokenizer: Any, new: int) -> dict[str, Way]:
+def kinds(backend: Backend, model: Any, tokenizer: Any, count: int) -> Iterator[tuple[str, Ask, dict[str, Ask]]]:
+    """What is asked: its name, how by one caller, and how by many."""
+    batchers = {"callers": DynamicBatcher(backend), "callers, min": DynamicBatcher(backend, min_batch_size=count)}
+    try:
+        yield "backend", by_record(backend), {way: by_record(each) for way, each in batchers.items()}
+        yield "policy", by_policy(backend), {way: by_policy(each) for way, each in batchers.items()}
+    finally:
+        for each in batchers.values():
+            each.cleanup()
+    if found := torchrls(model, tokenizer):
+        yield "torchrl", found[0], {"callers": found[1]}
+
+
+def by_record(backend: Backend) -> Ask:
+    return lambda prompts: backend.generate(backend.tokenize(prompts).ids, SAMPLING)
+
+
+def by_policy(backend: Backend) -> Ask:
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    return lambda prompts: policy(TensorDict(text=list(prompts), batch_size=[len(prompts)]))
+
+
+def torchrls(model: Any, tokenizer: Any) -> tuple[Ask, Ask] | None:
+    """By one caller and by many; None where it is not installed."""
     try:
         from torchrl.modules.llm import Text, TransformersWrapper
     except ImportError:
-        return {}
-    # There an answer's end cannot be ignored, but it can be forbidden.
-    options: dict[str, Any] = {
-        "input_mode": "text",
-        "return_log_probs": True,
-        "pad_output": False,
-        "generate_kwargs": {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True},
-    }
-    alone = TransformersWrapper(model, tokenizer=tokenizer, **options)
-    shared = TransformersWrapper(model, tokenizer=tokenizer, batching=True, **options)
+        return None
 
-    def by_wrapper(wrapper: Any) -> Ask:
+    def by_wrapper(**options: Any) -> Ask:
+        wrapper = TransformersWrapper(
+            model,
+            tokenizer=tokenizer,
+            input_mode="text",
+            return_log_probs=True,
+            pad_output=False,
+            generate_kwargs={"max_new_tokens": NEW, "do_sample": True},
+            **options,
+        )
+
         def ask(prompts: Sequence[str]) -> None:
             size = [len(prompts)]
             wrapper(TensorDict(text=Text(prompt=list(prompts), batch_size=size), batch_size=size))
 
         return ask
 
-    return {"torchrl batch": one_batch(by_wrapper(alone)), "torchrl": threads(by_wrapper(shared))}
+    return by_wrapper(), by_wrapper(batching=True)
 
 
-# How prompts are asked -----------------------------------------------------------------------------------------------
+def one_batch(ask: Ask, prompts: Sequence[str], rounds: int) -> Way:
+    return lambda: [ask(prompts) for _ in range(rounds)]
 
 
-def serial(ask: Ask) -> Way:
-    def way(prompts: Sequence[str], rounds: int) -> int:
-        # Once is enough: nothing is shared that could vary.
-        for prompt in prompts:
-            ask([prompt])
-        return len(prompts)
-
-    return way
+def one_by_one(ask: Ask, prompts: Sequence[str], rounds: int) -> Way:
+    return lambda: [ask([prompt]) for _ in range(rounds) for prompt in prompts]
 
 
-def one_batch(ask: Ask) -> Way:
-    def way(prompts: Sequence[str], rounds: int) -> int:
-        for _ in range(rounds):
-            ask(prompts)
-        return rounds * len(prompts)
-
-    return way
-
-
-def threads(ask: Ask) -> Way:
-    def caller(prompt: str, rounds: int) -> None:
+def threads(ask: Ask, prompts: Sequence[str], rounds: int) -> Way:
+    def caller(prompt: str) -> None:
         for _ in range(rounds):
             ask([prompt])
 
-    def way(prompts: Sequence[str], rounds: int) -> int:
+    def way() -> None:
         with ThreadPoolExecutor(len(prompts)) as pool:
-            for done in [pool.submit(caller, prompt, rounds) for prompt in prompts]:
+            for done in [pool.submit(caller, prompt) for prompt in prompts]:
                 done.result()
-        return rounds * len(prompts)
 
     return way
-
-
-def measure(ways: Mapping[str, Way], prompts: Sequence[str], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Answers per second of each way by both clocks, the medians of `repeats` in which the ways take turns."""
-    clocks = (time.perf_counter, time.process_time)
-    taken: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            starts = [clock() for clock in clocks]
-            answers = way(prompts, rounds)
-            # The first time warms up.
-            if repeat:
-                for rates, clock, start in zip(taken[name], clocks, starts, strict=True):
-                    rates.append(answers / (clock() - start))
-    return {name: [statistics.median(rates) for rates in both] for name, both in taken.items()}
-
-
-if __name__ == "__main__":
-    main()

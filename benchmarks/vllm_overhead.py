@@ -1,7 +1,5 @@
 """What does going through corelm cost, over calling vLLM directly?
 
-    python benchmarks/vllm_overhead.py [--model FOLDER] [--prompts 8 64]
-
 One engine, asked in turn for the same answers of 64 tokens with their log-probs:
 
     vllm             AsyncLLM itself, one request a prompt, with what makes it quickest (no text, flat log-probs)
@@ -9,56 +7,61 @@ One engine, asked in turn for the same answers of 64 tokens with their log-probs
     backend          `Backend.generate`: records of ids
     policy           `LLMPolicy` on tokens: TensorDicts
 
-Printed are the medians of wall-clock time, and each as a multiple of the first.
+The clock is the wall's: the engine is another process.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import statistics
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Read when vLLM is imported: a start on a CPU, without compiling and without a word.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
 import torch
 from tensordict import TensorDict
-from tqdm import tqdm
-from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import corelm
+from benchmarks.measure import Figure, Way, compare
+from corelm import Backend, LLMPolicy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import corelm
-from corelm import Backend, LLMPolicy
 from tiny import build_tokenizer, read_chats
 
-Way = Callable[[], object]
+NEW = 64
+GOAL = 1.05
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="a folder or hub name; by default a tiny one is made")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--new", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--repeats", type=int, default=9)
-    given = parser.parse_args()
+def figures(quick: bool) -> Iterator[list[Figure]]:
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or small(Path(folder))
-        options: dict[str, Any] = {} if given.model else {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
-        with corelm.get_backend("vllm", model, **options) as backend:
-            columns = {count: measure(ways(backend, count, given.new), given.repeats) for count in given.prompts}
-    for count, times in columns.items():
-        print(f"\n{count} prompts, {given.new} new tokens with log-probs, medians of {given.repeats}")
-        for name, seconds in times.items():
-            print(f"  {name:16} {seconds * 1e3:8.1f} ms  {seconds / times['vllm']:6.3f}")
+        options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+        with corelm.get_backend("vllm", small(Path(folder)), **options) as backend:
+            for count in (8,) if quick else (1, 8, 32, 64, 128):
+                yield compare(
+                    f"vLLM: {count} prompts, {NEW} new tokens with log-probs",
+                    ways(backend, count, NEW),
+                    baseline="vllm",
+                    repeats=3 if quick else 11,
+                    goals={"policy": GOAL} if count in (8, 64) else {},
+                    clock=time.perf_counter,
+                )
 
 
 def small(folder: Path) -> Path:
     """A random model of 20 million parameters, whose heads are wide enough for vLLM on a CPU, and a tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     tokenizer = build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), 1024)
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
@@ -116,19 +119,3 @@ def directly(backend: Backend, prompts: list[list[int]], new: int, **options: An
 
     found: list[Any] = engine._loop.run(together())
     return found
-
-
-def measure(ways: dict[str, Way], repeats: int) -> dict[str, float]:
-    """The median seconds of each way. They take turns, so that what else the machine does falls on all alike."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in tqdm(range(repeats + 1), desc="repeats", leave=False):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""What things cost, side by side with the engines themselves and with TorchRL: `make bench`."""

@@ -1,0 +1,75 @@
+"""Measure everything, or some of it, and write down what came out.
+
+    python -m benchmarks [--quick] [--only scoring containers …]
+
+Each part is a module with a function ``figures(quick)`` that yields lists of `Figure`. Results go to
+``benchmarks/results/``: one JSON file with the machine, the versions and the date, and one picture a part. A part that
+was not measured this time keeps the figures it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.measure import Figure, table
+from benchmarks.report import picture, surroundings
+
+PARTS = ("scoring", "generation", "containers", "chats", "startup", "callers", "vllm_overhead")
+#: Parts that need an engine which lives in an environment of its own.
+ELSEWHERE = {"vllm_overhead": ("vllm", Path(".venv-vllm/bin/python"))}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side and in turns.")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer, in under three minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = given.out / ("quick.json" if given.quick else "full.json")
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for part in given.only:
+        if (figures := measured(part, given.quick)) is None:
+            continue
+        found[part] = {**surroundings(), "figures": [figure.as_dict() for figure in figures]}
+        # At once: the next part may fail.
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        picture(f"{part}{' (quick)' if given.quick else ''}", figures, path.with_name(f"{path.stem}-{part}.png"))
+    print(f"\nwritten to {path}")
+
+
+def measured(part: str, quick: bool) -> list[Figure] | None:
+    """The part's figures, printed as they come; None for a part that cannot be measured here."""
+    engine, python = ELSEWHERE.get(part, (None, None))
+    if engine is not None and python is not None and find_spec(engine) is None:
+        if not python.exists():
+            print(f"\n{part}: skipped, {engine} is not installed (make test-{engine} installs it)")
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            options = ["--quick"] if quick else []
+            subprocess.run([python, "-m", "benchmarks", "--only", part, "--out", folder, *options], check=True)
+            (result,) = Path(folder).glob("*.json")
+            return [Figure.from_dict(each) for each in json.loads(result.read_text())[part]["figures"]]
+    print(f"\n{part}", file=sys.stderr)
+    figures: list[Figure] = []
+    for some in tqdm(importlib.import_module(f"benchmarks.{part}").figures(quick), desc=part, unit="work"):
+        tqdm.write(table(some))
+        figures += some
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What does generation cost, log-probs included?
+
+    raw generate    ``model.generate`` of transformers, without log-probs
+    backend         ``backend.generate`` of the transformers backend, from ids to records with raw log-probs
+    policy, tokens  `LLMPolicy` from ids to containers with log-probs
+    policy, text    `LLMPolicy` from texts to containers with texts and log-probs
+    torchrl         TorchRL's `TransformersWrapper` from ids to log-probs, where torchrl is installed
+
+Everybody continues the same prompts of 32 tokens by 64; nothing ends an answer sooner. The models are those of
+`scoring`: with V=151,936 the head and the sampler are what counts, with V=32,000 the body.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks.measure import Figure, Way, compare, peaks
+from benchmarks.scoring import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
+from corelm import Backend, LLMPolicy, get_backend
+
+PROMPT = 32
+#: How often what takes turns, for so many prompts.
+REPEATS = {1: 5, 8: 5, 32: 3, 128: 1}
+#: TorchRL's wrapper keeps all logits: with more prompts than this it is left out.
+MOST_FOR_TORCHRL = 32
+
+
+def figures(quick: bool) -> Iterator[list[Figure]]:
+    new = 16 if quick else 64
+    for shape in (BODY_HEAVY, HEAD_HEAVY):
+        model = random_model(shape)
+        # Whoever calls `generate` with less said gets this: sampling from everything, without an end.
+        model.generation_config.update(top_k=0, eos_token_id=None, pad_token_id=0)
+        with get_backend("transformers", model, tokenizer=tokenizer()) as backend:
+            if quick:
+                yield sampling(backend, model, shape, 8, new, 1, everybody=shape == BODY_HEAVY)
+                yield greedy(backend, model, shape, 1, new, 1)
+                continue
+            for prompts, repeats in REPEATS.items():
+                yield sampling(backend, model, shape, prompts, new, repeats)
+                yield greedy(backend, model, shape, prompts, new, repeats)
+    for shape in (HEAD_HEAVY,) if quick else (HEAD_HEAVY, BODY_HEAVY):
+        ways = ["backend"] if quick else ["raw generate", "backend"]
+        work = f"memory of {new} sampled tokens for 8 prompts, {named(shape)}"
+        yield peaks(work, prepare, ways, (shape, 8, new), {"backend": 60})
+
+
+# The works ------------------------------------------------------------------------------------------------------------
+
+
+def sampling(
+    backend: Backend, model: Any, shape: Shape, prompts: int, new: int, repeats: int, *, everybody: bool = True
+) -> list[Figure]:
+    texts = words(prompts)
+    ids = encoded(texts)
+    ways: dict[str, Way] = {
+        "raw generate": functools.partial(raw_generate, model, ids, new, do_sample=True),
+        "backend": functools.partial(backend.generate, ids, asked(new)),
+    }
+    if everybody:
+        ways |= policies(backend, texts, ids, new)
+        if prompts <= MOST_FOR_TORCHRL:
+            ways |= torchrl(model, ids, new)
+    most = 1.05 if prompts == 1 else 0.85
+    ours = [way for way in ways if way.startswith(("backend", "policy"))] if prompts <= 32 else []
+    work = f"{new} sampled tokens for {counted(prompts)}, {named(shape)}"
+    return compare(work, ways, baseline="raw generate", repeats=repeats, goals=dict.fromkeys(ours, most))
+
+
+def greedy(backend: Backend, model: Any, shape: Shape, prompts: int, new: int, repeats: int) -> list[Figure]:
+    ids = encoded(words(prompts))
+    ways: dict[str, Way] = {
+        "raw generate": functools.partial(raw_generate, model, ids, new, do_sample=False),
+        "backend": functools.partial(backend.generate, ids, {**asked(new), "temperature": 0}),
+    }
+    work = f"{new} greedy tokens for {counted(prompts)}, {named(shape)}"
+    return compare(work, ways, baseline="raw generate", repeats=repeats, goals={"backend": 1.05})
+
+
+# Ways -----------------------------------------------------------------------------------------------------------------
+
+
+def raw_generate(model: Any, ids: torch.Tensor, new: int, *, do_sample: bool) -> None:
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, max_new_tokens=new)
+    assert out.shape == (len(ids), PROMPT + new)
+
+
+def asked(new: int) -> dict[str, Any]:
+    return {"max_new_tokens": new, "ignore_eos": True}
+
+
+def policies(backend: Backend, texts: list[str], ids: torch.Tensor, new: int) -> dict[str, Way]:
+    size = [len(texts)]
+    by_tokens, by_text = (
+        LLMPolicy(backend, input_mode=mode, sampling_params=asked(new), inplace=False) for mode in ("tokens", "text")
+    )
+    return {
+        "policy, tokens": lambda: by_tokens(TensorDict(tokens=ids, batch_size=size)),
+        "policy, text": lambda: by_text(TensorDict(text=texts, batch_size=size)),
+    }
+
+
+def torchrl(model: Any, ids: torch.Tensor, new: int) -> dict[str, Way]:
+    try:
+        from torchrl.modules.llm import Tokens, TransformersWrapper
+    except ImportError:
+        return {}
+    wrapper = TransformersWrapper(
+        model,
+        tokenizer=tokenizer(),
+        input_mode="tokens",
+        generate=True,
+        return_log_probs=True,
+        pad_output=False,
+        generate_kwargs={"max_new_tokens": new, "do_sample": True},
+    )
+    size = [len(ids)]
+
+    def ask() -> Any:
+        return wrapper(TensorDict(tokens=Tokens(prompt=ids, batch_size=size), batch_size=size))
+
+    # It drops arguments that it does not know, such as min_new_tokens.
+    assert [len(row) for row in ask()["tokens"].get("response", as_list=True)] == [new] * len(ids)
+    return {"torchrl": ask}
+
+
+def prepare(way: str, shape: Shape, prompts: int, new: int) -> Way:
+    """For a process of its own: what is imported at a first call is not counted."""
+    model, ids = random_model(shape), encoded(words(prompts))
+    model.generation_config.update(top_k=0, eos_token_id=None, pad_token_id=0)
+    if way == "raw generate":
+        raw_generate(model, ids[:1], 1, do_sample=True)
+        return functools.partial(raw_generate, model, ids, new, do_sample=True)
+    backend = get_backend("transformers", model, tokenizer=tokenizer())
+    backend.generate(ids[:1], asked(1))
+    return functools.partial(backend.generate, ids, asked(new))
+
+
+# What they work on ----------------------------------------------------------------------------------------------------
+
+
+def words(prompts: int) -> list[str]:
+    """Texts of 32 tokens each: words that are tokens of their own."""
+    known = sorted(word for word in tokenizer().get_vocab() if word.startswith("Ġ") and word[1:].isalpha())
+    picked = torch.randint(len(known), (prompts, PROMPT), generator=torch.Generator().manual_seed(0))
+    return ["".join(known[word] for word in row).replace("Ġ", " ") for row in picked.tolist()]
+
+
+def encoded(texts: list[str]) -> torch.Tensor:
+    """int64[prompts, 32]"""
+    ids = torch.tensor(tokenizer()(texts, add_special_tokens=False)["input_ids"])
+    assert ids.shape == (len(texts), PROMPT)
+    return ids
+
+
+def counted(prompts: int) -> str:
+    return "one prompt" if prompts == 1 else f"{prompts} prompts"

@@ -1,0 +1,251 @@
+"""What do log-probabilities of given tokens cost?
+
+    backend         ``backend.score_logprobs`` of the transformers backend
+    log_softmax     the model's plain forward on padded rows, `log_softmax` over the vocabulary, `gather`
+    head products   the matrix products of the head for the tokens that are scored, in tiles, and nothing else
+    torchrl         TorchRL's `TransformersWrapper` that scores, where torchrl is installed
+
+The models are random. V=151,936 has a small body, two layers of 256, so that the head is where the time goes; V=32,000
+has six layers of 512. Ragged rows have a bit more than half as many tokens as padded ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Figure, Way, compare, peaks
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import corelm
+from corelm import Backend, Ragged
+
+HEAD_HEAVY = (151_936, 256, 2)
+BODY_HEAVY = (32_000, 512, 6)
+Shape = tuple[int, int, int]
+
+
+def figures(quick: bool) -> Iterator[list[Figure]]:
+    repeats = 2 if quick else 9
+    rows, longest = (2, 160) if quick else (6, 512)
+    for shape, goal in ((HEAD_HEAVY, 0.35), (BODY_HEAVY, 0.45)):
+        # The goals are for batches of some size: a call has its price.
+        yield against_log_softmax(shape, ragged(shape, rows, longest), repeats, None if quick else goal)
+    yield with_gradients(ragged(HEAD_HEAVY, rows, longest), 1 if quick else repeats)
+    yield of_one_prompt(BODY_HEAVY, repeats, 1 / 2.2, *((128, 32) if quick else (256, 64)))
+    if (found := against_torchrl(ragged(BODY_HEAVY, rows, longest), repeats)) is not None:
+        yield found
+    yield from memory(quick)
+    if not quick:
+        yield against_head_products(ragged(HEAD_HEAVY, rows, longest), repeats)
+        yield of_one_prompt(HEAD_HEAVY, repeats, None, 256, 64)
+        yield growth(repeats)
+
+
+# The works ------------------------------------------------------------------------------------------------------------
+
+
+def against_log_softmax(shape: Shape, rows: Ragged, repeats: int, goal: float | None) -> list[Figure]:
+    model = random_model(shape)
+    backend = opened(model)
+    ways = {
+        "log_softmax": lambda: log_softmax(model, rows),
+        "backend": lambda: backend.score_logprobs(rows),
+    }
+    return compare(
+        f"scoring {described(rows)}, {named(shape)}",
+        ways,
+        baseline="log_softmax",
+        repeats=repeats,
+        goals={} if goal is None else {"backend": goal},
+    )
+
+
+def against_head_products(rows: Ragged, repeats: int) -> list[Figure]:
+    model = random_model(HEAD_HEAVY)
+    backend = opened(model)
+    ways = {"head products": head_products(model, rows), "backend": lambda: backend.score_logprobs(rows)}
+    work = f"scoring {described(rows)}, {named(HEAD_HEAVY)}, against its products"
+    return compare(work, ways, baseline="head products", repeats=repeats, goals={"backend": 1.25})
+
+
+def with_gradients(rows: Ragged, repeats: int) -> list[Figure]:
+    ways = {way: prepare_gradients(way, rows) for way in ("log_softmax", "backend")}
+    work = f"log-probs and their gradients, {described(rows)}, {named(HEAD_HEAVY)}"
+    return compare(work, ways, baseline="log_softmax", repeats=repeats, goals={"backend": 0.55})
+
+
+def of_one_prompt(shape: Shape, repeats: int, goal: float | None, prompt: int, answer: int) -> list[Figure]:
+    """Eight answers of one prompt. Alone: as many of as many prompts, where there is nothing to share."""
+    backend = opened(random_model(shape))
+    alone = torch.randint(shape[0], (8, prompt + answer), generator=torch.Generator().manual_seed(0))
+    shared = alone.clone()
+    shared[:, :prompt] = alone[0, :prompt]
+    start = [prompt] * 8
+    ways = {
+        "eight prompts": lambda: backend.score_logprobs(list(alone), score_from=start),
+        "one prompt": lambda: backend.score_logprobs(list(shared), score_from=start),
+        "one prompt, all tokens scored": lambda: backend.score_logprobs(list(shared)),
+    }
+    work = f"scoring 8 answers of {answer} tokens to prompts of {prompt}, {named(shape)}"
+    goals = {} if goal is None else {"one prompt": goal}
+    return compare(work, ways, baseline="eight prompts", repeats=repeats, goals=goals)
+
+
+def growth(repeats: int) -> list[Figure]:
+    """Each of rows, length and vocabulary doubled."""
+    sizes = {
+        "4 rows of 128, V=32,768": (4, 128, 32_768),
+        "8 rows": (8, 128, 32_768),
+        "rows of 256": (4, 256, 32_768),
+        "V=65,536": (4, 128, 65_536),
+    }
+    ways: dict[str, Way] = {}
+    for name, (rows, length, vocab) in sizes.items():
+        backend = opened(random_model((vocab, 256, 2)))
+        ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+        ways[name] = functools.partial(backend.score_logprobs, list(ids))
+    return compare("scoring, growth", ways, baseline=next(iter(sizes)), repeats=repeats)
+
+
+def memory(quick: bool) -> Iterator[list[Figure]]:
+    length = 128 if quick else 512
+    for rows in (16,) if quick else (8, 16):
+        work = f"memory of scoring {rows} rows of {length}, {named(HEAD_HEAVY)}"
+        yield peaks(work, prepare_scoring, ["backend"], (rows, length), {"backend": 100})
+    if not quick:
+        batch = ragged(HEAD_HEAVY, 6, 512)
+        work = f"memory of log-probs and their gradients, {described(batch)}, {named(HEAD_HEAVY)}"
+        plain = peaks(work, prepare_gradients, ["log_softmax"], (batch,), {})
+        yield plain + peaks(work, prepare_gradients, ["backend"], (batch,), {"backend": 0.45 * (plain[0].mib or 0)})
+
+
+def against_torchrl(rows: Ragged, repeats: int) -> list[Figure] | None:
+    try:
+        from tensordict import TensorDict, lazy_stack
+        from torchrl.modules.llm import Tokens, TransformersWrapper
+    except ImportError:
+        return None
+    model = random_model(BODY_HEAVY)
+    backend = opened(model)
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer(), input_mode="tokens", generate=False, return_log_probs=True, pad_output=False
+    )
+
+    def theirs() -> Any:
+        # A fresh input each time, as an output is written into it.
+        parts = [TensorDict(tokens=Tokens(full=ids)) for ids in rows.split()]
+        with torch.no_grad():
+            return wrapper(lazy_stack(parts))
+
+    ways = {
+        "torchrl": theirs,
+        "backend": lambda: backend.score_logprobs(rows),
+        "log_softmax": lambda: log_softmax(model, rows),
+    }
+    work = f"scoring {described(rows)}, {named(BODY_HEAVY)}, against TorchRL"
+    return compare(work, ways, baseline="torchrl", repeats=repeats)
+
+
+# Ways -----------------------------------------------------------------------------------------------------------------
+
+
+def prepare_scoring(way: str, rows: int, length: int) -> Way:
+    backend = opened(random_model(HEAD_HEAVY))
+    ids = torch.randint(HEAD_HEAVY[0], (rows, length), generator=torch.Generator().manual_seed(0))
+    return lambda: backend.score_logprobs(list(ids))
+
+
+def prepare_gradients(way: str, rows: Ragged) -> Way:
+    model = random_model(HEAD_HEAVY)
+    backend = opened(model)
+
+    def run() -> None:
+        model.zero_grad()
+        if way == "backend":
+            backend.score_logprobs(rows, grad=True).logprobs.values.sum().backward()
+        else:
+            log_softmax(model, rows, grad=True).sum().backward()
+
+    return run
+
+
+def log_softmax(model: Any, rows: Ragged, *, grad: bool = False) -> Tensor:
+    """float32[tokens that have one before them], row after row."""
+    ids, mask = rows.to_padded(0), rows.mask()
+    with torch.set_grad_enabled(grad):
+        logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        table = logits[:, :-1].log_softmax(-1)
+        return table.gather(-1, ids[:, 1:, None])[..., 0][mask[:, 1:]]
+
+
+def head_products(model: Any, rows: Ragged) -> Way:
+    weight = model.get_output_embeddings().weight.detach()
+    hidden = torch.randn(len(rows.values) - len(rows), weight.shape[1])
+    buffer = torch.empty(512 * 4096)
+
+    def run() -> None:
+        for some in hidden.split(512):
+            for part in weight.split(4096):
+                torch.mm(some, part.T, out=buffer[: len(some) * len(part)].view(len(some), len(part)))
+
+    return run
+
+
+# What they work on ----------------------------------------------------------------------------------------------------
+
+
+def ragged(shape: Shape, rows: int, longest: int) -> Ragged:
+    """Random rows of lengths from a twelfth of the longest on."""
+    lengths = torch.linspace(longest / 12, longest, rows).long()
+    ids = torch.randint(shape[0], (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
+    return Ragged(ids, lengths)
+
+
+def random_model(shape: Shape) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    vocab, hidden, layers = shape
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(config).eval()
+
+
+@functools.cache
+def tokenizer() -> Any:
+    tiny = importlib.import_module("tiny")
+    return tiny.build_tokenizer("\n".join(turn["content"] for chat in tiny.read_chats() for turn in chat))
+
+
+def opened(model: Any) -> Backend:
+    backend = corelm.get_backend("transformers", model, tokenizer=tokenizer())
+    # The first call finds out how the model may be run.
+    backend.score_logprobs([[1, 2, 3]])
+    return backend
+
+
+def described(rows: Ragged) -> str:
+    share = int(rows.lengths.sum()) / (len(rows) * int(rows.lengths.max()))
+    return f"{len(rows)} rows up to {int(rows.lengths.max())} ({share:.0%} of the padded)"
+
+
+def named(shape: Shape) -> str:
+    vocab, hidden, layers = shape
+    return f"V={vocab:,}, {layers} layers of {hidden}"
