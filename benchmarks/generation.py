@@ -42,6 +42,10 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
                 yield greedy(backend, model, shape, 1, new, 1)
                 continue
             for prompts, repeats in REPEATS.items():
+                if prompts > MOST_FOR_TORCHRL:
+                    # A minute a run otherwise.
+                    yield sampling(backend, model, shape, prompts, new // 4, repeats)
+                    continue
                 yield sampling(backend, model, shape, prompts, new, repeats)
                 yield greedy(backend, model, shape, prompts, new, repeats)
     for shape in (HEAD_HEAVY,) if quick else (HEAD_HEAVY, BODY_HEAVY):

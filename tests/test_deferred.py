@@ -125,6 +125,12 @@ def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> Non
     assert stack.is_locked == (touch is FIRST_TOUCHES["a lock"])
 
 
+def test_its_batch_size_can_be_set_as_that_of_an_ordinary_one() -> None:
+    stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+    stack.batch_size = torch.Size([4])
+    assert type(stack) is LazyStackedTensorDict and stack.batch_size == stack.shape == (4,)
+
+
 def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
     stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
     assert type(type(stack)(TensorDict({}), TensorDict({}))) is LazyStackedTensorDict

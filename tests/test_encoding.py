@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from corelm.encoding import Encoder
@@ -48,6 +48,14 @@ def closed(rust: Tokenizer) -> None:
     )
 
 
+def swapped(rust: Tokenizer) -> None:
+    rust.normalizer = normalizers.Replace("ab", "ba")
+
+
+def greedy(rust: Tokenizer) -> None:
+    rust.add_tokens([AddedToken("<unk>", rstrip=True)])
+
+
 def pieces() -> PreTrainedTokenizerFast:
     """Words behind a mark for the space, as sentencepiece writes them: no byte-level vocabulary."""
     rust = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -64,10 +72,21 @@ TOKENIZERS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
     "normalized": (build(normalized), True),
     "closed": (build(closed), True),
     "trimmed": (build(trimmed), False),
+    "swapped": (build(swapped), True),
+    "greedy": (build(greedy), False),
     "a space in front": (build(prefix=True), False),
     "pieces": (pieces(), False),
 }
-TEXTS = ["", " ", "The fox", "née\n  Füchsin 🦊 ", "e\u0301 is two", "<|end|> and <|pad|><|end|>", "你好 " * 5]
+TEXTS = [
+    "",
+    " ",
+    "ab<unk>\t  ab",
+    "The fox",
+    "née\n  Füchsin 🦊 ",
+    "e\u0301 is two",
+    "<|end|> and <|pad|><|end|>",
+    "你好 " * 5,
+]
 
 every = pytest.mark.parametrize(("tokenizer", "bytes_"), TOKENIZERS.values(), ids=TOKENIZERS)
 

@@ -115,7 +115,14 @@ def _deferring(ordinary: type[TensorDictBase], *answers: str) -> Any:
             source = unmade(self)
             return ordinary.batch_size.fget(self) if source is None else torch.Size(source.shape)
 
-        shape = batch_size
+        @batch_size.setter
+        def batch_size(self, value: Any) -> None:
+            _make(self, ordinary)
+            self.batch_size = value
+
+        @property
+        def shape(self) -> torch.Size:
+            return self.batch_size
 
         def _has_names(self) -> bool:
             return False

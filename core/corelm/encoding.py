@@ -25,6 +25,9 @@ from corelm.rows import Ragged
 _ENCODING = ("__call__", "_call_one", "encode_plus", "_encode_plus", "batch_encode_plus", "_batch_encode_plus")
 _ORDINARY = "transformers.tokenization_utils"
 
+#: Normalizers of tokenizers that leave ASCII as it is.
+_KEEP_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+
 #: Spaces before, between and after words, characters of one to four bytes, and line ends.
 _PROBE = "One, a  b\n\n    if x:\t1,234 \u00e9\u00df \u4e2d\u6587 \U0001f600\r\n e "
 
@@ -109,7 +112,10 @@ class ByteCounts:
         That the counts give what the tokenizer itself says is seen on a probe. One that trims spaces off what a token
         stands for fails it, as does one that puts a space in front.
         """
-        added = {token_id: token.content.encode() for token_id, token in rust.get_added_tokens_decoder().items()}
+        tokens = rust.get_added_tokens_decoder()
+        if any(token.lstrip or token.rstrip for token in tokens.values()):
+            return None
+        added = {token_id: token.content.encode() for token_id, token in tokens.items()}
         vocabulary = rust.get_vocab(with_added_tokens=True)
         counts = torch.zeros(max(vocabulary.values(), default=-1) + 1, dtype=torch.int64)
         ids = torch.tensor(list(vocabulary.values()), dtype=torch.int64)
@@ -125,7 +131,8 @@ class ByteCounts:
         of. None where the ids are not the bytes of the texts, as after a normalizer that changed them.
         """
         simple = all(map(str.isascii, texts))
-        if not simple and self.normalizer is not None and any(self.normalizer.normalize_str(t) != t for t in texts):
+        changes = self.normalizer is not None and not (simple and type(self.normalizer).__name__ in _KEEP_ASCII)
+        if changes and any(self.normalizer.normalize_str(text) != text for text in texts):
             return None
         data = [text.encode() for text in texts]
         sizes = torch.tensor([len(one) for one in data], dtype=torch.int64)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batching_fakes import LONG, SEEDED, Held, answer, batcher, can, hold_one, ids, rows_of, until
-from corelm import Backend
+from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
 from corelm.errors import (
     BackendTimeoutError,
@@ -92,3 +92,25 @@ def test_a_callback_may_ask_and_close():
         thread.join(LONG)
         assert not thread.is_alive()
     assert seen == [[answer([4], int(answer_seeds(7, [0])), 2, 1.0)], "1"] and made.closed
+
+
+def test_a_wrapper_may_ask_again_from_within_a_turn():
+    class Asking:
+        batcher, asked = None, []
+
+        @hookimpl(wrapper=True)
+        def score_logprobs(self, request):
+            batch = yield
+            if request.grad:
+                self.asked.append(self.batcher.score_logprobs([[1, 2, 3]]).scored.tolist())
+            return batch
+
+    wrapper = Asking()
+    engine = Held(**can())
+    engine.free()
+    made = wrapper.batcher = DynamicBatcher(Backend(engine, "held", plugins=[wrapper]))
+    done = threading.Thread(target=made.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
+    done.start()
+    done.join(LONG)
+    assert not done.is_alive() and wrapper.asked == [[[False, True, True]]]
+    made.close()

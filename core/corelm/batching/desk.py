@@ -61,6 +61,8 @@ class Desk:
         self._calls: dict[Future[Any], Call] = {}
         self._alarms = Alarms(clock)
         self._threads: set[threading.Thread] = set()
+        # Callers' threads that have a turn: they must not wait for one.
+        self._turning: set[threading.Thread] = set()
         self._idle = self._generation = 0
         self._process = os.getpid()
 
@@ -102,19 +104,23 @@ class Desk:
         if self.mine:
             yield
             return
+        me = threading.current_thread()
         self.submit(call, block=False)
         try:
             call.future.result()
+            # What a wrapper asks for from in here is a part of the turn.
+            self._turning.add(me)
             yield
         finally:
+            self._turning.discard(me)
             call.future.cancel()
             call.released.set()
 
     @property
     def mine(self) -> bool:
-        """Whether this is one of the desk's own threads, which must not wait for the others."""
+        """Whether this is one of the desk's own threads, or has a turn, and so must not wait for the others."""
         me = threading.current_thread()
-        return me in self._threads or me is self._alarms.thread
+        return me in self._threads or me in self._turning or me is self._alarms.thread
 
     def withdraw(self, wanted: Callable[[Prepared[Any]], bool]) -> list[Call]:
         """The calls that are `wanted`, out of the queue, for the caller to settle."""

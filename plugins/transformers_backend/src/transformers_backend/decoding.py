@@ -6,7 +6,7 @@ config is read, so what was asked for is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from corelm.errors import InvalidRequestError
 from corelm.messages import GenerateRequest, GenerationBatch
 from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
-from transformers_backend.model import CausalLM, Deadline, micro_batches
+from transformers_backend.model import CausalLM, Deadline, micro_batches, one_encoding
 from transformers_backend.onednn import quick_head
 from transformers_backend.sampler import Sampler
 
@@ -49,7 +49,7 @@ def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batc
     raw, processed = request.logprobs == "raw", request.logprobs == "processed"
     order, parts = [], []
     with model.evaluating(), quick_head(model.base):
-        for rows in micro_batches(prompts.lengths + limits, max_batch_tokens):
+        for rows in _batches(model, prompts.lengths, limits, max_batch_tokens):
             batch = prompts.select(rows)
             sampler = Sampler(sampling, batch, seeds[rows], request.stop_ids, model.vocab_size, model.device, raw)
             ending = Ending(sampling, request.stop_ids, limits[rows], tokenizer)
@@ -67,6 +67,20 @@ def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batc
         temperature=(sampling.temperature or 0.0) if processed else 1.0,
         support="truncated" if processed and (sampling.truncates or sampling.min_new_tokens) else "full",
     )
+
+
+def _batches(model: CausalLM, lengths: Tensor, limits: Tensor, max_tokens: int) -> Iterator[Tensor]:
+    """Rows that are decoded together, int64[n] each."""
+    switch = model.rope_switch
+    # The last token of an answer is not read.
+    if switch is not None and bool((crossing := (lengths <= switch) & (lengths + limits - 1 > switch)).any()):
+        what = f"its prompt is within {switch} tokens and its answer may go beyond; there the model encodes positions"
+        problems = dict.fromkeys(crossing.nonzero()[:, 0].tolist(), f"{what} in another way, so ask for less")
+        row, problem = next(iter(problems.items()))
+        raise InvalidRequestError(f"max_new_tokens: row {row}: {problem}", field="max_new_tokens", problems=problems)
+    for side in one_encoding(lengths, switch):
+        for rows in micro_batches((lengths + limits)[side], max_tokens):
+            yield side[rows]
 
 
 def answer_limits(model: CausalLM, request: GenerateRequest) -> Tensor:

@@ -7,6 +7,7 @@ whole    a slice is not what the plain forward gives: all logits at once
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,11 @@ class _Found:
     scale: float = 1.0
     cap: float | None = None
 
+    def of(self, products: Tensor) -> Tensor:
+        """The logits that the bare products of a tiled head stand for."""
+        scaled = self.scale * products
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
 
 class Head:
     """Attributes:
@@ -43,15 +49,29 @@ class Head:
         self.split = SplitForward(model)
         self._model = model
         self._tried: tuple[Any, _Found] | None = None
+        # A hidden state that shows a scale, and bends at a cap.
+        self._witness = torch.empty(0)
 
     def forget(self) -> None:
         """Try again before the next use: with other weights another formula may show."""
         self._tried = None
 
-    def way(self) -> Way:
-        """How to make log-probabilities now: the module may have got a hook since it was tried."""
-        found = self._found()
-        return "sliced" if found.way == "tiled" and not self._bare() else found.way
+    def way(self, *, grad: bool = False) -> Way:
+        """How to make log-probabilities now, with gradients or without.
+
+        A formula is held against the model's own forward every time, on one state: since it was found a scale may have
+        been learned, or a hook put on the body.
+        """
+        for _ in range(2):
+            found = self._found()
+            if found.way != "tiled":
+                return found.way
+            if not self._bare():
+                return "sliced"
+            if self._holds(found, grad):
+                return "tiled"
+            self.forget()
+        return "sliced"
 
     def linear(self) -> LinearHead:
         """The head as one matrix product; for the way "tiled" alone."""
@@ -72,6 +92,21 @@ class Head:
         if head is None or "forward" in vars(head) or torch.is_autocast_enabled(head.weight.device.type):
             return False
         return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
+
+    def _holds(self, found: _Found, grad: bool) -> bool:
+        """Whether the formula is what the model does now; with `grad` also that its gradients go nowhere else."""
+        model, module = self._model, self._module()
+        assert module is not None
+        state = self._witness.to(module.weight)
+        with model.evaluating(), torch.autocast(model.device.type, enabled=False):
+            with torch.set_grad_enabled(grad):
+                state = state.requires_grad_(grad)
+                logits = self.split.logits(state)
+            known = (state, module.weight, module.bias)
+            if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
+                return False
+            products = functional.linear(state, module.weight, module.bias).double()
+            return _equal(found.of(products), logits.double(), state.dtype)
 
     def _found(self) -> _Found:
         model = self._model
@@ -116,23 +151,37 @@ class Head:
             # All zero, say: whatever the formula, it would fit.
             return None
         states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
+        self._witness = states[_TRIED : _TRIED + 1]
         products, logits = functional.linear(states, weight, bias).double(), self.split.logits(states).double()
         for cap in dict.fromkeys((_cap(self._model), None)):
             flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
             scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
             scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
-            expected = scale * products if cap is None else cap * torch.tanh(scale * products / cap)
+            found = _Found("tiled", scale, cap)
             if all(
-                _equal(found, wanted, hidden.dtype)
-                for found, wanted in zip(expected.split(_TRIED), logits.split(_TRIED), strict=True)
+                _equal(made, wanted, hidden.dtype)
+                for made, wanted in zip(found.of(products).split(_TRIED), logits.split(_TRIED), strict=True)
             ):
-                return _Found("tiled", scale, cap)
+                return found
         return None
 
 
 def _cap(model: CausalLM) -> float | None:
     cap = getattr(model.base.config.get_text_config(), "final_logit_softcapping", None)
     return float(cap) if cap else None
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that gradients of this one end in."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [earlier for earlier, _ in node.next_functions]
 
 
 def _equal(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:

@@ -36,6 +36,8 @@ class CausalLM:
         self.vocab_size: int = text.vocab_size if head is None else head.weight.shape[0]
         self.max_context: int | None = getattr(text, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(base.generation_config)
+        #: Above so many tokens in a forward pass all of its positions are encoded in another way; None for most models.
+        self.rope_switch = _rope_switch(text)
         self._accepted = inspect.signature(base.forward).parameters.keys()
         # The auxiliary loss of experts is nobody's here, and with a cache its mask does not fit.
         quiet = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
@@ -142,6 +144,24 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
         rows = max(1, max_tokens // max(1, int(lengths[order[0]])))
         yield order[:rows]
         order = order[rows:]
+
+
+def one_encoding(lengths: Tensor, rope_switch: int | None) -> Iterator[Tensor]:
+    """Rows that may share a forward pass without changing how positions are encoded in one another, int64[n] each."""
+    if rope_switch is None:
+        yield torch.arange(len(lengths))
+        return
+    for side in (lengths <= rope_switch, lengths > rope_switch):
+        if bool(side.any()):
+            yield side.nonzero()[:, 0]
+
+
+def _rope_switch(config: Any) -> int | None:
+    """Where longrope (Phi-3) goes from its short to its long factors ("LongRoPE", Ding et al. 2024)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    layers = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    switches = [each["original_max_position_embeddings"] for each in layers if each.get("rope_type") == "longrope"]
+    return switches[0] if switches else None
 
 
 def _eos_token_ids(config: Any) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from corelm.rows import Ragged
 from transformers_backend.batches import Batch, packed_batches, padded_batches
@@ -47,8 +47,7 @@ class Reader:
         if layout == "padded":
             return padded_batches(rows.lengths, family)
         # Rows that share a beginning would share its dropout as well.
-        dropout = torch.is_grad_enabled() and _drops_out(self._model.module)
-        return packed_batches(rows, limit, family, _never if dropout else self._pays)
+        return packed_batches(rows, limit, family, _never if self._drops_out() else self._pays)
 
     def read(self, rows: Ragged, batch: Batch) -> Tensor:
         """``[slots, hidden]``, where `batch.index` finds the states of its rows."""
@@ -98,6 +97,17 @@ class Reader:
         tolerance = min(256 * precision.eps, precision.eps**0.5) * float(expected.abs().max())
         return torch.allclose(*there, rtol=0.0, atol=tolerance)
 
+    def _drops_out(self) -> bool:
+        """Whether the model in its present mode reads the same ids in two ways. Dropout goes by many names."""
+        model = self._model
+        if not (torch.is_grad_enabled() and any(part.training for part in model.module.modules())):
+            return False
+        rows = Ragged(torch.arange(16) % model.vocab_size, torch.tensor([16]))
+        (batch,) = padded_batches(rows.lengths, 16)
+        devices = [] if model.device.type == "cpu" else [model.device]
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=model.device.type):
+            return not torch.equal(self.read(rows, batch), self.read(rows, batch))
+
     def _pays(self, shared: int, rest: int) -> bool:
         """Whether to read a beginning once. That saves about 24 · hidden² operations a layer for each of its tokens;
         but the rest then needs a mask, and attention without one skips half of its 4 · rest² · hidden.
@@ -113,10 +123,3 @@ def _by_row(states: Tensor, batch: Batch) -> Tensor:
 
 def _never(shared: int, rest: int) -> bool:
     return False
-
-
-def _drops_out(module: nn.Module) -> bool:
-    return any(
-        part.training and bool(getattr(part, "p" if isinstance(part, nn.Dropout) else "attention_dropout", 0.0))
-        for part in module.modules()
-    )

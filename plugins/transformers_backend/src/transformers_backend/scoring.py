@@ -16,7 +16,7 @@ from torch import Tensor
 from corelm.messages import ScoreBatch, ScoreRequest
 from corelm.rows import Ragged
 from transformers_backend.head import Head, Way
-from transformers_backend.model import CausalLM, Deadline
+from transformers_backend.model import CausalLM, Deadline, one_encoding
 from transformers_backend.reading import Layout, Reader
 
 #: Logits alive at a time, where logits are made: 128 MiB of float32.
@@ -86,11 +86,19 @@ class Scorer:
         self, sequences: Ragged, scored: Ragged, request: ScoreRequest
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """Batch after batch: which values are scored, int64[n]; their log-probs, float32[n]; their logits if wanted."""
-        numbers = sequences.row_index[scored.values].unique()
-        if not len(numbers):
+        wanted = sequences.row_index[scored.values].unique()
+        if not len(wanted):
             return
-        deadline, shared = Deadline(request.timeout), 0
-        head = self._head.way()
+        deadline, self.taken = Deadline(request.timeout), None
+        for side in one_encoding(sequences.lengths[wanted] - 1, self._model.rope_switch):
+            yield from self._of_rows(wanted[side], sequences, scored, request, deadline)
+
+    def _of_rows(
+        self, numbers: Tensor, sequences: Ragged, scored: Ragged, request: ScoreRequest, deadline: Deadline
+    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """The parts of these rows, int64[k]."""
+        shared = 0
+        head = self._head.way(grad=request.grad)
         layout = "padded" if head == "whole" else self._reader.layout()
         head = "sliced" if head == "tiled" and request.return_logits else head
         rows, wanted = sequences.select(numbers), scored.select(numbers)
@@ -107,7 +115,7 @@ class Scorer:
             states = self._reader.logits(read, batch) if head == "whole" else self._reader.read(read, batch)
             where = sequences.offsets[numbers[batch.rows]][row] + position
             yield where, *self._predict(head, states, slots, tokens, request, once=batch.shared > 0)
-        self.taken = Taken(head, layout, shared)
+        self.taken = Taken(head, layout, shared + (self.taken.shared if self.taken else 0))
 
     def _predict(
         self, head: Way, states: Tensor, slots: Tensor, tokens: Tensor, request: ScoreRequest, *, once: bool
