@@ -63,7 +63,9 @@ def picture(title: str, figures: Sequence[Figure], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.1", "0.2", "0.5", "1", "2", "5", "10"])
     axes.invert_yaxis()
-    axes.set_xlabel("times the baseline (log scale); a black bar is a goal, grey the baseline against itself")
+    canvas.supxlabel(
+        "times the baseline (log scale); a black bar is a goal, grey the baseline against itself", fontsize=8
+    )
     axes.set_title(title)
     canvas.savefig(path, dpi=110)
 
