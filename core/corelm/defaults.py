@@ -16,7 +16,6 @@ class DefaultHooks:
     """Registered `trylast` beside every backend."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
         self._encode = Encoder(tokenizer)
 
     @hookimpl(trylast=True)
