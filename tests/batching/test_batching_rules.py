@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corelm.batching.rules import LONGEST_PATIENCE, PATIENCE, Limits, OneByOne, Ticket, Together
+from corelm.batching.rules import LONGEST_PATIENCE, PATIENCE, REMEMBERED, Limits, OneByOne, Ticket, Together
 from corelm.errors import InvalidRequestError
 
 
@@ -182,6 +182,40 @@ def test_patience_ends_when_nobody_comes():
     queue.add(ticket(), 10.0)
     queue.lose_patience()
     assert len(queue.take(10.0)) == 1
+
+
+def test_those_who_come_after_a_pause_are_gathered_too():
+    queue = after_a_call(served=3)
+    queue.add(ticket(), 50.0)
+    assert queue.take(50.0) == [] and queue.wait(50.0) == pytest.approx(PATIENCE)
+    queue.add(ticket(), 50.0 + PATIENCE / 2)
+    assert queue.take(50.0 + PATIENCE) == [], "everybody who comes keeps the door open"
+    queue.add(ticket(), 50.0 + PATIENCE)
+    assert len(queue.take(50.0 + PATIENCE)) == 3
+
+
+def test_a_caller_who_stays_alone_is_kept_waiting_a_few_times_only():
+    queue = after_a_call(served=3)
+    waited = []
+    for now in range(50, 60):
+        queue.add(ticket(), float(now))
+        alone = queue.take(float(now))
+        waited.append(not alone)
+        alone = alone or queue.take(now + PATIENCE * 1.1)
+        queue.came_back(alone, 1.0, now + 0.5)
+    assert waited == [True] * REMEMBERED + [False] * (10 - REMEMBERED)
+
+
+def test_one_who_was_late_does_not_make_the_next_gathering_smaller():
+    queue = after_a_call(served=3)
+    queue.add(ticket(), 10.0)
+    late = queue.take(10.0 + PATIENCE * 1.1)
+    queue.came_back(late, 1.0, 11.5)
+    sizes = []
+    for _ in range(3):
+        queue.add(ticket(), 50.0)
+        sizes.append(len(queue.take(50.0)))
+    assert sizes == [0, 0, 3]
 
 
 def test_patience_is_short_and_ends_for_all():

@@ -8,16 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from corelm import arguments
 
-#: Callers who were just answered may come back with their next request, and rather than go off with the first one
-#: alone the engine waits for the others: for this share of the time that their call took (and never longer than so many
-#: seconds) after it, and after each who comes; and for so many times as long in all.
-PATIENCE, LONGEST_PATIENCE, RENEWALS = 0.1, 0.1, 10
+#: Callers who were answered together may come back together with their next requests, and rather than go off with the
+#: first one alone the engine waits for the others: for this share of the time that their call took (and never longer
+#: than so many seconds) after it, and after each who comes; and for so many times as long in all. As many are expected
+#: as there were in one of so many last calls.
+PATIENCE, LONGEST_PATIENCE, RENEWALS, REMEMBERED = 0.1, 0.1, 10, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +193,17 @@ class Together(TicketQueue[T]):
         super().__init__(limits)
         self._groups: dict[Hashable, dict[int, T]] = {}
         self._barriers: dict[int, T] = {}
-        # Who may come back soon: how large their group would be, and until when the next one is waited for.
-        self._returning: Hashable = None
-        self._expected, self._patience, self._until, self._at_last = 0, 0.0, 0.0, 0.0
+        # The groups of the last calls, and how many of each there were: in the call or waiting for the next.
+        self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
+        # Who is waited for, until when if nobody comes, and until when at the most.
+        self._awaited: Hashable = None
+        self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
-        self._returning = self._group(batch[0])
-        self._expected = len(self._groups.get(self._returning, ())) + len(batch)
+        group = self._group(batch[0])
+        self._last.append((group, len(self._groups.get(group, ())) + len(batch)))
         self._patience = min(PATIENCE * took, LONGEST_PATIENCE)
-        self._until, self._at_last = now + self._patience, now + RENEWALS * self._patience
+        self._await(group, now)
 
     def lose_patience(self) -> None:
         self._until = self._at_last = -math.inf
@@ -238,7 +242,13 @@ class Together(TicketQueue[T]):
 
     def _expecting(self, head: T, now: float) -> bool:
         group = self._group(head)
-        return now < self._until and group == self._returning and len(self._groups[group]) < self._expected
+        return now < self._until and group == self._awaited and len(self._groups[group]) < self._expected(group)
+
+    def _expected(self, group: Hashable) -> int:
+        return max((count for last, count in self._last if last == group), default=0)
+
+    def _await(self, group: Hashable, now: float) -> None:
+        self._awaited, self._until, self._at_last = group, now + self._patience, now + RENEWALS * self._patience
 
     def _heads(self) -> list[T]:
         return [next(iter(group.values())) for group in self._groups.values()]
@@ -249,8 +259,12 @@ class Together(TicketQueue[T]):
 
     def add(self, ticket: T, now: float) -> None:
         super().add(ticket, now)
-        if self._group(ticket) == self._returning and now < self._at_last:
+        group = self._group(ticket)
+        if group == self._awaited and now < self._at_last:
             self._until = min(now + self._patience, self._at_last)
+        elif len(self._groups.get(group, ())) == 1 and now >= self._until:
+            # The first of those who have been away for longer.
+            self._await(group, now)
 
     def _enter(self, ticket: T) -> None:
         super()._enter(ticket)
