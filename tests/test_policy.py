@@ -322,6 +322,23 @@ def test_masks_of_zeros_and_ones_are_masks_and_others_are_refused(backend):
         policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("generate", [True, False])
+def test_what_is_written_to_the_input_afterwards_does_not_show(backend, padded, generate):
+    ids = [[65, 66, 67], [70, 71]]
+    given = TensorDict(tokens=torch.tensor([[65, 66, 67], [70, 71, 72]]), batch_size=[2])
+    if not padded:
+        given = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ids])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=generate, sampling_params=SAMPLING, inplace=False)
+    part = "prompt" if generate else "full"
+    out = policy(given)
+    rows = [given["tokens"]] if padded else given.get("tokens", as_list=True)
+    expected = [row.tolist() for row in (rows[0] if padded else rows)]
+    for row in rows:
+        row.zero_()
+    assert [row.tolist() for row in getattr(out["tokens"], part)] == expected
+
+
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("pad", [True, False])

@@ -38,7 +38,7 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
             f"{field}: token ids are integers, one after another; got {ids.values.dtype}{list(ids.values.shape)}",
             field=field,
         )
-    return Ragged(ids.values.to(torch.int64), ids.lengths)
+    return ids.holding(ids.values.to(torch.int64))
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:

@@ -23,7 +23,7 @@ from corelm.errors import InvalidRequestError
 from corelm.history import History
 from corelm.messages import Columns, ContainerRequest, Parts
 from corelm.provenance import Provenance
-from corelm.rows import Ragged, runs
+from corelm.rows import Ragged
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -34,7 +34,8 @@ def assemble(request: ContainerRequest) -> TensorDict:
     """The containers named in ``request.fields``, with `finish_reason` and `errors` if the request has them.
 
     Every field owns its storage, and where rows are not padded every row does: one can be written to in place, kept or
-    pickled without the others. Gradients of ``request.logprobs`` reach all fields of `log_probs`.
+    pickled without the others. (Rows are made when somebody asks for one, so what the request holds must stay as it
+    is.) Gradients of ``request.logprobs`` reach all fields of `log_probs`.
 
     Raises:
         InvalidRequestError: a container is asked for without its data, or rows or their lengths do not agree.
@@ -95,9 +96,8 @@ class _Layout(ABC):
     @cached_property
     def in_response(self) -> Tensor:
         """bool[total]: which positions of the full rows come after the prompt."""
-        prompt, full = self.tokens.prompt, self.tokens.full
-        assert prompt is not None
-        return runs((False, True), (prompt.lengths, full.lengths - prompt.lengths)).to(full.values.device)
+        assert self.tokens.prompt is not None and self.tokens.response is not None
+        return self.tokens.prompt.seam(self.tokens.response).values.to(self.tokens.full.values.device)
 
     @abstractmethod
     def field(self, rows: Ragged, filler: Any) -> Any:
@@ -141,22 +141,19 @@ class _Dense(_Layout):
 
 
 class _Rows(_Layout):
-    """Every field is flat here; its rows are copies, made when somebody asks for one."""
+    """Every field is flat here, as the request has it; its rows are copies, made when somebody asks for one."""
 
     def field(self, rows: Ragged, filler: Any) -> Ragged:
-        # What the caller gave stays the caller's, to write to.
-        return Ragged(rows.values.clone(), rows.lengths)
+        return rows
 
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Ragged]:
         prompt, response = self.tokens.prompt, self.tokens.response
         if prompt is None or response is None:
-            return {"full": self.field(rows, filler)}
-        after = self.in_response.to(rows.values.device)
-        return {
-            "prompt": Ragged(rows.values[~after], prompt.lengths),
-            "response": Ragged(rows.values[after], response.lengths),
-            "full": self.field(rows, filler),
-        }
+            return {"full": rows}
+        if rows is not self.tokens.full:
+            after = self.in_response.to(rows.values.device)
+            prompt, response = prompt.holding(rows.values[~after]), response.holding(rows.values[after])
+        return {"prompt": prompt, "response": response, "full": rows}
 
     def labels(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
@@ -169,10 +166,10 @@ class _Rows(_Layout):
 
 
 def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
-    full, prompt = request.tokens.full, request.tokens.prompt
-    masks = {"all_attention_mask": Ragged(torch.ones_like(full.values, dtype=torch.bool), full.lengths)}
-    if prompt is not None:
-        masks["all_response_mask"] = Ragged(layout.in_response, full.lengths)
+    tokens, full = request.tokens, request.tokens.full
+    masks = {"all_attention_mask": full.holding(torch.ones_like(full.values, dtype=torch.bool))}
+    if tokens.prompt is not None and tokens.response is not None:
+        masks["all_response_mask"] = full.holding(layout.in_response)
     if request.assistant is not None:
         masks["all_assistant_mask"] = request.assistant
     return {name: layout.field(mask, False) for name, mask in masks.items()}
@@ -181,7 +178,7 @@ def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
 def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
     logprobs, scored, provenance = request.logprobs, request.scored, request.provenance
     assert logprobs is not None and scored is not None
-    values = Ragged(logprobs.values.masked_fill(~scored.values, 0.0), logprobs.lengths)
+    values = logprobs.holding(logprobs.values.masked_fill(~scored.values, 0.0))
     fields = {**layout.parts(values, 0.0), "scored_mask": layout.field(scored, False)}
     if isinstance(provenance, Provenance):
         fields["provenance"] = layout.labels([asdict(provenance)] * len(logprobs))

@@ -6,10 +6,12 @@ together or serve the others. Everything else raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from corelm.capabilities import Capabilities
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
@@ -44,16 +46,17 @@ def _spelled_out(problems: Mapping[int, str]) -> str:
 def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty: bool, room: int = 0) -> Problems:
     """Ids outside the vocabulary, rows without a token, rows too long to leave `room` tokens of the context."""
     problems: Problems = {}
-    outside = (rows.values < 0) | (rows.values >= capabilities.vocab_size)
-    if bool(outside.any()):
+    if _outside(rows.values, capabilities.vocab_size):
+        outside = (rows.values < 0) | (rows.values >= capabilities.vocab_size)
         for index in outside.nonzero().flatten().tolist()[::-1]:
             row, position = int(rows.row_index[index]), int(rows.positions[index])
             found, size = int(rows.values[index]), capabilities.vocab_size
             problems[row] = f"id {found} at position {position} is outside the vocabulary of {size}"
-    if not may_be_empty:
+    shortest, longest = _range(rows.lengths)
+    if not (may_be_empty or shortest):
         problems |= dict.fromkeys((rows.lengths == 0).nonzero().flatten().tolist(), "has no tokens; give at least one")
-    if capabilities.max_context is not None:
-        limit = capabilities.max_context
+    limit = capabilities.max_context
+    if limit is not None and longest + room > limit:
         for row in (rows.lengths + room > limit).nonzero().flatten().tolist():
             asked = f" + {room} new" if room else ""
             problems[row] = f"{int(rows.lengths[row])} tokens{asked} do not fit the context of {limit}; shorten it"
@@ -168,15 +171,16 @@ def check_generation(
     for row, reason in enumerate(batch.finish_reasons):
         if reason not in FINISH_REASONS:
             raise fail(f"row {row}: finish reason {reason!r} is none of {', '.join(FINISH_REASONS)}")
-    if bool(((ids.values < 0) | (ids.values >= vocab_size)).any()):
+    if _outside(ids.values, vocab_size):
         raise fail(f"returned an id outside the vocabulary of {vocab_size}")
     limit = request.sampling.max_new_tokens
     if limit is not None and bool((ids.lengths > limit).any()):
         raise fail(f"row {int(ids.lengths.argmax())}: {int(ids.lengths.max())} tokens, but max_new_tokens is {limit}")
-    stops = torch.isin(ids.values.cpu(), torch.tensor(sorted(request.stop_ids), dtype=torch.int64))
-    early = stops & (ids.positions + 1 < ids.lengths[ids.row_index])
-    if bool(early.any()):
-        raise fail(f"row {int(ids.row_index[early][0])}: goes on after a stop id, which ends an answer")
+    if request.stop_ids:
+        early = torch.isin(ids.values.cpu(), torch.tensor(sorted(request.stop_ids), dtype=torch.int64))
+        early[ids.offsets[1:][ids.lengths > 0] - 1] = False
+        if bool(early.any()):
+            raise fail(f"row {int(ids.row_index[early][0])}: goes on after a stop id, which ends an answer")
     _labels(batch, answers, fail)
     if request.logprobs == "none":
         return
@@ -245,6 +249,19 @@ def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail
             raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
 
 
+def _outside(ids: Tensor, vocab_size: int) -> bool:
+    low, high = _range(ids)
+    return not 0 <= low <= high < vocab_size
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """The least and the greatest; NaN if there is one, 0 of nothing."""
+    if not values.numel():
+        return 0, 0
+    low, high = values.aminmax()
+    return low.item(), high.item()
+
+
 def _labels(batch: GenerationBatch | ScoreBatch, rows: int, fail: Callable[[str], EngineError]) -> None:
     named = {"weight_versions": batch.weight_versions, "errors": batch.errors}
     if isinstance(batch, GenerationBatch):
@@ -280,8 +297,10 @@ _ABOVE_ZERO = 1e-3
 
 def _finite(rows: Ragged, fail: Callable[[str], EngineError]) -> None:
     values = rows.values.detach()
-    bad = ~torch.isfinite(values) | (values > _ABOVE_ZERO)
-    if bool(bad.any()):
+    low, high = _range(values)
+    # Not the other way about: NaN is less than nothing and more than nothing.
+    if not (low > -math.inf and high <= _ABOVE_ZERO):
+        bad = ~torch.isfinite(values) | (values > _ABOVE_ZERO)
         index = int(bad.nonzero()[0])
         row, position = int(rows.row_index[index]), int(rows.positions[index])
         raise fail(f"row {row}, position {position}: the log-prob is {float(rows.values[index])}")

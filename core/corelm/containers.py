@@ -154,7 +154,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     source = unmade(container._tensordict)
     if isinstance(source, Rows) and isinstance(field := source.fields[name], Ragged):
         # Somebody may write to what is returned.
-        return Ragged(field.values.clone(), field.lengths.clone())
+        return field.clone()
     try:
         padded, values = container.padded, getattr(container, name)
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None

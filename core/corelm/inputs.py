@@ -304,16 +304,20 @@ class _Gaps:
     """Puts what was made of the good rows back among the others, which are empty."""
 
     def __init__(self, total: int, problems: Mapping[int, str]) -> None:
-        self.good = torch.tensor([row not in problems for row in range(total)], dtype=torch.bool)
+        self.good = [row not in problems for row in range(total)] if problems else None
 
     def rows(self, rows: Ragged) -> Ragged:
+        if self.good is None:
+            return rows
         lengths = torch.zeros(len(self.good), dtype=torch.int64)
-        lengths[self.good] = rows.lengths
+        lengths[torch.tensor(self.good)] = rows.lengths
         return Ragged(rows.values, lengths)
 
     def values(self, values: Sequence[Any], filler: Any) -> tuple[Any, ...]:
+        if self.good is None:
+            return tuple(values)
         left = iter(values)
-        return tuple(next(left) if good else filler for good in self.good.tolist())
+        return tuple(next(left) if good else filler for good in self.good)
 
 
 def _entry(td: TensorDictBase, key: NestedKey) -> Any:

@@ -3,7 +3,7 @@ signature cannot.
 
 `rows` is the number of prompts (or sequences) in a request; row r of every result belongs to row r of its request.
 Token ids are int64, log-probabilities float32 and in nats, masks bool. No result holds an inference tensor, and what a
-result holds is its own: a plugin does not write to it again.
+result holds is its own: a plugin does not write to it again. Nor does anybody write to what a `ContainerRequest` holds.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from torch import Tensor
 from corelm import arguments, checks
 from corelm.calls import HookCaller, ordinary_tensors
 from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
-from corelm.rows import Ragged
 from corelm.sampling import SamplingParams
 from corelm.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
 
@@ -89,8 +88,9 @@ def prepare_generation(
     problems = {**checks.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
     good = admitted(problems, len(prompts), on_error, "prompts")
     answers = (good[:, None] * samples + torch.arange(samples)).flatten() if samples > 1 else good
+    # A copy, as the caller may write to the rows again while the request waits.
     names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
-    prompts = prompts.select(good) if problems else _copy(prompts)
+    prompts = prompts.select(good) if problems else prompts.clone()
     if not capabilities.native_samples and sampling.num_samples is not None:
         prompts = prompts.repeat(samples)
         sampling = SamplingParams.make(sampling, num_samples=None)
@@ -165,7 +165,7 @@ def prepare_scoring(
     found = checks.sequence_problems(sequences, capabilities, may_be_empty=False)
     problems = {**found, **(problems or {})}
     good = admitted(problems, len(sequences), on_error, "sequences")
-    served = sequences.select(good) if problems else _copy(sequences)
+    served = sequences.select(good) if problems else sequences.clone()
     names = arguments.request_ids(request_ids, len(sequences))
     request = ScoreRequest(
         sequences=served,
@@ -200,8 +200,3 @@ def prepare_scoring(
         rows=len(good),
         tokens=served.values.shape[0],
     )
-
-
-def _copy(rows: Ragged) -> Ragged:
-    """The caller may write to the rows again while the request waits."""
-    return Ragged(rows.values.clone(), rows.lengths.clone())

@@ -51,19 +51,26 @@ def generated(
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
             replies = tuple((message,) for message in messages)
             chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
-    nothing = Ragged.full(rows.ids.lengths, False, torch.bool)
-    everything = Ragged.full(batch.ids.lengths, True, torch.bool)
+    # Where the answers stand: what is scored, and whose words they are.
+    answered = rows.ids.seam(batch.ids)
+    assistant = answered
+    if rows.assistant is not None:
+        everything = Ragged.full(batch.ids.lengths, True, torch.bool)
+        assistant = rows.assistant.join(everything, answered)
     logprobs = batch.logprobs
+    if logprobs is not None:
+        unscored = torch.zeros_like(rows.ids.values, dtype=torch.float32)
+        logprobs = rows.ids.holding(unscored).join(logprobs, answered)
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
-        tokens=Parts(rows.ids, batch.ids, rows.ids.join(batch.ids)),
+        tokens=Parts(rows.ids, batch.ids, rows.ids.join(batch.ids, answered)),
         texts=texts,
         chats=chats,
-        logprobs=None if logprobs is None else Ragged.full(rows.ids.lengths, 0.0, torch.float32).join(logprobs),
-        scored=None if logprobs is None else nothing.join(everything),
+        logprobs=logprobs,
+        scored=None if logprobs is None else answered,
         provenance=None if logprobs is None else backend.provenance(batch, sampling),
-        assistant=(rows.assistant or nothing).join(everything),
+        assistant=assistant,
         finish_reasons=batch.finish_reasons,
         errors=errors,
         retokenized=rows.retokenized,

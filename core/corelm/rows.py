@@ -69,7 +69,31 @@ class Ragged:
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
         """The rows of all `parts`, one part after another."""
-        return Ragged(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+        return _sound(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+
+    def clone(self) -> Ragged:
+        """Rows with storage of their own."""
+        return _sound(self.values.clone(), self.lengths.clone())
+
+    def chunks(self, rows: Sequence[int]) -> list[Ragged]:
+        """So many rows each, with storage of their own: what `cat` puts together.
+
+        >>> [part.tolist() for part in Ragged.from_list([[1, 2], [], [3]]).chunks([1, 2])]
+        [[[1, 2]], [[], [3]]]
+        """
+        lengths = self.lengths.split_with_sizes(list(rows))
+        sizes = [int(each.sum()) for each in lengths]
+        return [_sound(v.clone(), n.clone()) for v, n in zip(self.values.split_with_sizes(sizes), lengths, strict=True)]
+
+    def holding(self, values: Tensor) -> Ragged:
+        """The same rows with other values, ``[total, ...]``.
+
+        Raises:
+            ValueError: there are more of them, or fewer.
+        """
+        if values.shape[:1] != self.values.shape[:1]:
+            raise ValueError(f"rows of {self.values.shape[0]} values cannot hold {tuple(values.shape)}")
+        return _sound(**{**self.__dict__, "values": values})
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -140,7 +164,7 @@ class Ragged:
         picked = torch.repeat_interleave(lengths)
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         index = torch.arange(int(lengths.sum())) - starts[picked] + self.offsets[:-1][rows][picked]
-        return Ragged(self.values[index.to(self.values.device)], lengths)
+        return _sound(self.values[index.to(self.values.device)], lengths)
 
     def repeat(self, n: int) -> Ragged:
         """Every row `n` times, copies next to each other.
@@ -160,24 +184,41 @@ class Ragged:
         start = torch.minimum(start.clamp_min(0), lengths)
         stop = torch.maximum(torch.minimum(stop, lengths), start)
         keep = runs((False, True, False), (start, stop - start, lengths - stop))
-        return Ragged(self.values[keep.to(self.values.device)], stop - start)
+        return _sound(self.values[keep.to(self.values.device)], stop - start)
 
-    def join(self, other: Ragged) -> Ragged:
-        """Row by row ``self[r] + other[r]``.
+    def seam(self, other: Ragged) -> Ragged:
+        """bool, as long as the rows of ``self.join(other)``: where `other`'s values stand in them.
+
+        >>> Ragged.from_list([[1, 2], []]).seam(Ragged.from_list([[3], [4]])).tolist()
+        [[False, False, True], [True]]
+        """
+        if len(self) != len(other):
+            raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
+        return _sound(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
+
+    def join(self, other: Ragged, seam: Ragged | None = None) -> Ragged:
+        """Row by row ``self[r] + other[r]``. Whoever joins more of these lengths makes their `seam` once.
 
         >>> Ragged.from_list([[1, 2], []]).join(Ragged.from_list([[3], [4]])).tolist()
         [[1, 2, 3], [4]]
         """
-        if len(self) != len(other):
-            raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
-        lengths = self.lengths + other.lengths
-        second = runs((False, True), (self.lengths, other.lengths)).to(self.values.device)
+        seam = self.seam(other) if seam is None else seam
+        second = seam.values.to(self.values.device)
         second = second.reshape(-1, *[1] * (self.values.ndim - 1))
         values = self.values.new_empty((second.shape[0], *self.values.shape[1:]))
-        return Ragged(values.masked_scatter(~second, self.values).masked_scatter(second, other.values), lengths)
+        return seam.holding(values.masked_scatter_(~second, self.values).masked_scatter_(second, other.values))
 
     def to(self, device: torch.device | str | None) -> Ragged:
-        return self if device is None else Ragged(self.values.to(device), self.lengths)
+        return self if device is None else self.holding(self.values.to(device))
+
+
+def _sound(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
+    """Rows that need no check, being made of rows that had it: the check costs more than most of what is done to a few
+    rows. `known`: properties of theirs.
+    """
+    rows = object.__new__(Ragged)
+    rows.__dict__.update(known, values=values, lengths=lengths)
+    return rows
 
 
 def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
@@ -186,7 +227,8 @@ def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
     >>> runs((False, True), (torch.tensor([1, 2]), torch.tensor([2, 0]))).tolist()
     [False, True, True, False, False]
     """
-    return torch.tensor(flags).repeat(len(counts[0])).repeat_interleave(torch.stack(tuple(counts), -1).flatten())
+    each = torch.tensor(flags).expand(len(counts[0]), len(flags)).flatten()
+    return each.repeat_interleave(torch.stack(tuple(counts), -1).flatten())
 
 
 def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:

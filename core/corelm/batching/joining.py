@@ -128,13 +128,11 @@ def _parts(batch: Any, rows: Sequence[int]) -> list[GenerationBatch | ScoreBatch
     ends = list(accumulate(rows, initial=0))
 
     def parted(value: Any) -> Sequence[Any]:
-        if not isinstance(value, (Ragged, tuple, list)):
-            return [value] * len(rows)
-        if not isinstance(value, Ragged):
+        if isinstance(value, Ragged):
+            return value.chunks(rows)
+        if isinstance(value, (tuple, list)):
             return [tuple(value[start:end]) for start, end in pairwise(ends)]
-        sizes = value.offsets[ends].diff().tolist()
-        lengths = value.lengths.split(list(rows))
-        return [Ragged(v.clone(), n.clone()) for v, n in zip(value.values.split(sizes), lengths, strict=True)]
+        return [value] * len(rows)
 
     named = {each.name: parted(getattr(batch, each.name)) for each in fields(batch)}
     return [replace(batch, **{name: values[part] for name, values in named.items()}) for part in range(len(rows))]
