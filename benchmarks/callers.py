@@ -14,23 +14,17 @@ batching=True for its callers.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 import corelm
 from benchmarks.measure import Figure, Way, compare
+from benchmarks.models import dialogues, random_model, tokenizer
 from corelm import Backend, DynamicBatcher, LLMPolicy
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from tiny import build_tokenizer, read_chats
 
 NEW = 32
 SAMPLING = {"max_new_tokens": NEW, "ignore_eos": True}
@@ -42,13 +36,13 @@ Ask = Callable[[Sequence[str]], object]
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
-    model, tokenizer = small()
-    asked = [turn["content"] for chat in read_chats() for turn in chat if turn["role"] == "user"]
+    model = small()
+    asked = [turn["content"] for chat in dialogues() for turn in chat if turn["role"] == "user"]
     rounds, repeats = (4, 1) if quick else (4, 5)
-    with corelm.get_backend("transformers", model, tokenizer=tokenizer) as backend:
+    with corelm.get_backend("transformers", model, tokenizer=tokenizer()) as backend:
         for count in (16,) if quick else (1, 8, 16, 32):
             prompts = [asked[i % len(asked)] for i in range(count)]
-            for name, alone, shared in kinds(backend, model, tokenizer, count):
+            for name, alone, shared in kinds(backend, model, count):
                 ways = {"one batch": one_batch(alone, prompts, rounds)}
                 ways |= {way: threads(ask, prompts, rounds) for way, ask in shared.items()}
                 if count == 8 and name == "backend":
@@ -63,29 +57,16 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
                 )
 
 
-def small() -> tuple[Any, Any]:
-    """A random model, 6 layers of 384, large enough that the engine is where the time goes."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), 1024)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config).eval()
+def small() -> Any:
+    """A random model that is large enough for the engine to be where the time goes."""
+    ids = {"eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id}
+    model = random_model((len(tokenizer()), 384, 6), **ids)
     # TorchRL's wrapper has no way to go on behind an end, and passes no `min_new_tokens` on.
-    model.generation_config.update(eos_token_id=None, pad_token_id=tokenizer.pad_token_id)
-    return model, tokenizer
+    model.generation_config.update(eos_token_id=None, pad_token_id=tokenizer().pad_token_id)
+    return model
 
 
-def kinds(backend: Backend, model: Any, tokenizer: Any, count: int) -> Iterator[tuple[str, Ask, dict[str, Ask]]]:
+def kinds(backend: Backend, model: Any, count: int) -> Iterator[tuple[str, Ask, dict[str, Ask]]]:
     """What is asked: its name, how by one caller, and how by many."""
     batchers = {"callers": DynamicBatcher(backend), "callers, min": DynamicBatcher(backend, min_batch_size=count)}
     try:
@@ -94,7 +75,7 @@ def kinds(backend: Backend, model: Any, tokenizer: Any, count: int) -> Iterator[
     finally:
         for each in batchers.values():
             each.cleanup()
-    if found := torchrls(model, tokenizer):
+    if found := torchrls(model):
         yield "torchrl", found[0], {"callers": found[1]}
 
 
@@ -107,7 +88,7 @@ def by_policy(backend: Backend) -> Ask:
     return lambda prompts: policy(TensorDict(text=list(prompts), batch_size=[len(prompts)]))
 
 
-def torchrls(model: Any, tokenizer: Any) -> tuple[Ask, Ask] | None:
+def torchrls(model: Any) -> tuple[Ask, Ask] | None:
     """By one caller and by many; None where it is not installed."""
     try:
         from torchrl.modules.llm import Text, TransformersWrapper
@@ -117,7 +98,7 @@ def torchrls(model: Any, tokenizer: Any) -> tuple[Ask, Ask] | None:
     def by_wrapper(**options: Any) -> Ask:
         wrapper = TransformersWrapper(
             model,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer(),
             input_mode="text",
             return_log_probs=True,
             pad_output=False,

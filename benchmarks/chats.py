@@ -14,21 +14,16 @@ The tokenizer is a small byte-level BPE, learned from the dialogues of the examp
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 
 from benchmarks.measure import Figure, Way, compare
+from benchmarks.models import dialogues, tokenizer
 from corelm import Backend, Capabilities, History, hookimpl
 from corelm.inputs import InputReader
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from tiny import build_tokenizer, read_chats
 
 COUNT = 256
 GOAL = 0.85
@@ -50,16 +45,14 @@ class Engine:
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
-    dialogues = read_chats()
-    tokenizer = build_tokenizer("\n".join(turn["content"] for chat in dialogues for turn in chat))
-    lines = itertools.cycle([turn["content"] for chat in dialogues for turn in chat])
+    lines = itertools.cycle([turn["content"] for chat in dialogues() for turn in chat])
     # Turns, and sentences in each.
     for turns, sentences in ((4, 4),) if quick else ((4, 1), (4, 4), (8, 2), (8, 4)):
         chats = [[_turn(turn, lines, sentences) for turn in range(turns)] for _ in range(COUNT)]
-        length = sum(len(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats) // COUNT
+        length = sum(len(tokenizer().apply_chat_template(chat, return_dict=False)) for chat in chats) // COUNT
         yield compare(
             f"{COUNT} chats of {turns} turns, {length} tokens each",
-            ways(tokenizer, chats),
+            ways(tokenizer(), chats),
             baseline="tokenizer",
             repeats=5 if quick else 21,
             rows=COUNT,

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.measure import Figure, Way, compare, peaks
-from benchmarks.scoring import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
+from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
 from corelm import Backend, LLMPolicy, get_backend
 
 PROMPT = 32

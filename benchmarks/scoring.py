@@ -12,25 +12,16 @@ has six layers of 512. Ragged rows have a bit more than half as many tokens as p
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Figure, Way, compare, peaks
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
 import corelm
+from benchmarks.measure import Figure, Way, compare, peaks
+from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
 from corelm import Backend, Ragged
-
-HEAD_HEAVY = (151_936, 256, 2)
-BODY_HEAVY = (32_000, 512, 6)
-Shape = tuple[int, int, int]
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -210,30 +201,6 @@ def ragged(shape: Shape, rows: int, longest: int) -> Ragged:
     return Ragged(ids, lengths)
 
 
-def random_model(shape: Shape) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    vocab, hidden, layers = shape
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(config).eval()
-
-
-@functools.cache
-def tokenizer() -> Any:
-    tiny = importlib.import_module("tiny")
-    return tiny.build_tokenizer("\n".join(turn["content"] for chat in tiny.read_chats() for turn in chat))
-
-
 def opened(model: Any) -> Backend:
     backend = corelm.get_backend("transformers", model, tokenizer=tokenizer())
     # The first call finds out how the model may be run.
@@ -244,8 +211,3 @@ def opened(model: Any) -> Backend:
 def described(rows: Ragged) -> str:
     share = int(rows.lengths.sum()) / (len(rows) * int(rows.lengths.max()))
     return f"{len(rows)} rows up to {int(rows.lengths.max())} ({share:.0%} of the padded)"
-
-
-def named(shape: Shape) -> str:
-    vocab, hidden, layers = shape
-    return f"V={vocab:,}, {layers} layers of {hidden}"

@@ -1,7 +1,7 @@
 """How long until something happens? Every run is an interpreter of its own; counted is its processor time.
 
-corelm          every public name of corelm imported, after torch and tensordict: what is on top of these two
-corelm backends the command that lists the backends
+corelm           every public name of corelm imported, where torch and tensordict are already
+corelm backends  the command that lists the backends
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ from collections.abc import Iterator
 
 from benchmarks.measure import Figure, compare
 
-EVERY_NAME = "import corelm; [getattr(corelm, name) for name in corelm.__all__]"
+EVERY_NAME = """
+import time, torch, tensordict
+start = time.process_time()
+import corelm; [getattr(corelm, name) for name in corelm.__all__]
+print(time.process_time() - start)
+"""
 LISTING = "import sys; sys.argv = ['corelm', 'backends', '--json']; from corelm.cli import main; main()"
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
-    yield [on_top(1 if quick else 11)]
+    taken = statistics.median(float(run(EVERY_NAME)) for _ in range(3 if quick else 11))
+    work = "import after torch and tensordict"
+    yield [Figure(work=work, way="corelm", seconds=taken, goal_seconds=0.15)]
     yield compare(
         "corelm backends",
         {"an interpreter": lambda: run("pass"), "corelm backends": lambda: run(LISTING)},
@@ -30,21 +37,9 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     )
 
 
-def on_top(repeats: int) -> Figure:
-    """What importing corelm adds: the median difference of runs that take turns, after one that warms up."""
-    added = []
-    for _ in range(repeats + 1):
-        start = of_children()
-        run("import torch, tensordict")
-        between = of_children()
-        run(f"import torch, tensordict; {EVERY_NAME}")
-        added.append(of_children() - between - (between - start))
-    seconds = statistics.median(added[1:])
-    return Figure(work="import after torch and tensordict", way="corelm", seconds=seconds, goal_seconds=0.15)
-
-
-def run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+def run(code: str) -> str:
+    """What it prints."""
+    return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def of_children() -> float:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,11 +32,8 @@ from tensordict import TensorDict
 
 import corelm
 from benchmarks.measure import Figure, Way, compare
+from benchmarks.models import random_model, tokenizer
 from corelm import Backend, LLMPolicy
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from tiny import build_tokenizer, read_chats
 
 NEW = 64
 GOAL = 1.05
@@ -59,24 +55,10 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
 
 
 def small(folder: Path) -> Path:
-    """A random model of 20 million parameters, whose heads are wide enough for vLLM on a CPU, and a tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), 1024)
-    tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    """A random model of 18 million parameters and its tokenizer, saved."""
+    tokenizer().save_pretrained(folder)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id}
+    random_model((len(tokenizer()), 512, 6), max_position_embeddings=1024, **ids).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,59 @@
+"""What is measured with: random models of a given shape, and a small tokenizer learned from the dialogues of the
+examples.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from tiny import build_tokenizer, read_chats
+
+#: Vocabulary, width and layers.
+Shape = tuple[int, int, int]
+
+#: The head is where the time goes; the body is.
+HEAD_HEAVY: Shape = (151_936, 256, 2)
+BODY_HEAVY: Shape = (32_000, 512, 6)
+
+
+def random_model(shape: Shape, **config: Any) -> Any:
+    """A Qwen2 with heads of 64. `config`: what else its configuration says."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    vocab, hidden, layers = shape
+    torch.manual_seed(0)
+    given = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**given, **config})).eval()
+
+
+def named(shape: Shape) -> str:
+    vocab, hidden, layers = shape
+    return f"V={vocab:,}, {layers} layers of {hidden}"
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Byte-level BPE of at most 1,024 entries."""
+    return build_tokenizer("\n".join(turn["content"] for chat in dialogues() for turn in chat))
+
+
+def dialogues() -> list[list[dict[str, Any]]]:
+    """Short conversations, as messages of role and content."""
+    found: list[list[dict[str, Any]]] = read_chats()
+    return found
