@@ -239,3 +239,18 @@ def test_entries_that_the_model_rules_out_are_no_matrix_product(open_model: Open
     model.forward = ruling_out
     backend = open_model(model)
     assert scores_are_right(backend, model) and way(backend) == "sliced"
+
+
+def test_a_large_head_is_asked_itself_where_trying_it_would_cost_more(open_model: Open) -> None:
+    model = tiny_model("cohere", vocab_size=40_000, num_hidden_layers=1, initializer_range=0.05)
+    backend = open_model(model)
+    few, many = (random_rows(*lengths, vocab=40_000) for lengths in ((30, 12), (30, 64, 9)))
+    # The second time a formula that was found is wrong, and it shows on the ids that are looked at.
+    for model.logit_scale in (2.0, 3.0):
+        for rows, expected in ((few, "sliced"), (many, "tiled")):
+            found = backend.score_logprobs(rows).logprobs.split()
+            assert way(backend) == expected
+            for ids, one in zip(rows, found, strict=True):
+                torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+    backend.score_logprobs(few, grad=True)
+    assert way(backend) == "tiled", "gradients would keep the logits"

@@ -27,6 +27,12 @@ _MAGNITUDES = (1.0, 30.0, 1000.0)
 #: Positions tried at each magnitude.
 _TRIED = 2
 
+#: Ids that a formula is held against the model for, at every call. More would read the whole head a second time.
+_SAMPLED = 8192
+#: A head of more weights than this takes longer to ask once than a call's other costs, and a call for so few positions
+#: had better ask it for these.
+_LARGE, _FEW = 2**21, 64
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -56,17 +62,17 @@ class Head:
         """Try again before the next use: with other weights another formula may show."""
         self._tried = None
 
-    def way(self, *, grad: bool = False) -> Way:
-        """How to make log-probabilities now, with gradients or without.
+    def way(self, positions: int, *, grad: bool = False) -> Way:
+        """How to make log-probabilities of so many positions now, with gradients or without.
 
         A formula is held against the model's own forward every time, on one state: since it was found a scale may have
-        been learned, or a hook put on the body.
+        been learned, or a hook put on the body. That costs what one position costs.
         """
         for _ in range(2):
             found = self._found()
             if found.way != "tiled":
                 return found.way
-            if not self._bare():
+            if not self._bare() or (not grad and positions <= _FEW and self._is_large()):
                 return "sliced"
             if self._holds(found, grad):
                 return "tiled"
@@ -93,6 +99,10 @@ class Head:
             return False
         return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
 
+    def _is_large(self) -> bool:
+        module = self._module()
+        return module is not None and module.weight.numel() > _LARGE
+
     def _holds(self, found: _Found, grad: bool) -> bool:
         """Whether the formula is what the model does now; with `grad` also that its gradients go nowhere else."""
         model, module = self._model, self._module()
@@ -105,8 +115,10 @@ class Head:
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            products = functional.linear(state, module.weight, module.bias).double()
-            return _equal(found.of(products), logits.double(), state.dtype)
+            some = slice(None, None, max(1, logits.shape[-1] // _SAMPLED))
+            bias = None if module.bias is None else module.bias[some]
+            products = functional.linear(state, module.weight[some], bias).double()
+            return _equal(found.of(products), logits[..., some].double(), state.dtype)
 
     def _found(self) -> _Found:
         model = self._model

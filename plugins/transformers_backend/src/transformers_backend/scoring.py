@@ -98,10 +98,10 @@ class Scorer:
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """The parts of these rows, int64[k]."""
         shared = 0
-        head = self._head.way(grad=request.grad)
+        rows, wanted = sequences.select(numbers), scored.select(numbers)
+        head = self._head.way(int(wanted.values.sum()), grad=request.grad)
         layout = "padded" if head == "whole" else self._reader.layout()
         head = "sliced" if head == "tiled" and request.return_logits else head
-        rows, wanted = sequences.select(numbers), scored.select(numbers)
         # Nothing is predicted from a last token.
         read = rows.slice(torch.zeros_like(rows.lengths), rows.lengths - 1)
         for batch in self._reader.batches(read, layout):
