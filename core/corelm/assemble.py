@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -94,10 +93,18 @@ class _Layout(ABC):
         self.tokens = request.tokens
 
     @cached_property
-    def in_response(self) -> Tensor:
-        """bool[total]: which positions of the full rows come after the prompt."""
-        assert self.tokens.prompt is not None and self.tokens.response is not None
-        return self.tokens.prompt.seam(self.tokens.response).values.to(self.tokens.full.values.device)
+    def in_response(self) -> Ragged | None:
+        """bool, as long as the full rows: which positions come after the prompt; None where that is not told."""
+        prompt, response, full = self.tokens.prompt, self.tokens.response, self.tokens.full
+        return None if prompt is None or response is None else prompt.seam(response).to(full.values.device)
+
+    @abstractmethod
+    def attention(self) -> Any:
+        """Where a token is, as one field."""
+
+    @abstractmethod
+    def responses(self) -> Any:
+        """Where a token of a response is, as one field; None where that is not told."""
 
     @abstractmethod
     def field(self, rows: Ragged, filler: Any) -> Any:
@@ -123,6 +130,18 @@ class _Dense(_Layout):
         kept = request.columns if request.pad_output else None
         self.columns = kept or dense_columns(request.tokens)
 
+    def attention(self) -> Tensor:
+        mask = self.columns.mask.to(self.tokens.full.values.device, copy=True)
+        return mask.reshape(*self.shape, mask.shape[-1])
+
+    def responses(self) -> Tensor | None:
+        width = self.columns.prompt_width
+        if width is None:
+            return None if self.in_response is None else self.field(self.in_response, False)
+        mask = self.attention()
+        mask[..., :width] = False
+        return mask
+
     def field(self, rows: Ragged, filler: Any) -> Tensor:
         return rows.scatter(self.columns.mask, filler).reshape(*self.shape, self.columns.mask.shape[-1])
 
@@ -132,8 +151,8 @@ class _Dense(_Layout):
         return {**split, "full": full}
 
     def labels(self, values: Sequence[Any]) -> Any:
-        same = all(value is values[0] for value in values)
-        return NonTensorData(values[0], batch_size=self.shape) if values and same else non_tensors(values, self.shape)
+        same = values and list(values).count(values[0]) == len(values)
+        return NonTensorData(values[0], batch_size=self.shape) if same else non_tensors(values, self.shape)
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
         mark = {"padded": NonTensorData(True, batch_size=self.shape)} if self.padded else {}
@@ -143,15 +162,22 @@ class _Dense(_Layout):
 class _Rows(_Layout):
     """Every field is flat here, as the request has it; its rows are copies, made when somebody asks for one."""
 
+    def attention(self) -> Ragged:
+        full = self.tokens.full
+        return full.holding(torch.ones_like(full.values, dtype=torch.bool))
+
+    def responses(self) -> Ragged | None:
+        return self.in_response
+
     def field(self, rows: Ragged, filler: Any) -> Ragged:
         return rows
 
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Ragged]:
         prompt, response = self.tokens.prompt, self.tokens.response
-        if prompt is None or response is None:
+        if prompt is None or response is None or self.in_response is None:
             return {"full": rows}
         if rows is not self.tokens.full:
-            after = self.in_response.to(rows.values.device)
+            after = self.in_response.values.to(rows.values.device)
             prompt, response = prompt.holding(rows.values[~after]), response.holding(rows.values[after])
         return {"prompt": prompt, "response": response, "full": rows}
 
@@ -166,13 +192,12 @@ class _Rows(_Layout):
 
 
 def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
-    tokens, full = request.tokens, request.tokens.full
-    masks = {"all_attention_mask": full.holding(torch.ones_like(full.values, dtype=torch.bool))}
-    if tokens.prompt is not None and tokens.response is not None:
-        masks["all_response_mask"] = full.holding(layout.in_response)
-    if request.assistant is not None:
-        masks["all_assistant_mask"] = request.assistant
-    return {name: layout.field(mask, False) for name, mask in masks.items()}
+    masks = {
+        "all_attention_mask": layout.attention(),
+        "all_response_mask": layout.responses(),
+        "all_assistant_mask": None if request.assistant is None else layout.field(request.assistant, False),
+    }
+    return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
@@ -181,10 +206,10 @@ def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
     values = logprobs.holding(logprobs.values.masked_fill(~scored.values, 0.0))
     fields = {**layout.parts(values, 0.0), "scored_mask": layout.field(scored, False)}
     if isinstance(provenance, Provenance):
-        fields["provenance"] = layout.labels([asdict(provenance)] * len(logprobs))
+        fields["provenance"] = layout.labels([provenance.to_dict()] * len(logprobs))
     elif provenance is not None:
         # By identity, as hashing one for every row would take longer than all the rest.
-        data = {key: asdict(one) for key, one in {id(one): one for one in provenance}.items()}
+        data = {key: one.to_dict() for key, one in {id(one): one for one in provenance}.items()}
         fields["provenance"] = layout.labels([data[id(one)] for one in provenance])
     return fields
 

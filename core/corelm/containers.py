@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ class LogProbs(TensorClass["nocast"]):
 
     # Held as plain data, so that memmap writes JSON where it would pickle.
     def set(self, key: NestedKey, value: Any, *args: Any, **kwargs: Any) -> LogProbs:
-        value = asdict(value) if isinstance(value, Provenance) else value
+        value = value.to_dict() if isinstance(value, Provenance) else value
         return super().set(key, value, *args, **kwargs)
 
 

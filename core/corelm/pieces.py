@@ -197,8 +197,6 @@ def _within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """The parts of `spans` inside ``[start, stop)``, counted from `start`."""
     if not spans:
         return ()
-    if not spans:
-        return ()
     return tuple([(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b])
 
 

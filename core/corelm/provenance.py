@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Mode = Literal["raw", "processed"]
 Support = Literal["full", "truncated"]
@@ -31,6 +31,10 @@ class Provenance:
     temperature: float = 1.0
     support: Support = "full"
     penalties: tuple[tuple[str, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its attributes by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:

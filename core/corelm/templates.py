@@ -168,16 +168,18 @@ def stand_in(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
 def strings(value: Any) -> list[str]:
     """Every str in nested mappings and lists, keys included."""
     found: list[str] = []
-    waiting = [value]
+    waiting: list[Any] = [[value]]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            waiting += one.keys()
-            waiting += one.values()
-        elif isinstance(one, (list, tuple)):
-            waiting += one
+        # A dict is a Mapping, but that takes ten times as long to find out.
+        if isinstance(one, (dict, Mapping)):
+            found += map(str, one)
+            one = one.values()
+        for part in one:
+            if isinstance(part, str):
+                found.append(part)
+            elif isinstance(part, (dict, Mapping, list, tuple)):
+                waiting.append(part)
     return found
 
 

@@ -105,7 +105,7 @@ class Job:
                 row["token_ids"] = tokens[index]
             if log_probs is not None:
                 row["log_probs"] = log_probs[index]
-                row["provenance"] = asdict(provenance[index] if isinstance(provenance, tuple) else provenance)
+                row["provenance"] = (provenance[index] if isinstance(provenance, tuple) else provenance).to_dict()
             rows.append(row)
         return rows, faults
 
