@@ -43,10 +43,10 @@ test-vllm: .venv-vllm/.installed ## the vLLM plugin on a real vLLM: it runs on a
 test-sglang: .venv-sglang/.installed ## the SGLang plugin on a real SGLang server: it runs on a CPU, and takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
 
-bench: install ## what everything costs beside the engines themselves and TorchRL, into benchmarks/results/; it takes long
+bench: install ## what everything costs beside the engines themselves and TorchRL, into benchmarks/results/; most of an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
-bench-quick: install ## the same, smaller and fewer, in about three minutes
+bench-quick: install ## the same, smaller and fewer, in under three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
 
 format: install ## rewrite the code in the house's format

@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side and in turns.")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer, in about three minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer, in under three minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()

@@ -6,8 +6,9 @@
     policy, text    `LLMPolicy` from texts to containers with texts and log-probs
     torchrl         TorchRL's `TransformersWrapper` from ids to log-probs, where torchrl is installed
 
-Everybody continues the same prompts of 32 tokens by 64; nothing ends an answer sooner. The models are those of
-`scoring`: with V=151,936 the head and the sampler are what counts, with V=32,000 the body.
+Everybody continues the same prompts of 32 tokens by 64, or by 16 where there are more than 8; nothing ends an answer
+sooner. The models are those of `scoring`: with V=151,936 the head and the sampler are what counts, with V=32,000 the
+body.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model
 from corelm import Backend, LLMPolicy, get_backend
 
 PROMPT = 32
-#: How often what takes turns, for so many prompts.
-REPEATS = {1: 5, 8: 5, 32: 3, 128: 1}
+COUNTS = (1, 8, 32, 128)
+#: Of more prompts than this, answers are shorter: it would take minutes a turn.
+MOST_FOR_LONG = 8
 #: TorchRL's wrapper keeps all logits: with more prompts than this it is left out.
 MOST_FOR_TORCHRL = 32
 
@@ -41,13 +43,11 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
                 yield sampling(backend, model, shape, 8, new, 1, everybody=shape == BODY_HEAVY)
                 yield greedy(backend, model, shape, 1, new, 1)
                 continue
-            for prompts, repeats in REPEATS.items():
-                if prompts > MOST_FOR_TORCHRL:
-                    # A minute a run otherwise.
-                    yield sampling(backend, model, shape, prompts, new // 4, repeats)
-                    continue
-                yield sampling(backend, model, shape, prompts, new, repeats)
-                yield greedy(backend, model, shape, prompts, new, repeats)
+            for prompts in COUNTS:
+                few = new if prompts <= MOST_FOR_LONG else new // 4
+                yield sampling(backend, model, shape, prompts, few, 7)
+                if prompts <= MOST_FOR_TORCHRL:
+                    yield greedy(backend, model, shape, prompts, few, 7)
     for shape in (HEAD_HEAVY,) if quick else (HEAD_HEAVY, BODY_HEAVY):
         ways = ["backend"] if quick else ["raw generate", "backend"]
         work = f"memory of {new} sampled tokens for 8 prompts, {named(shape)}"

@@ -6,6 +6,8 @@ runs a second time in every turn: its ratio to itself says how much is noise.
 
 from __future__ import annotations
 
+import gc
+import math
 import multiprocessing
 import re
 import statistics
@@ -21,6 +23,9 @@ import torch
 Way = Callable[[], object]
 
 AGAIN = "the same again"
+
+#: Seconds that are measured at a time, at least. Seconds after which no further turn begins, if there were so many.
+SHORTEST, LONGEST, FEWEST = 0.01, 45.0, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +84,39 @@ def compare(
     rows: int | None = None,
     goal_seconds: Mapping[str, float] | None = None,
 ) -> list[Figure]:
-    """Time all `ways`, in turns, against the one named `baseline`.
+    """Time all `ways`, in turns, against the one named `baseline`. What is short runs several times in a row, as by
+    itself it would be measured with the caches that its neighbour left.
 
     Args:
+        repeats: turns, as far as `LONGEST` allows.
         goals: ratios that ways should stay under. clock: seconds; of processor time by default, which a machine that
             is busy with something else disturbs least.
         rows: how many rows the work has. goal_seconds: what ways should stay under, a row if there are rows.
     """
     turns: list[dict[str, float]] = []
+    counts = dict.fromkeys([*ways, AGAIN], 1)
+    began = time.monotonic()
+    # What is here already is nobody's garbage, and need not be gone through.
+    gc.freeze()
     # The first turn warms up.
     for turn in range(repeats + 1):
+        if len(turns) >= FEWEST and time.monotonic() - began > LONGEST:
+            break
         taken = {}
         # Every other turn runs backwards, so that nobody always comes after the same neighbour.
         order = [*ways.items(), (AGAIN, ways[baseline])]
         for name, way in order if turn % 2 else reversed(order):
+            # So that everybody pays for their own garbage.
+            gc.collect()
             start = clock()
-            way()
-            taken[name] = clock() - start
+            for _ in range(counts[name]):
+                way()
+            taken[name] = (clock() - start) / counts[name]
         if turn:
             turns.append(taken)
+        else:
+            counts = {name: max(1, math.ceil(SHORTEST / max(taken[name], 1e-6))) for name in counts}
+    gc.unfreeze()
     figures = []
     for name in [*ways, AGAIN]:
         ratios = sorted(taken[name] / taken[baseline] for taken in turns)
