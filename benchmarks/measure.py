@@ -35,7 +35,7 @@ class Figure:
     Attributes:
         work: what is done, such as ``scoring 16 ragged rows, V=151,936``. way: how.
         seconds: of one run, by the clock used; None where only memory was measured.
-        baseline: the way that ratios are to. ratio: the median over the turns. spread: its quartiles.
+        baseline: the way that ratios are to. ratio: the median over so many `turns`. spread: its quartiles.
         mib: MiB of peak memory above what the process held before the work.
         goal: what the ratio, or else the memory, should not exceed.
         rows: how many rows the work has. goal_seconds: what `seconds`, of a row if there are rows, should not exceed.
@@ -47,6 +47,7 @@ class Figure:
     baseline: str | None = None
     ratio: float | None = None
     spread: tuple[float, float] | None = None
+    turns: int = 1
     mib: float | None = None
     goal: float | None = None
     rows: int | None = None
@@ -128,6 +129,7 @@ def compare(
                 baseline=baseline,
                 ratio=statistics.median(ratios),
                 spread=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+                turns=len(turns),
                 goal=(goals or {}).get(name),
                 rows=rows,
                 goal_seconds=(goal_seconds or {}).get(name),
@@ -186,7 +188,7 @@ def table(figures: Iterable[Figure]) -> str:
         cells.append(f"{figure.seconds * 1e3:10.2f} ms" if figure.seconds is not None else " " * 13)
         if figure.ratio is not None and figure.spread is not None:
             low, high = figure.spread
-            cells.append(f"{figure.ratio:8.3f} ({low:.3f} to {high:.3f})")
+            cells.append(f"{figure.ratio:8.3f} ({low:.3f} to {high:.3f}) in {figure.turns}")
         if figure.mib is not None:
             cells.append(f"{figure.mib:8.1f} MiB")
         if figure.rows is not None and figure.each is not None:

@@ -24,9 +24,10 @@ LISTING = "import sys; sys.argv = ['corelm', 'backends', '--json']; from corelm.
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
-    taken = statistics.median(float(run(EVERY_NAME)) for _ in range(3 if quick else 11))
+    turns = 3 if quick else 11
+    taken = statistics.median(float(run(EVERY_NAME)) for _ in range(turns))
     work = "import after torch and tensordict"
-    yield [Figure(work=work, way="corelm", seconds=taken, goal_seconds=0.15)]
+    yield [Figure(work=work, way="corelm", seconds=taken, turns=turns, goal_seconds=0.15)]
     yield compare(
         "corelm backends",
         {"an interpreter": lambda: run("pass"), "corelm backends": lambda: run(LISTING)},
