@@ -45,7 +45,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             for name, alone, shared in kinds(backend, model, count):
                 ways = {"one batch": one_batch(alone, prompts, rounds)}
                 ways |= {way: threads(ask, prompts, rounds) for way, ask in shared.items()}
-                if count == 8 and name == "backend" and not quick:
+                if count > 1 and name == "backend" and not quick:
                     ways["one by one"] = one_by_one(alone, prompts, rounds)
                 yield compare(
                     f"{name}: {count} callers",
@@ -75,8 +75,7 @@ def kinds(backend: Backend, model: Any, count: int) -> Iterator[tuple[str, Ask, 
     finally:
         for each in batchers.values():
             each.cleanup()
-    # To spare time.
-    if count in (8, 16) and (found := torchrls(model)):
+    if found := torchrls(model):
         yield "torchrl", found[0], {"callers": found[1]}
 
 
