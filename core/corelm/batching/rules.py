@@ -17,9 +17,9 @@ from corelm import arguments
 
 #: Callers who were answered together may come back together with their next requests, and rather than go off with the
 #: first one alone the engine waits for the others: for this share of the time that their call took (and never longer
-#: than so many seconds) after it, and after each who comes; and for so many times as long in all. As many are expected
-#: as there were in one of so many last calls.
-PATIENCE, LONGEST_PATIENCE, RENEWALS, REMEMBERED = 0.1, 0.1, 10, 4
+#: than so many seconds) after it, and after each who comes; in all for the batching_timeout. As many are expected as
+#: there were in one of so many last calls.
+PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,8 @@ class Together(TicketQueue[T]):
         return max((count for last, count in self._last if last == group), default=0)
 
     def _await(self, group: Hashable, now: float) -> None:
-        self._awaited, self._until, self._at_last = group, now + self._patience, now + RENEWALS * self._patience
+        self._awaited, self._at_last = group, now + self.limits.batching_timeout
+        self._until = min(now + self._patience, self._at_last)
 
     def _heads(self) -> list[T]:
         return [next(iter(group.values())) for group in self._groups.values()]
