@@ -308,6 +308,30 @@ def test_a_score_that_breaks_the_specification_is_an_engine_error(bend, says):
     assert says in str(error.value)
 
 
+def test_a_log_prob_may_be_a_rounding_above_zero_and_no_more():
+    def answering(value):
+        return fake(lambda b: replace(b, logprobs=rows([value, -1.0], [-1.0, -1.0], dtype=torch.float32)))
+
+    most = torch.tensor(2.0**-10)
+    assert answering(float(most)).generate([[1], [3]], SHORT).logprobs.values[0] == most
+    with pytest.raises(EngineError, match="row 0, position 0"):
+        answering(float(most.nextafter(torch.tensor(1.0)))).generate([[1], [3]], SHORT)
+
+
+def test_rows_whose_lengths_were_written_to_are_checked_again():
+    lengths = torch.tensor([2, 3])
+    prompts = Ragged(torch.tensor([3, 4, 5, 6, 7]), lengths)
+    assert prompts.offsets.tolist() == [0, 2, 5]
+    lengths[:] = torch.tensor([3, 2])
+    engine = Fake()
+    Backend(engine, "fake").generate(prompts, SHORT)
+    assert engine.requests[0].prompts.tolist() == [[3, 4, 5], [6, 7]]
+    assert engine.requests[0].prompts.offsets.tolist() == [0, 3, 5]
+    lengths[0] = 9
+    with pytest.raises(InvalidRequestError, match="prompts: lengths add up to 11"):
+        Backend(engine, "fake").generate(prompts, SHORT)
+
+
 def test_scores_at_a_temperature_are_not_raw_and_truncated_ones_not_full():
     bend = lambda b: replace(b, temperature=0.5)  # noqa: E731
     with pytest.raises(EngineError, match="mode 'raw', expected 'processed'"):

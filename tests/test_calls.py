@@ -49,6 +49,17 @@ def test_an_engine_that_is_gone_is_not_asked_again():
     assert len(engine.requests) == 1
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_engine_changes_no_setting_of_its_callers_thread(grad):
+    def careless(batch):
+        torch.set_grad_enabled(not grad)
+        return batch
+
+    with torch.set_grad_enabled(grad):
+        fake(careless).generate([[1]], SHORT)
+        assert torch.is_grad_enabled() is grad
+
+
 def test_one_thread_at_a_time_unless_the_engine_takes_several():
     inside, together = threading.Event(), threading.Barrier(2)
 

@@ -151,3 +151,9 @@ def test_gradients_reach_every_value(through: Callable[[Ragged], torch.Tensor]) 
 def test_what_does_not_fit_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_seam_of_other_rows_is_refused():
+    first, second = Ragged.from_list([[1], [2]]), Ragged.from_list([[3], [4, 5]])
+    with pytest.raises(ValueError, match="seam"):
+        first.join(second, first.seam(first))

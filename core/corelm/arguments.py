@@ -38,7 +38,11 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
             f"{field}: token ids are integers, one after another; got {ids.values.dtype}{list(ids.values.shape)}",
             field=field,
         )
-    return ids.holding(ids.values.to(torch.int64))
+    try:
+        # Made anew, as the caller may have written to the lengths since they were checked.
+        return Ragged(ids.values.to(torch.int64), ids.lengths)
+    except ValueError as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from error
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:

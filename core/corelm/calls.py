@@ -44,12 +44,17 @@ def ordinary_tensors() -> Iterator[None]:
     """What is made inside a caller's ``inference_mode`` could not be used outside it. In here it can; gradients stay as
     they were, on or off.
     """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
     grad = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        yield
+    try:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                yield
+        else:
+            yield
+    finally:
+        # An engine may have left it otherwise.
+        if torch.is_grad_enabled() != grad:
+            torch.set_grad_enabled(grad)
 
 
 class HookCaller:

@@ -291,8 +291,8 @@ def _rows(name: str, rows: Any, dtype: torch.dtype, fail: Callable[[str], Engine
         raise fail(f"{name} is an inference tensor, which no later computation may use; compute under torch.no_grad()")
 
 
-#: A log-probability may come out above 0 by rounding, not by more than this.
-_ABOVE_ZERO = 1e-3
+#: A log-probability may come out above 0 by rounding, not by more than this (the same number in float32 and float64).
+_ABOVE_ZERO = 2.0**-10
 
 
 def _finite(rows: Ragged, fail: Callable[[str], EngineError]) -> None:

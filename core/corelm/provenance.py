@@ -34,7 +34,7 @@ class Provenance:
 
     def to_dict(self) -> dict[str, Any]:
         """Its attributes by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:

@@ -203,6 +203,8 @@ class Ragged:
         [[1, 2, 3], [4]]
         """
         seam = self.seam(other) if seam is None else seam
+        if seam.values.shape[0] != self.values.shape[0] + other.values.shape[0]:
+            raise ValueError("this is the seam of other rows")
         second = seam.values.to(self.values.device)
         second = second.reshape(-1, *[1] * (self.values.ndim - 1))
         values = self.values.new_empty((second.shape[0], *self.values.shape[1:]))

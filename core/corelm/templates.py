@@ -173,7 +173,7 @@ def strings(value: Any) -> list[str]:
         one = waiting.pop()
         # A dict is a Mapping, but that takes ten times as long to find out.
         if isinstance(one, (dict, Mapping)):
-            found += map(str, one)
+            found += [key for key in one if isinstance(key, str)]
             one = one.values()
         for part in one:
             if isinstance(part, str):

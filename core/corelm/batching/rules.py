@@ -263,7 +263,7 @@ class Together(TicketQueue[T]):
         group = self._group(ticket)
         if group == self._awaited and now < self._at_last:
             self._until = min(now + self._patience, self._at_last)
-        elif len(self._groups.get(group, ())) == 1 and now >= self._until:
+        elif next(iter(self._groups.get(group, ())), None) == ticket.number and now >= self._until:
             # The first of those who have been away for longer.
             self._await(group, now)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2ForCausalLM
 
 import oracle
 from corelm import Backend
@@ -254,3 +255,57 @@ def test_a_large_head_is_asked_itself_where_trying_it_would_cost_more(open_model
                 torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
     backend.score_logprobs(few, grad=True)
     assert way(backend) == "tiled", "gradients would keep the logits"
+
+
+@pytest.mark.parametrize("family", ["cohere", "gemma2"])
+def test_short_floats_of_a_scaled_head_are_not_rounded_in_two_ways(open_model: Open, family: str) -> None:
+    """Few positions and many, with gradients and without: one log-prob. Otherwise ratios of a policy to itself are
+    not 1.
+    """
+    heads = {"cohere": {"logit_scale": 1.625}, "gemma2": {"final_logit_softcapping": 30.0}}
+    model = tiny_model(family, vocab_size=40_000, num_hidden_layers=1, **heads[family]).to(torch.bfloat16)
+    backend, (ids,) = open_model(model), random_rows(100, vocab=40_000)
+    found = backend.score_logprobs([ids]).logprobs.values
+    assert way(backend) == "tiled"
+    torch.testing.assert_close(backend.score_logprobs([ids], grad=True).logprobs.values.detach(), found)
+    few = backend.score_logprobs([ids], score_from=60).logprobs.values
+    torch.testing.assert_close(few[60:], found[60:])
+
+
+class Shifted(Qwen2ForCausalLM):
+    """Something is added to its logits that is no part of the head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("shift", torch.zeros(config.vocab_size))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.shift
+        return output
+
+
+@pytest.mark.parametrize("shift", [8.0, -torch.inf])
+@pytest.mark.parametrize("one", [4000, 4001])
+def test_a_change_of_one_id_is_noticed(open_model: Open, one: int, shift: float) -> None:
+    model = Shifted(tiny_model(vocab_size=20_000, num_hidden_layers=1).config).eval()
+    backend, rows = open_model(model), random_rows(40, 50, vocab=20_000)
+    assert one not in rows[0] + rows[1]
+    for added, expected in ((0.0, "tiled"), (shift, "sliced")):
+        model.shift[one] = added
+        for ids, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
+            torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+        assert way(backend) == expected
+
+
+def test_weights_that_are_written_to_are_followed(open_model: Open) -> None:
+    model = tiny_model("cohere", vocab_size=20_000, num_hidden_layers=1, initializer_range=0.05)
+    backend, rows = open_model(model), random_rows(40, 50, vocab=20_000)
+    head = model.get_output_embeddings().weight
+    for row, factor in ((slice(None), 2.0), (4001, 3.0), (slice(None), 0.5)):
+        # By `.data` no counter says that they have changed. The scale goes the other way: the logits stay nearly.
+        head.data[row] *= factor
+        model.logit_scale /= factor
+        for ids, one in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
+            torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+        assert way(backend) == "tiled"

@@ -27,7 +27,7 @@ _MAGNITUDES = (1.0, 30.0, 1000.0)
 #: Positions tried at each magnitude.
 _TRIED = 2
 
-#: Ids that a formula is held against the model for, at every call. More would read the whole head a second time.
+#: Ids by which the products of an earlier call are known again. All of them would read the whole head.
 _SAMPLED = 8192
 #: A head of more weights than this takes longer to ask once than a call's other costs, and a call for so few positions
 #: had better ask it for these.
@@ -55,8 +55,9 @@ class Head:
         self.split = SplitForward(model)
         self._model = model
         self._tried: tuple[Any, _Found] | None = None
-        # A hidden state that shows a scale, and bends at a cap.
+        # A hidden state that shows a scale, and bends at a cap; and its products with the head, float64[1, V].
         self._witness = torch.empty(0)
+        self._products: Tensor | None = None
 
     def forget(self) -> None:
         """Try again before the next use: with other weights another formula may show."""
@@ -72,7 +73,7 @@ class Head:
             found = self._found()
             if found.way != "tiled":
                 return found.way
-            if not self._bare() or (not grad and positions <= _FEW and self._is_large()):
+            if not self._bare() or (not grad and positions <= _FEW and self._is_large(found)):
                 return "sliced"
             if self._holds(found, grad):
                 return "tiled"
@@ -99,9 +100,14 @@ class Head:
             return False
         return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
 
-    def _is_large(self) -> bool:
+    def _is_large(self, found: _Found) -> bool:
+        """Whether few positions are better left to the model's own forward: the head is large, and either way is
+        rounded alike. (A short float is rounded once more by the model, after a scale or a cap.)
+        """
         module = self._module()
-        return module is not None and module.weight.numel() > _LARGE
+        assert module is not None
+        alike = module.weight.dtype.itemsize >= 4 or (found.scale == 1.0 and found.cap is None)
+        return alike and module.weight.numel() > _LARGE
 
     def _holds(self, found: _Found, grad: bool) -> bool:
         """Whether the formula is what the model does now; with `grad` also that its gradients go nowhere else."""
@@ -115,10 +121,26 @@ class Head:
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            some = slice(None, None, max(1, logits.shape[-1] // _SAMPLED))
+            return _equal(found.of(self._products_of(state, module)), logits.double(), state.dtype)
+
+    def _products_of(self, state: Tensor, module: nn.Linear) -> Tensor:
+        """The bare products of the witness with the head, float64[1, V]: those of an earlier call, if they are still
+        the same where that is looked at. Elsewhere the model's own logits would not fit them any more.
+        """
+
+        def products(some: slice) -> Tensor:
             bias = None if module.bias is None else module.bias[some]
-            products = functional.linear(state, module.weight[some], bias).double()
-            return _equal(found.of(products), logits[..., some].double(), state.dtype)
+            return functional.linear(state, module.weight[some], bias).double()
+
+        known, some = self._products, slice(None, None, max(1, len(module.weight) // _SAMPLED))
+        if (
+            known is None
+            or known.shape[-1] != len(module.weight)
+            or known.device != state.device
+            or not _equal(known[..., some], products(some), state.dtype)
+        ):
+            known = self._products = products(slice(None))
+        return known
 
     def _found(self) -> _Found:
         model = self._model
@@ -163,7 +185,7 @@ class Head:
             # All zero, say: whatever the formula, it would fit.
             return None
         states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
-        self._witness = states[_TRIED : _TRIED + 1]
+        self._witness, self._products = states[_TRIED : _TRIED + 1], None
         products, logits = functional.linear(states, weight, bias).double(), self.split.logits(states).double()
         for cap in dict.fromkeys((_cap(self._model), None)):
             flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
@@ -199,5 +221,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 def _equal(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     """Equal but for rounding, which is that of sums in float32 and of one logit in anything shorter."""
     steps = 64 if dtype.itemsize >= 4 else 4
-    tolerance = steps * torch.finfo(dtype).eps * float(wanted.abs().max())
+    # With an id that is ruled out by minus infinity everything would be equal.
+    finite = found[found.isfinite()].abs()
+    tolerance = steps * torch.finfo(dtype).eps * float(finite.max() if len(finite) else 0.0)
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
