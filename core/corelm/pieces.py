@@ -127,14 +127,14 @@ class Cutter:
     def _cut(self, script: Script, previous: int | None, stop: int | None) -> Iterator[Piece]:
         """What the template writes after the sampled turn `previous` when it asks for turn `stop`."""
         text, spans = self._rendered(script, previous, stop)
-        at = 0
+        at, after = 0, None
         if previous is not None:
             placeholder = self._slot("Turn", previous)
             at = text.index(placeholder) + len(placeholder)
-        # Of a sampled turn only the ids are the assistant's, not what the template writes around them.
-        spans = [span for span in spans if span[0] >= at]
-        ids = () if previous is None else script.chat[previous].token_ids
-        after = ids[-1] if ids else None
+            # Of a sampled turn only the ids are the assistant's, not what the template writes around them.
+            spans = [span for span in spans if span[0] >= at]
+            ids = script.chat[previous].token_ids
+            after = ids[-1] if ids else None
         if not script.literals:
             # No other placeholder comes after `at`.
             yield Piece(text[at:], spans=_within(spans, at, len(text)), after=after)

@@ -192,7 +192,7 @@ def _touched(pieces: list[Piece], batch: TokenBatch) -> Ragged:
     # All texts one after another on one axis, on which spans are disjoint and ascending.
     lengths = torch.tensor([len(piece.text) for piece in pieces], dtype=torch.int64)
     base = lengths.cumsum(0) - lengths
-    row, begin, end = torch.tensor(spans, dtype=torch.int64).unbind(1)
+    row, begin, end = (torch.tensor(column, dtype=torch.int64) for column in zip(*spans, strict=True))
     begin, end = begin + base[row], end + base[row]
     first, last = (batch.offsets + base[batch.ids.row_index, None]).t().contiguous()
     nearest = torch.searchsorted(end, first, right=True)
