@@ -219,3 +219,14 @@ def test_an_engine_whose_weights_were_not_all_loaded_is_not_used_again(tmp_path:
         with pytest.raises(EngineError, match="open the backend again"):
             call()
     engine.close()
+
+
+def test_prompts_that_do_not_fit_into_one_step_together_are_answered(open_vllm: Open) -> None:
+    """Together they are more tokens than the engine reads at a time, and every answer has a seed."""
+    prompts = random_rows(*[40] * 8)
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    with open_vllm(max_model_len=64, max_num_batched_tokens=64) as backend:
+        together = backend.generate(prompts, sampling, seeds=range(8))
+        assert [len(row) for row in together.ids.tolist()] == [4] * 8
+        alone = [backend.generate([row], sampling, seeds=[seed]).ids.tolist()[0] for seed, row in enumerate(prompts)]
+        assert together.ids.tolist() == alone and backend.health()

@@ -91,7 +91,7 @@ class VLLMBackend:
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
             raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
-        arguments = {"disable_log_stats": True, **arguments, "model": os.fspath(model)}
+        arguments = {"disable_log_stats": True, **_of_this_platform(), **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
         return cls(start(arguments, tokenizer))
@@ -139,6 +139,13 @@ def _check(arguments: Mapping[str, Any], server: Mapping[str, Any], model: Any) 
         raise InvalidRequestError(
             f"model: expected a folder or a hub name (or base_url=), got {type(model).__name__}", field="model"
         )
+
+
+def _of_this_platform() -> dict[str, Any]:
+    """Defaults that keep vLLM alive. On a CPU it dies where a prompt of a request with a seed is read in two steps."""
+    from vllm.platforms import current_platform
+
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
 
 
 def _only_a_servers(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
