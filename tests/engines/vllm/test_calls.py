@@ -221,7 +221,7 @@ def test_an_engine_whose_weights_were_not_all_loaded_is_not_used_again(tmp_path:
     engine.close()
 
 
-def test_prompts_that_do_not_fit_into_one_step_together_are_answered(open_vllm: Open) -> None:
+def test_prompts_that_do_not_fit_into_one_step_together_are_answered(open_vllm: Callable[..., Backend]) -> None:
     """Together they are more tokens than the engine reads at a time, and every answer has a seed."""
     prompts = random_rows(*[40] * 8)
     sampling = {"max_new_tokens": 4, "ignore_eos": True}
