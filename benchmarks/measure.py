@@ -24,7 +24,7 @@ Way = Callable[[], object]
 
 AGAIN = "the same again"
 
-#: Seconds that are measured at a time, at least. Seconds after which no further turn begins, if there were so many.
+#: Seconds that are measured at a time, at least. Seconds and turns after which a work may end.
 SHORTEST, LONGEST, FEWEST = 0.01, 45.0, 2
 
 
@@ -84,12 +84,13 @@ def compare(
     clock: Callable[[], float] = time.process_time,
     rows: int | None = None,
     goal_seconds: Mapping[str, float] | None = None,
+    longest: float = LONGEST,
 ) -> list[Figure]:
     """Time all `ways`, in turns, against the one named `baseline`. What is short runs several times in a row, as by
     itself it would be measured with the caches that its neighbour left.
 
     Args:
-        repeats: turns, as far as `LONGEST` allows.
+        repeats: turns. longest: seconds after which no further one begins, if there were a `FEWEST`.
         goals: ratios that ways should stay under. clock: seconds; of processor time by default, which a machine that
             is busy with something else disturbs least.
         rows: how many rows the work has. goal_seconds: what ways should stay under, a row if there are rows.
@@ -101,7 +102,7 @@ def compare(
     gc.freeze()
     # The first turn warms up.
     for turn in range(repeats + 1):
-        if len(turns) >= FEWEST and time.monotonic() - began > LONGEST:
+        if len(turns) >= FEWEST and time.monotonic() - began > longest:
             break
         taken = {}
         # Every other turn runs backwards, so that nobody always comes after the same neighbour.
