@@ -54,7 +54,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             f"{COUNT} chats of {turns} turns, {length} tokens each",
             ways(tokenizer(), chats),
             baseline="tokenizer",
-            repeats=5 if quick else 21,
+            repeats=5 if quick else 41,
             rows=COUNT,
             goals={"core": GOAL},
         )
