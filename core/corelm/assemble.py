@@ -174,9 +174,10 @@ class _Rows(_Layout):
 
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Ragged]:
         prompt, response = self.tokens.prompt, self.tokens.response
-        if prompt is None or response is None or self.in_response is None:
+        if prompt is None or response is None:
             return {"full": rows}
         if rows is not self.tokens.full:
+            assert self.in_response is not None
             after = self.in_response.values.to(rows.values.device)
             prompt, response = prompt.holding(rows.values[~after]), response.holding(rows.values[after])
         return {"prompt": prompt, "response": response, "full": rows}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -81,9 +81,9 @@ class Ragged:
         >>> [part.tolist() for part in Ragged.from_list([[1, 2], [], [3]]).chunks([1, 2])]
         [[[1, 2]], [[], [3]]]
         """
-        lengths = self.lengths.split_with_sizes(list(rows))
-        sizes = [int(each.sum()) for each in lengths]
-        return [_sound(v.clone(), n.clone()) for v, n in zip(self.values.split_with_sizes(sizes), lengths, strict=True)]
+        sizes = self.offsets[list(accumulate(rows, initial=0))].diff().tolist()
+        parts = zip(self.values.split_with_sizes(sizes), self.lengths.split_with_sizes(list(rows)), strict=True)
+        return [_sound(values.clone(), lengths.clone()) for values, lengths in parts]
 
     def holding(self, values: Tensor) -> Ragged:
         """The same rows with other values, ``[total, ...]``.

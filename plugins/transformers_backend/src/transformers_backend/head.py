@@ -29,8 +29,8 @@ _TRIED = 2
 
 #: Ids by which the products of an earlier call are known again. All of them would read the whole head.
 _SAMPLED = 8192
-#: A head of more weights than this takes longer to ask once than a call's other costs, and a call for so few positions
-#: had better ask it for these.
+#: Holding a formula against a head of more weights than this takes a millisecond and more, as much as one position
+#: does. A call for so few positions had better ask the model for them.
 _LARGE, _FEW = 2**21, 64
 
 
