@@ -48,7 +48,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
                 if count in (8, 32) and name == "backend" and not quick:
                     ways["one by one"] = one_by_one(alone, prompts, rounds)
                 yield compare(
-                    f"{name}: {count} callers",
+                    f"{name}: {count} caller{'s' if count > 1 else ''}",
                     ways,
                     baseline="one batch",
                     repeats=repeats,

@@ -134,8 +134,9 @@ class ByteCounts:
         changes = self.normalizer is not None and not (simple and type(self.normalizer).__name__ in _KEEP_ASCII)
         if changes and any(self.normalizer.normalize_str(text) != text for text in texts):
             return None
-        data = [text.encode() for text in texts]
-        sizes = torch.tensor([len(one) for one in data], dtype=torch.int64)
+        lengths = torch.tensor(list(map(len, texts)), dtype=torch.int64)
+        data = [] if simple else [text.encode() for text in texts]
+        sizes = lengths if simple else torch.tensor(list(map(len, data)), dtype=torch.int64)
         counts = self.counts[ids.values]
         found = torch.zeros_like(sizes).index_add_(0, ids.row_index, counts)
         if not torch.equal(found, sizes) or not bool((counts > 0).all()):
@@ -148,8 +149,8 @@ class ByteCounts:
             # A byte that goes on a character starts with the bits 10.
             character = ((whole & 0xC0) != 0x80).cumsum(0) - 1
             start, end = character[start], character[end - 1] + 1
-        first = torch.tensor([0, *map(len, texts)], dtype=torch.int64)[:-1].cumsum(0)
-        return torch.stack([start, end], -1) - first[ids.row_index, None]
+        first = (lengths.cumsum(0) - lengths)[ids.row_index]
+        return torch.stack([start - first, end - first], -1)
 
 
 def _ids(encodings: Sequence[Any]) -> Ragged:

@@ -104,21 +104,27 @@ class Cutter:
 
     def _script(self, chat: Chat, messages: list[dict[str, Any]]) -> Script:
         literals: list[str] = []
+        sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
+        if sampled:
+            messages = list(messages)
+        for turn in sampled:
+            messages[turn] = stand_in(messages[turn], self._slot("Turn", turn))
+        if self._specials_typed:
+            messages = self._keep(messages, literals)
+        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
+        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
+        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
+        return Script(chat, messages, sampled, literals, stops, {})
+
+    def _keep(self, messages: list[dict[str, Any]], literals: list[str]) -> list[dict[str, Any]]:
+        """The messages with placeholders for the texts of special tokens, which go to `literals`."""
 
         def keep(special: re.Match[str]) -> str:
             literals.append(special[0])
             return self._slot("Text", len(literals) - 1)
 
-        sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
-        messages = list(messages)
-        for turn in sampled:
-            messages[turn] = stand_in(messages[turn], self._slot("Turn", turn))
-        if self._specials_typed:
-            messages = map_strings(messages, lambda text: self._special.sub(keep, text))
-        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
-        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
-        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
-        return Script(chat, messages, sampled, literals, stops, {})
+        kept: list[dict[str, Any]] = map_strings(messages, lambda text: self._special.sub(keep, text))
+        return kept
 
     def _asks(self, stop: int | None) -> bool:
         """Whether a rendering up to `stop` ends with the generation prompt."""
@@ -197,6 +203,9 @@ def _within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """The parts of `spans` inside ``[start, stop)``, counted from `start`."""
     if not spans:
         return ()
+    if not start and spans[-1][1] <= stop:
+        # As where a conversation is one piece.
+        return tuple([span for span in spans if span[0] < span[1]])
     return tuple([(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b])
 
 

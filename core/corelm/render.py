@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from corelm.history import Chat
 from corelm.messages import TokenBatch
 from corelm.pieces import Cutter, Piece, special_tokens
 from corelm.rows import Ragged
-from corelm.templates import Marks, Template, by_row, strings
+from corelm.templates import Marks, Template, by_row, strings, words
 
 
 class Tokenize(Protocol):
@@ -90,7 +91,7 @@ def render(
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials = special_tokens(tokenizer)
     messages = [[message.for_template() for message in chat] for chat in chats]
-    contents = "\n".join(strings(messages))
+    contents = words(messages)
     marks = Marks.unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
     cutter = Cutter(
         template,
@@ -105,12 +106,11 @@ def render(
     cut = by_row(cutter.pieces, cutter.scripts(chats, messages))
     rows = [[piece for piece in row if piece.text or piece.ids] for row in cut]
     ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
-    sampled = [any(message.token_ids is not None for message in chat) for chat in chats]
     return Rendered(
         ids=ids,
         assistant=assistant,
         texts=tuple("".join(piece.text for piece in row) for row in rows),
-        retokenized=tuple(was and not prefer_tokens for was in sampled),
+        retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
 
 
@@ -186,16 +186,15 @@ def _closings(pieces: list[Piece], ids: Ragged, tokenizer: Any, endings: Collect
 
 def _touched(pieces: list[Piece], batch: TokenBatch) -> Ragged:
     """bool, as long as the ids: tokens with a character in a span of their piece, as in the tokenizer's own mask."""
-    spans = [(row, *span) for row, piece in enumerate(pieces) for span in piece.spans]
-    if not spans or batch.offsets is None:
+    edges = Ragged.from_list([list(chain.from_iterable(piece.spans)) for piece in pieces])
+    if not edges.values.numel() or batch.offsets is None:
         return Ragged.full(batch.ids.lengths, False, torch.bool)
     # All texts one after another on one axis, on which spans are disjoint and ascending.
     lengths = torch.tensor([len(piece.text) for piece in pieces], dtype=torch.int64)
     base = lengths.cumsum(0) - lengths
-    row, begin, end = (torch.tensor(column, dtype=torch.int64) for column in zip(*spans, strict=True))
-    begin, end = begin + base[row], end + base[row]
-    first, last = (batch.offsets + base[batch.ids.row_index, None]).t().contiguous()
-    nearest = torch.searchsorted(end, first, right=True)
+    begin, end = (edges.values + base[edges.row_index]).reshape(-1, 2).t().contiguous()
+    shift = base[batch.ids.row_index]
+    nearest = torch.searchsorted(end, batch.offsets[:, 0] + shift, right=True)
     # After the last span comes one that no token reaches.
     begin = torch.cat([begin, lengths.sum(0, keepdim=True)])
-    return Ragged(begin[nearest] < last, batch.ids.lengths)
+    return batch.ids.holding(begin[nearest] < batch.offsets[:, 1] + shift)

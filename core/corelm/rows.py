@@ -240,7 +240,7 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
         with suppress(TypeError, OverflowError):
             values = array(code)
             for row in rows:
-                values.fromlist(list(row))
+                values.fromlist(row if isinstance(row, list) else list(row))
             if values:
                 return torch.frombuffer(values, dtype=dtype)
     return torch.tensor([value for row in rows for value in row], dtype=dtype)

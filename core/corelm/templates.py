@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from corelm.errors import TemplateError
@@ -163,6 +164,16 @@ def read_marks(text: str, marks: Marks) -> tuple[str, list[tuple[int, int]]]:
 def stand_in(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
     """The message with a placeholder for the whole of what it says, tool calls and thinking included."""
     return {**{key: message[key] for key in ("role", "name") if key in message}, "content": placeholder}
+
+
+def words(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Every str in the messages, keys included, a line each."""
+    messages = chain.from_iterable(chats)
+    try:
+        # Most messages hold nothing but text, and there are thousands.
+        return "\n".join(chain.from_iterable(chain.from_iterable(map(dict.items, messages))))
+    except TypeError:
+        return "\n".join(strings(chats))
 
 
 def strings(value: Any) -> list[str]:
