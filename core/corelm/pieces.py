@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,9 +41,9 @@ class Script(NamedTuple):
 
     chat: Chat
     messages: list[dict[str, Any]]
-    sampled: list[int]
-    literals: list[str]
-    stops: list[int | None]
+    sampled: Sequence[int]
+    literals: Sequence[str]
+    stops: Sequence[int | None]
     renderings: dict[int | None, str]
 
 
@@ -103,34 +103,31 @@ class Cutter:
         return pieces
 
     def _script(self, chat: Chat, messages: list[dict[str, Any]]) -> Script:
-        literals: list[str] = []
         sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
-        if sampled:
-            messages = list(messages)
-        for turn in sampled:
-            messages[turn] = stand_in(messages[turn], self._slot("Turn", turn))
-        if self._specials_typed:
-            messages = self._keep(messages, literals)
-        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
-        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
-        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
-        return Script(chat, messages, sampled, literals, stops, {})
-
-    def _keep(self, messages: list[dict[str, Any]], literals: list[str]) -> list[dict[str, Any]]:
-        """The messages with placeholders for the texts of special tokens, which go to `literals`."""
+        if not sampled and not self._specials_typed:
+            # As most are.
+            return Script(chat, messages, (), (), (None,), {})
+        literals: list[str] = []
 
         def keep(special: re.Match[str]) -> str:
             literals.append(special[0])
             return self._slot("Text", len(literals) - 1)
 
-        kept: list[dict[str, Any]] = map_strings(messages, lambda text: self._special.sub(keep, text))
-        return kept
+        messages = list(messages)
+        for turn in sampled:
+            messages[turn] = stand_in(messages[turn], self._slot("Turn", turn))
+        if self._specials_typed:
+            messages = map_strings(messages, lambda text: self._special.sub(keep, text))
+        # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
+        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
+        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
+        return Script(chat, messages, sampled, literals, stops, {})
 
     def _asks(self, stop: int | None) -> bool:
         """Whether a rendering up to `stop` ends with the generation prompt."""
         return stop is not None or self.add_generation_prompt
 
-    def _cut(self, script: Script, previous: int | None, stop: int | None) -> Iterator[Piece]:
+    def _cut(self, script: Script, previous: int | None, stop: int | None) -> list[Piece]:
         """What the template writes after the sampled turn `previous` when it asks for turn `stop`."""
         text, spans = self._rendered(script, previous, stop)
         at, after = 0, None
@@ -143,39 +140,40 @@ class Cutter:
             after = ids[-1] if ids else None
         if not script.literals:
             # No other placeholder comes after `at`.
-            yield Piece(text[at:], spans=_within(spans, at, len(text)), after=after)
-            return
+            return [Piece(text[at:], spans=_within(spans, at, len(text)), after=after)]
+        pieces = []
         for found in self._placeholder.finditer(text, at):
-            yield Piece(text[at : found.start()], spans=_within(spans, at, found.start()), after=after)
+            pieces.append(Piece(text[at : found.start()], spans=_within(spans, at, found.start()), after=after))
             inside = bool(_within(spans, *found.span()))
             literal = script.literals[int(found[2])]
-            yield Piece(literal, literal=True, spans=((0, len(literal)),) if inside else ())
+            pieces.append(Piece(literal, literal=True, spans=((0, len(literal)),) if inside else ()))
             at, after = found.end(), None
-        yield Piece(text[at:], spans=_within(spans, at, len(text)), after=after)
+        return [*pieces, Piece(text[at:], spans=_within(spans, at, len(text)), after=after)]
 
     def _rendered(self, script: Script, previous: int | None, stop: int | None) -> tuple[str, list[Span]]:
         """The messages before `stop`, or all of them, and the assistant's characters after the turn `previous`."""
-        messages = script.messages[:stop]
-        prompt = self._asks(stop)
-        text = script.renderings[stop] if stop in script.renderings else self.template(messages, prompt)
+        text = script.renderings.get(stop)
+        if text is None:
+            text = self.template(script.messages[:stop], self._asks(stop))
         spans: list[Span] = []
         if self.marked:
             text, spans = read_marks(text, self.marks)
-        self._check(text, [turn for turn in script.sampled if turn < len(messages)])
+        self._check(text, script.sampled if stop is None else [turn for turn in script.sampled if turn < stop])
         if self.by_prefix:
+            messages, prompt = script.messages[:stop], self._asks(stop)
             first = 0 if previous is None else previous + 1
             turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
             spans = self.turns.find(messages, prompt, text, turns)
         return text, spans
 
-    def _check(self, text: str, sampled: list[int]) -> None:
+    def _check(self, text: str, sampled: Sequence[int]) -> None:
         """Every sampled turn is there once and in order, and no placeholder was altered."""
         if not sampled and self.marks.slot not in text and self._escaped not in text:
             return
         found = [int(slot[2]) for slot in self._placeholder.finditer(text) if slot[1] == "Turn"]
         rest = self._placeholder.sub("", text)
         altered = self.marks.slot in rest or self._escaped in rest
-        if found != sampled:
+        if found != list(sampled):
             lost = [turn for turn in sampled if found.count(turn) != 1]
             what = f"drops, repeats or alters message {lost[0]}" if lost else "writes messages in another order"
             raise TemplateError(

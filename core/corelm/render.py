@@ -109,7 +109,7 @@ def render(
     return Rendered(
         ids=ids,
         assistant=assistant,
-        texts=tuple("".join(piece.text for piece in row) for row in rows),
+        texts=tuple(["".join([piece.text for piece in row]) for row in rows]),
         retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
 
