@@ -46,7 +46,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         with corelm.get_backend("vllm", small(Path(folder)), **options) as backend:
             for count in (8,) if quick else (1, 8, 32, 64, 128):
                 yield compare(
-                    f"vLLM: {count} prompts, {NEW} new tokens with log-probs",
+                    f"vLLM: {count} prompt{'s' if count > 1 else ''}, {NEW} new tokens with log-probs",
                     ways(backend, count, NEW),
                     baseline="vllm",
                     repeats=3 if quick else 15,
