@@ -27,6 +27,8 @@ AGAIN = "the same again"
 
 #: Seconds that are measured at a time, at least. Seconds and turns after which a work may end.
 SHORTEST, LONGEST, FEWEST = 0.01, 45.0, 3
+#: Seconds for a work that may come near its goal: it takes more turns to tell.
+LONGER = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

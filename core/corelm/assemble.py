@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -25,7 +25,7 @@ from corelm.provenance import Provenance
 from corelm.rows import Ragged
 
 T = TypeVar("T")
-C = TypeVar("C")
+C = TypeVar("C", bound=TensorClass)
 Fields = Mapping[str, Any]
 
 
@@ -156,7 +156,7 @@ class _Dense(_Layout):
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
         mark = {"padded": NonTensorData(True, batch_size=self.shape)} if self.padded else {}
-        return _contained(cls, TensorDict({**fields, **mark}, batch_size=self.shape))
+        return cls.from_tensordict(TensorDict({**fields, **mark}, batch_size=self.shape))
 
 
 class _Rows(_Layout):
@@ -186,7 +186,7 @@ class _Rows(_Layout):
         return values
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
-        return _contained(cls, deferred_rows(fields, self.shape))
+        return cls.from_tensordict(deferred_rows(fields, self.shape))
 
 
 # The containers ------------------------------------------------------------------------------------------------------
@@ -217,11 +217,7 @@ def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
 
 def _of_parts(cls: type[C], parts: Parts[T], build: Callable[[T], Any], shape: tuple[int, ...]) -> C:
     fields = {name: build(part) for name, part in _given(parts)}
-    return _contained(cls, TensorDict(fields, batch_size=shape))
-
-
-def _contained(cls: type[C], td: TensorDictBase) -> C:
-    return cls.from_tensordict(td)  # type: ignore[attr-defined]
+    return cls.from_tensordict(TensorDict(fields, batch_size=shape))
 
 
 def _given(parts: Parts[T]) -> Iterator[tuple[str, T]]:

@@ -135,8 +135,9 @@ class ByteCounts:
         if changes and any(self.normalizer.normalize_str(text) != text for text in texts):
             return None
         lengths = torch.tensor(list(map(len, texts)), dtype=torch.int64)
-        data = [] if simple else [text.encode() for text in texts]
-        sizes = lengths if simple else torch.tensor(list(map(len, data)), dtype=torch.int64)
+        # ASCII has a byte for every character.
+        data = None if simple else [text.encode() for text in texts]
+        sizes = lengths if data is None else torch.tensor(list(map(len, data)), dtype=torch.int64)
         counts = self.counts[ids.values]
         found = torch.zeros_like(sizes).index_add_(0, ids.row_index, counts)
         if not torch.equal(found, sizes) or not bool((counts > 0).all()):
@@ -144,7 +145,7 @@ class ByteCounts:
         # Bytes are counted from the start of the first text.
         end = counts.cumsum(0)
         start = end - counts
-        if not simple:
+        if data is not None:
             whole = torch.frombuffer(bytearray(b"".join(data)), dtype=torch.uint8)
             # A byte that goes on a character starts with the bits 10.
             character = ((whole & 0xC0) != 0x80).cumsum(0) - 1
