@@ -161,11 +161,12 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
 _LAUNCH_SERVER = """
 import argparse, http.server, json, os, subprocess, sys
 parser = argparse.ArgumentParser()
-for name in ("--config", "--model-path", "--host", "--port", "--number", "--children", "--after"):
+for name in ("--config", "--api-key", "--model-path", "--host", "--port", "--number", "--children", "--after"):
     parser.add_argument(name)
 parser.add_argument("--flag", action="store_true")
-given = parser.parse_args()
-key = json.load(open(given.config))["api-key"]
+# The real one, too, turns its configuration into words of the command line.
+key = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["api-key"]
+given = parser.parse_args(["--api-key", key, *sys.argv[1:]])
 print("the key is", key, flush=True)
 open(os.environ["PID_FILE"], "w").write(str(os.getpid()))
 for _ in range(int(given.children or 0)):

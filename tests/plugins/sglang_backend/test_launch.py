@@ -46,7 +46,7 @@ def start(stand_in: dict[str, str]) -> Iterator[Callable[..., tuple[LaunchedServ
 def test_it_listens_to_this_machine_and_to_the_key_alone(start):
     launched, said = start(number=3, flag=True)
     assert said["argv"][2:8:2] == ["--model-path", "--host", "--port"] and said["argv"][5] == "127.0.0.1"
-    assert said["argv"][8:] == ["--number", "3", "--flag"]
+    assert said["argv"][8:] == ["--number=3", "--flag"]
     stranger = HttpClient(launched.base_url, "another key", max_retries=0)
     assert not stranger.answers("/")
     stranger.close()
@@ -62,8 +62,15 @@ def test_the_key_is_told_nobody(start):
     assert not Path(said["argv"][1]).exists()
 
 
+def test_no_key_and_no_value_is_taken_for_an_option(start, monkeypatch):
+    # In base64 these bytes would begin with "-".
+    monkeypatch.setattr("secrets.token_bytes", lambda size: b"\xfb" * size)
+    _, said = start(number="-x")
+    assert said["argv"][8:] == ["--number=-x"]
+
+
 def test_an_argument_that_the_server_does_not_know_is_its_own_error(folder, stand_in):
-    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing 1") as caught:
+    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing=1") as caught:
         corelm.get_backend("sglang", folder, no_such_thing=1, env=stand_in, progress=False)
     assert caught.value.usable is False
 

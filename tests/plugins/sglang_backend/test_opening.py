@@ -142,6 +142,6 @@ def test_options_that_do_not_go_together_are_refused(options, field):
 
 def test_arguments_in_pythons_spelling_are_the_command_lines():
     given = {"mem_fraction_static": 0.3, "disable_radix_cache": True, "enable_x": False, "revision": None}
-    assert command_line(given) == ["--mem-fraction-static", "0.3", "--disable-radix-cache"]
+    assert command_line(given) == ["--mem-fraction-static=0.3", "--disable-radix-cache"]
     assert command_line({"sizes": [1, 2]}) == ["--sizes", "1", "2"]
-    assert command_line({"override": {"a": 1}}) == ["--override", '{"a": 1}']
+    assert command_line({"override": {"a": 1}}) == ['--override={"a": 1}']

@@ -12,6 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +51,8 @@ class LaunchedServer:
                 raise InvalidRequestError(f"{name}: decided by the backend, which owns the server", field=name)
         port = _free_port()
         self.base_url = f"http://{HOST}:{port}"
-        self.api_key = secrets.token_urlsafe(32)
+        # The server puts it into its command line, where a key that begins with "-" would be read as an option.
+        self.api_key = secrets.token_hex(32)
         # In a file, since everybody can read a command line.
         self._folder = tempfile.TemporaryDirectory(prefix="corelm-sglang-")
         config = Path(self._folder.name, "server.yaml")
@@ -135,29 +137,30 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     """Python's spelling of arguments as the command line's.
 
     >>> command_line({"mem_fraction_static": 0.3, "disable_radix_cache": True, "revision": None, "stop": [1, 2]})
-    ['--mem-fraction-static', '0.3', '--disable-radix-cache', '--stop', '1', '2']
+    ['--mem-fraction-static=0.3', '--disable-radix-cache', '--stop', '1', '2']
     """
     words: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += _words(value)
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif isinstance(value, (list, tuple)):
+            words += [option, *map(str, value)]
+        else:
+            # In one word, or a value that begins with "-" would be read as an option.
+            words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words
 
 
-def _words(value: Any) -> list[str]:
-    if isinstance(value, (list, tuple)):
-        return [str(each) for each in value]
-    return [json.dumps(value) if isinstance(value, Mapping) else str(value)]
-
-
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One below those that systems give to outgoing connections, any of which could take it before the server is up."""
+    while True:
+        port = secrets.choice(range(15000, 32000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 #: The pipes that keep servers alive. A forked child (of a data loader, say) would hold on to its copies.
