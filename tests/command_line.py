@@ -50,7 +50,8 @@ class Faulty(ToyBackend):
 
 
 def corelm_command(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    # What is printed must not hang on where the tests run.
+    return CliRunner(env={"FORCE_COLOR": None, "COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
 
 
 def write_prompts(folder: Path) -> tuple[Path, Path]:

@@ -1,10 +1,13 @@
-"""Whether processes have ended, for tests about what outlives whom."""
+"""Whether processes have ended, for tests about what outlives whom; and a port for one that listens."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 #: Seconds after which a test that waits has failed.
@@ -41,7 +44,7 @@ def _running() -> dict[int, tuple[str, int, int]]:
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent, leader = entry.read_text().rpartition(")")[2].split()[:3]
+            state, parent, leader = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if state not in "ZX":
@@ -53,3 +56,12 @@ def all_end(pids: Iterable[int]) -> bool:
     """Whether all of them have ended, or do so soon."""
     pids = set(pids)
     return wait_until(lambda: not any(runs(pid) for pid in pids))
+
+
+def free_port() -> int:
+    """One below those that the system gives to outgoing connections: it could give one away before a server is up."""
+    while True:
+        port = secrets.choice(range(15000, 32000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

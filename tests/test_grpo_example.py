@@ -63,7 +63,7 @@ def grpo(demo_model: Path) -> Iterator[GRPO]:
 
 def test_the_reward_rises(finished: Finished):
     rewards = [step["reward"] for step in finished.steps]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.15
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
 
 
 def test_each_step_samples_with_the_weights_of_the_last_one(finished: Finished):

@@ -277,7 +277,7 @@ def test_the_time_of_a_call_ends_all_that_is_in_flight(connect: Connect, serve: 
     server = serve(lambda request: hang() if request.body else echo(request))
     client = connect(server)
     with pytest.raises(BackendTimeoutError, match="3 of 3") as caught:
-        client.post_each("/x", [1, 2, 3], names=list("abc"), timeout=0.5)
+        client.post_each("/x", [1, 2, 3], names=list("abc"), timeout=2.0)
     assert server.url in str(caught.value) and isinstance(caught.value, TimeoutError)
     # The connections are closed, so the server knows that nobody waits any more.
     server.wait_for(lambda: server.given_up == 3 and server.in_flight == 0)
@@ -411,6 +411,9 @@ def test_the_environments_proxy_is_not_asked_for_this_machine(
     connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, server = serve(), serve()
+    for name in ("ALL_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     monkeypatch.setenv("http_proxy", proxy.url)
     connect(server).get("/a")

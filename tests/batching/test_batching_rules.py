@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.batching.rules import LONGEST_PATIENCE, PATIENCE, REMEMBERED, Limits, OneByOne, Ticket, Together
@@ -305,6 +305,7 @@ STEPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(
     steps=STEPS,
     least=st.integers(1, 4),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.http import HttpClient
-from processes import all_end, children, group, wait_until
+from processes import all_end, children, free_port, group, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import command_line
 from tiny_models import random_rows
@@ -31,9 +31,7 @@ class Restartable:
     """A server on a port of its own that somebody else, not the plugin, has started."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, supervisor.__file__, *command, "--port", str(self.port), "--api-key", KEY]
         self._environment = {**os.environ, **environment}
@@ -57,7 +55,9 @@ class Restartable:
 
     def signal(self, number: int) -> None:
         for pid in self.pids:
-            os.kill(pid, number)
+            # When the first is dead the supervisor ends the others.
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stop(self) -> None:
         assert self._process is not None and self._process.stdin is not None

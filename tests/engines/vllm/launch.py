@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+
+from processes import free_port
 
 #: Seconds until a server must have come up. It takes about 30 where two processors are shared.
 PATIENCE = 300.0
@@ -30,7 +31,7 @@ class VLLMServer:
     def __init__(self, folder: Path, log: Path, *arguments: str, development: bool = True) -> None:
         self.key = secrets.token_urlsafe(16)
         self._log = log
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -81,12 +82,3 @@ class VLLMServer:
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
-
-
-def _free_port() -> int:
-    """One below those that the system gives to outgoing connections: it could give one away before the server is up."""
-    while True:
-        port = secrets.choice(range(15000, 32000))
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

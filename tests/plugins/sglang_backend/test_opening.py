@@ -33,11 +33,11 @@ def test_a_server_that_returns_the_models_own_log_probs_is_found_out(fake, conne
 
 
 def test_a_server_whose_log_probs_are_something_else_offers_none(fake, connect, caplog):
-    def halve(answer):
+    def turn(answer):
         for entry in answer["meta_info"]["output_token_logprobs"]:
-            entry[0] /= 2
+            entry[0] *= -1
 
-    fake.spoil = halve
+    fake.spoil = turn
     backend = connect()
     assert backend.capabilities.generation_modes == frozenset() and "not clearly raw or scaled" in caplog.text
     with pytest.raises(CapabilityError):

@@ -26,7 +26,7 @@ Spoil = Callable[[dict[str, Any]], Any]
 
 
 def test_every_row_is_a_request_of_its_own(backend, fake):
-    batch = backend.generate([[5, 6], [7]], {"max_new_tokens": 3, "num_samples": 2})
+    batch = backend.generate([[5, 6], [7]], {"max_new_tokens": 3, "num_samples": 2, "ignore_eos": True})
     assert sorted(body["input_ids"] for body in fake.asked) == [[5, 6], [5, 6], [7], [7]]
     assert {len(body["rid"]) for body in fake.asked} == {32} and len({body["rid"] for body in fake.asked}) == 4
     assert batch.ids.lengths.tolist() == [3] * 4
@@ -182,7 +182,7 @@ def test_a_server_that_hangs_is_a_timeout(server: FaultServer, connect, fake):
     backend = connect()
     fake.fault = lambda request: hang() if request.path == "/generate" else None
     with pytest.raises(TimeoutError):
-        backend.generate([[5], [6]], {"max_new_tokens": 2}, timeout=0.3)
+        backend.generate([[5], [6]], {"max_new_tokens": 2}, timeout=2.0)
     # The connections were closed, so a real server would stop working on them.
     server.wait_for(lambda: server.given_up == 2)
 

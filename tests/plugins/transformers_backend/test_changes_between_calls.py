@@ -107,7 +107,9 @@ def test_a_learned_scale_learns_and_is_followed(open_model: Open) -> None:
 def test_rows_share_a_beginning_but_not_its_dropout_whatever_its_name(open_model: Open, dropout: float) -> None:
     config = tiny_model("opt").config
     config.dropout, config.attention_dropout = dropout, 0.0
-    model = AutoModelForCausalLM.from_config(config).train()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    # Not the decoder around them: some releases of transformers have it draw a number for every layer it may drop.
+    model.get_decoder().layers.train()
     row, backend = random_rows(40)[0], open_model(model)
     before = torch.get_rng_state()
     one, other = backend.score_logprobs([[*row, 5, 6], [*row, 7, 8]], grad=True).logprobs.split()
