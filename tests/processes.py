@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 #: Seconds after which a test that waits has failed.
@@ -62,6 +62,11 @@ def free_port() -> int:
     """One below those that the system gives to outgoing connections: it could give one away before a server is up."""
     while True:
         port = secrets.choice(range(15000, 32000))
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError as error:
+                # Another one may be free; whatever else it is would be so again.
+                if error.errno != errno.EADDRINUSE:
+                    raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ import pytest
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.http import HttpClient
-from processes import all_end, group, runs, wait_until
+from processes import all_end, free_port, group, runs, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import LaunchedServer
 
@@ -67,6 +68,21 @@ def test_no_key_and_no_value_is_taken_for_an_option(start, monkeypatch):
     monkeypatch.setattr("secrets.token_bytes", lambda size: b"\xfb" * size)
     _, said = start(number="-x")
     assert said["argv"][8:] == ["--number=-x"]
+
+
+def test_a_port_that_is_taken_is_left_alone(start, monkeypatch):
+    free = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = iter([other.getsockname()[1], free])
+        monkeypatch.setattr("secrets.choice", lambda among: next(ports))
+        launched, _ = start()
+    assert launched.base_url == f"http://127.0.0.1:{free}"
+
+
+def test_an_address_that_cannot_be_had_is_asked_for_once(monkeypatch):
+    monkeypatch.setattr("sglang_backend.launch.HOST", "192.0.2.1")
+    with pytest.raises(OSError, match="assign requested address"):
+        LaunchedServer("a-model", {}, {})
 
 
 def test_an_argument_that_the_server_does_not_know_is_its_own_error(folder, stand_in):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -12,7 +13,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -158,9 +158,14 @@ def _free_port() -> int:
     """One below those that systems give to outgoing connections, any of which could take it before the server is up."""
     while True:
         port = secrets.choice(range(15000, 32000))
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, port))
-            return port
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+                return port
+            except OSError as error:
+                # Another one may be free; whatever else it is would be so again.
+                if error.errno != errno.EADDRINUSE:
+                    raise
 
 
 #: The pipes that keep servers alive. A forked child (of a data loader, say) would hold on to its copies.
