@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from benchmarks.measure import Figure, Way, compare
 from benchmarks.models import dialogues, tokenizer
 from corelm import Backend, Capabilities, History, hookimpl
-from corelm.inputs import InputReader
+from corelm.policy.inputs import InputReader
 
 COUNT = 256
 GOAL = 0.85

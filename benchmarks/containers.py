@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.measure import Figure, Way, compare
 from corelm import LogProbs, Masks, Message, Provenance, Ragged, Tokens
-from corelm.assemble import assemble
-from corelm.messages import ContainerRequest, Parts
+from corelm.containers.assemble import assemble
+from corelm.spec.records import ContainerRequest, Parts
 
 THREE = frozenset({"tokens", "masks", "log_probs"})
 FIVE = THREE | {"text", "history"}

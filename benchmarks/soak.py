@@ -27,7 +27,7 @@ import corelm
 from corelm import hookimpl
 from corelm.batching import DynamicBatcher
 from corelm.errors import EngineError
-from corelm.messages import GenerateRequest
+from corelm.spec.records import GenerateRequest
 
 #: A prompt that begins with this id makes the call fail that it is in.
 POISON = 255

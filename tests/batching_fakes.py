@@ -13,7 +13,7 @@ import torch
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.batching import DynamicBatcher
-from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 from fakes import SHORT, VOCAB, Fake
 
 #: Seconds after which a test that waits has failed. Nothing takes that long.

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from toy_backend import ToyBackend
 
 from corelm import Ragged, SamplingParams, hookimpl
-from corelm.messages import (
+from corelm.spec.records import (
     AbortRequest,
     ContainerRequest,
     GenerateRequest,

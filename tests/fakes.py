@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, Capabilities, Ragged, hookimpl
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 
 VOCAB, CONTEXT, EOS = 16, 12, 2
 SHORT = {"max_new_tokens": 2}

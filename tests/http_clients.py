@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from corelm.http import HttpClient
+from corelm.support.http import HttpClient
 from http_server import Reply, Request, json_reply
 
 KEY = "sk-a-secret-of-this-test"

@@ -10,7 +10,7 @@ from toy_backend import Bigram
 
 import corelm
 from corelm import LLMPolicy, Ragged
-from corelm.friendly import flat
+from corelm.containers.field_access import flat
 from corelm.kl import PerToken
 
 #: Whose answers, with seed 4, are 6, 9, 3 and 9 tokens long.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import chat_templates as ct
-from corelm.history import History
-from corelm.messages import TokenBatch
-from corelm.render import Rendered, render
-from corelm.rows import Ragged
+from corelm.containers.history import History
+from corelm.rendering.render import Rendered, render
+from corelm.spec.records import TokenBatch
+from corelm.tensors.ragged import Ragged
 
 TOKENIZER = ct.tokenizer()
 ID = {text: TOKENIZER.convert_tokens_to_ids(text) for text in ct.SPECIAL}

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corelm.assemble import assemble, dense_columns
 from corelm.containers import LogProbs, Masks, Text, Tokens, ragged
+from corelm.containers.assemble import assemble, dense_columns
 from corelm.errors import InvalidRequestError
-from corelm.history import Message
-from corelm.messages import Columns, ContainerRequest, Parts
-from corelm.provenance import Provenance
-from corelm.rows import Ragged
+from corelm.spec.message import Message
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import Columns, ContainerRequest, Parts
+from corelm.tensors.ragged import Ragged
 
 # The pad id stands inside prompts and answers: what is a pad is known from lengths, never from ids.
 PAD = 0

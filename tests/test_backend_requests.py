@@ -6,11 +6,7 @@ import torch
 
 import corelm
 from corelm import Backend, Ragged
-from corelm.errors import (
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 
 

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from corelm import Backend, Ragged
-from corelm.errors import (
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from fakes import EOS, SHORT, VOCAB, Fake, fake, sent
 
 

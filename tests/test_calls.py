@@ -18,7 +18,7 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from corelm.messages import ContainerRequest, Parts, WeightUpdate
+from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
 from fakes import SHORT, Fake, fake, sent
 
 # Retries, turns, life ------------------------------------------------------------------------------------------------

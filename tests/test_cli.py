@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lazy_loader
 import pytest
 import torch
 from toy_backend import Bigram, ByteTokenizer
@@ -73,8 +74,9 @@ def test_what_needs_no_model_imports_no_torch(arguments):
 
 
 def test_without_its_libraries_it_says_what_to_install(tmp_path):
-    """In an interpreter that sees the standard library and corelm, and nothing else."""
-    (tmp_path / "corelm").symlink_to(Path(corelm.__file__).parent)
+    """In an interpreter that sees the standard library and what `import corelm` needs, and nothing else."""
+    for package in (corelm, lazy_loader):
+        (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)
     code = "from corelm.cli import main; main()"
     environment = {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=environment)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from corelm.assemble import assemble
 from corelm.containers import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, Text, Tokens, ragged
+from corelm.containers.assemble import assemble
+from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
-from corelm.history import History, Message
-from corelm.messages import ContainerRequest, Parts
-from corelm.provenance import Provenance
-from corelm.rows import Ragged
+from corelm.spec.message import Message
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import ContainerRequest, Parts
+from corelm.tensors.ragged import Ragged
 
 RAW = Provenance("toy", "tiny", "0")
 HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))

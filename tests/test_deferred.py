@@ -12,13 +12,14 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 
-from corelm.assemble import assemble
 from corelm.containers import Tokens, ragged
-from corelm.deferred import deferred_objects, deferred_rows, unmade
-from corelm.history import History, Message
-from corelm.messages import ContainerRequest, Parts
-from corelm.provenance import Provenance
-from corelm.rows import Ragged
+from corelm.containers.assemble import assemble
+from corelm.containers.history import History
+from corelm.spec.message import Message
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import ContainerRequest, Parts
+from corelm.tensors.lazy_rows import deferred_objects, deferred_rows, unmade
+from corelm.tensors.ragged import Ragged
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]
 RAW = Provenance("toy", "tiny", "0")

@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corelm.distributions import MaskedCategorical
 from corelm.errors import InvalidRequestError
+from corelm.tensors.categorical import MaskedCategorical
 
 V = 7
 

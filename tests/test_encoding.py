@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from corelm.encoding import Encoder
-from corelm.messages import TokenBatch, TokenizeRequest
+from corelm.backend.encoding import Encoder
+from corelm.spec.records import TokenBatch, TokenizeRequest
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
 SPECIALS = ["<|pad|>", "<|end|>"]

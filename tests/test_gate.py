@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from corelm.gate import Gate
+from corelm.backend.rwlock import Gate
 
 Enter = Callable[..., AbstractContextManager[None]]
 

@@ -16,8 +16,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import chat_templates as ct
+from corelm.containers.history import History
 from corelm.errors import InvalidRequestError, TemplateError
-from corelm.history import History, Message
+from corelm.spec.message import Message
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": {"of": "Italy"}}}
 

@@ -8,8 +8,8 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictSequential
 
 from corelm import History
-from corelm.inputs import Keys
 from corelm.kl import KLComputation, KLRewardTransform, PerToken, RetrieveKL, RetrieveLogProb
+from corelm.policy.inputs import Keys
 from kl_cases import COEFF, LAYOUTS, QUESTIONS, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of
 
 gen, ref = gen_policy, ref_policy

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from corelm.loops import LoopThread
+from corelm.support.event_loop import LoopThread
 
 
 @pytest.fixture

@@ -63,14 +63,25 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     assert {name.partition("/")[0] for name in names} <= {
         *("core", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore")
     }
-    assert {"core/corelm/__init__.py", "core/corelm/py.typed", "LICENSE", "pyproject.toml", "README.md"} <= names
-    assert not any("backend/" in name or "plugins" in name for name in names)
+    assert {
+        "core/corelm/__init__.py",
+        "core/corelm/__init__.pyi",
+        "core/corelm/py.typed",
+        "LICENSE",
+        "pyproject.toml",
+        "README.md",
+    } <= names
+    assert not any("_backend/" in name or "plugins" in name for name in names)
 
 
 def test_the_wheel_of_core_holds_the_package_alone(built):
     with wheel(built, "core") as file:
         names = set(file.namelist())
-    sources = {path.relative_to(ROOT / "core").as_posix() for path in (ROOT / "core/corelm").rglob("*.py")}
+    sources = {
+        path.relative_to(ROOT / "core").as_posix()
+        for path in (ROOT / "core/corelm").rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
     assert sources <= names and "corelm/py.typed" in names
     assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -113,7 +124,7 @@ def test_the_extras_of_core_are_plain_requirements(built):
 def test_core_asks_for_no_engine(built):
     requirements = [Requirement(line) for line in metadata_of(built, "core").get_all("Requires-Dist")]
     always = {canonicalize_name(r.name) for r in requirements if not r.marker}
-    assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity"}
+    assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity", "lazy-loader"}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

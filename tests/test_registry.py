@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import corelm
-from corelm import registry
+from corelm.backend import registry
 from corelm.errors import (
     BackendConflictError,
     BackendImportError,
@@ -301,7 +301,7 @@ def test_listing_imports_neither_torch_nor_a_plugin():
 
 def test_a_plugin_module_is_loaded_without_its_engine():
     code = (
-        "import sys\nfrom corelm.registry import load_backend\n"
+        "import sys\nfrom corelm.backend.registry import load_backend\n"
         "load_backend('transformers')\nprint('transformers' in sys.modules)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -311,11 +311,12 @@ def test_a_plugin_module_is_loaded_without_its_engine():
 def test_listing_works_where_core_is_not_installed(tmp_path):
     """From a bare source folder there are no extras to offer, and nothing fails."""
     code = (
-        "import corelm\nfrom corelm.registry import install_line\nprint(corelm.list_backends(), install_line('vllm'))"
+        "import corelm\nfrom corelm.backend.registry import install_line\n"
+        "print(corelm.list_backends(), install_line('vllm'))"
     )
     source = Path(corelm.__file__).parent
     (tmp_path / "corelm").symlink_to(source)
-    needed = [Path(__import__(name).__file__).parent for name in ("pluggy", "packaging")]
+    needed = [Path(__import__(name).__file__).parent for name in ("lazy_loader", "pluggy", "packaging")]
     for folder in needed:
         (tmp_path / folder.name).symlink_to(folder)
     result = subprocess.run(

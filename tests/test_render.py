@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat_templates as ct
-from corelm.messages import TokenBatch
+from corelm.spec.records import TokenBatch
 from rendering import (
     ANSWER,
     EOS_IDS,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat_templates as ct
+from corelm.containers.history import History
 from corelm.errors import CapabilityError, TemplateError
-from corelm.history import History
-from corelm.messages import TokenBatch
-from corelm.render import render
+from corelm.rendering.render import render
+from corelm.spec.records import TokenBatch
 from rendering import (
     ANSWER,
     EOS_IDS,

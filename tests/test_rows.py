@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.rows import Ragged, Side
+from corelm.tensors.ragged import Ragged, Side
 
 Rows = list[list[int]]
 

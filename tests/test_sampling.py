@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
-from corelm.sampling import ALIASES, SamplingParams, answer_seeds
+from corelm.spec.sampling import ALIASES, SamplingParams
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))

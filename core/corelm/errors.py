@@ -117,3 +117,24 @@ class QueueFullError(EngineError):
 
 class BackendTimeoutError(CoreLMError, TimeoutError):
     """The engine did not answer within the timeout of the call."""
+
+
+Problems = dict[int, str]
+
+
+#: How many rows a message spells out; `InvalidRequestError.problems` always holds them all.
+_SPELLED_OUT = 5
+
+
+def refuse(problems: Mapping[int, str], field: str) -> None:
+    """Raise one `InvalidRequestError` for all `problems`; return if there are none."""
+    if problems:
+        raise InvalidRequestError(f"{field}: {spelled_out(problems)}", field=field, problems=problems)
+
+
+def spelled_out(problems: Mapping[int, str]) -> str:
+    rows = sorted(problems)
+    lines = [f"row {row}: {problems[row]}" for row in rows[:_SPELLED_OUT]]
+    if len(rows) > _SPELLED_OUT:
+        lines.append(f"and {len(rows) - _SPELLED_OUT} more rows")
+    return "; ".join(lines)

@@ -14,10 +14,7 @@ import pytest
 from batching_fakes import LONG, SEEDED, Clock, Held, batcher, can, hold_one, ids, rows_of, until
 from corelm import Backend
 from corelm.batching import DynamicBatcher
-from corelm.errors import (
-    BackendClosedError,
-    EngineError,
-)
+from corelm.errors import BackendClosedError, EngineError
 
 
 @pytest.mark.parametrize("flush", [True, False])

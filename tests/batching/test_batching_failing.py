@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batching_fakes import LONG, POISON, SEEDED, Held, answer, batcher, hold_one, ids, rows_of
-from corelm.errors import (
-    BackendTimeoutError,
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
-from corelm.sampling import answer_seeds
+from corelm.backend.seeds import answer_seeds
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from fakes import SHORT
 
 

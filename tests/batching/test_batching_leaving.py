@@ -8,9 +8,7 @@ import pytest
 
 from batching_fakes import LONG, SEEDED, Held, batcher, can, hold_one, ids, rows_of, until
 from corelm.batching import QueueFullError
-from corelm.errors import (
-    CapabilityError,
-)
+from corelm.errors import CapabilityError
 
 
 def test_a_cancelled_request_is_not_asked_for():

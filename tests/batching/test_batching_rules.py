@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.batching.rules import LONGEST_PATIENCE, PATIENCE, REMEMBERED, Limits, OneByOne, Ticket, Together
+from corelm.batching.scheduling import LONGEST_PATIENCE, PATIENCE, REMEMBERED, Limits, OneByOne, Ticket, Together
 from corelm.errors import InvalidRequestError
 
 

@@ -10,11 +10,9 @@ import torch
 
 from batching_fakes import LONG, SEEDED, Held, answer, batcher, can, hold_one, ids, rows_of, until
 from corelm import Backend
+from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher
-from corelm.errors import (
-    InvalidRequestError,
-)
-from corelm.sampling import answer_seeds
+from corelm.errors import InvalidRequestError
 from fakes import SHORT
 
 # Sharing --------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batching_fakes import LONG, POISON, Clock, Held, answer, can, rows_of
 from corelm import Backend
+from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.sampling import answer_seeds
 
 PROMPTS = st.lists(st.lists(st.sampled_from([3, 4, 5, 6]), min_size=1, max_size=4), min_size=1, max_size=3)
 

@@ -7,10 +7,8 @@ from concurrent.futures import wait
 import pytest
 
 from batching_fakes import LONG, SEEDED, Clock, Held, answer, batcher, hold_one, ids, until
-from corelm.errors import (
-    BackendTimeoutError,
-)
-from corelm.sampling import answer_seeds
+from corelm.backend.seeds import answer_seeds
+from corelm.errors import BackendTimeoutError
 
 
 def test_a_batch_starts_once_enough_rows_are_there():

@@ -9,12 +9,9 @@ import pytest
 
 from batching_fakes import LONG, SEEDED, Held, answer, batcher, can, hold_one, ids, rows_of, until
 from corelm import Backend, hookimpl
+from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher
-from corelm.errors import (
-    BackendTimeoutError,
-    EngineError,
-)
-from corelm.sampling import answer_seeds
+from corelm.errors import BackendTimeoutError, EngineError
 
 
 def test_new_weights_wait_for_what_came_before_and_rows_say_which_made_them():

@@ -13,9 +13,9 @@ from tensordict import TensorDict
 import corelm
 from batching_fakes import LONG, Held, answer, can, until
 from corelm import Backend, LLMPolicy
+from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
-from corelm.sampling import answer_seeds
 from fakes import SHORT
 
 QUESTIONS = ["Where is the cat?", "Is the tea hot?", "Who sings in the tree?", "When is it dark?"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corelm.http import HttpClient
+from corelm.support.http import HttpClient
 from http_clients import Connect, Waits, echo
 from http_server import FaultServer
 

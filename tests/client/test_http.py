@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corelm.errors import BackendClosedError, CoreLMError, EngineError, InvalidRequestError
-from corelm.http import ABORTED, HttpClient
+from corelm.support.http import ABORTED, HttpClient
 from http_clients import KEY, Connect, Waits, echo
 from http_server import Reply, Request, hang, held, json_reply, raw, reset
 
@@ -192,7 +192,7 @@ def test_the_environments_proxy_is_not_asked_for_this_machine(
 
 
 def test_without_httpx_the_command_to_type_is_said() -> None:
-    code = "import sys; sys.modules['httpx'] = None; import corelm.http"
+    code = "import sys; sys.modules['httpx'] = None; import corelm.support.http"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "BackendNotInstalledError" in ended.stderr and 'pip install "core[http]"' in ended.stderr
 

@@ -116,7 +116,7 @@ def test_retry_after_is_granted_within_reason(connect: Connect, serve: Any, wait
 
 
 def test_every_repetition_is_logged(connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "corelm.http"):
+    with caplog.at_level("WARNING", "corelm.support.http"):
         connect(serve(echo, PASSING["500"])).get("/a")
     (record,) = caplog.records
     assert "GET /a" in record.getMessage() and "500" in record.getMessage()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import corelm
-from corelm.backend import Backend
+from corelm.backend.backend import Backend
 from tiny_models import tiny_model, tiny_tokenizer
 
 

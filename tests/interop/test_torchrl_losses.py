@@ -9,9 +9,9 @@ import corelm
 import oracle
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError
-from corelm.inputs import Keys
 from corelm.interop.torchrl import LossActor, ModuleTransform
 from corelm.kl import RetrieveLogProb
+from corelm.policy.inputs import Keys
 
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]

@@ -11,7 +11,7 @@ from toy_backend import Bigram
 import corelm
 from corelm import History, LLMPolicy, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError
-from corelm.inputs import Keys
+from corelm.policy.inputs import Keys
 from toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
 
 

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.inputs import Keys
+from corelm.policy.inputs import Keys
 from toy_prompts import QUESTIONS, SAMPLING, chat, prompts
 
 

@@ -5,7 +5,7 @@ Read `rules.py` for who goes next, `joining.py` for how requests become one call
 """
 
 from corelm.batching.batcher import BatchingState, DynamicBatcher
-from corelm.batching.rules import Limits
+from corelm.batching.scheduling import Limits
 from corelm.errors import QueueFullError
 
 __all__ = ["BatchingState", "DynamicBatcher", "Limits", "QueueFullError"]

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm import arguments
-from corelm.backend import Backend
-from corelm.batching.desk import Call, Desk
+from corelm import validate
+from corelm.backend.backend import Backend
+from corelm.backend.prepared_call import B, Prepared, prepare_generation, prepare_scoring
+from corelm.batching.dispatcher import Call, Desk
 from corelm.batching.futures import settle
-from corelm.batching.joining import sharing_key
-from corelm.batching.rules import Limits, queue_for
-from corelm.calls import ordinary_tensors
+from corelm.batching.merging import sharing_key
+from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch
-from corelm.prepared import B, Prepared, prepare_generation, prepare_scoring
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams
+from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.modes import ordinary_tensors
+from corelm.tensors.ragged import Ragged
 
 #: Seconds that an interpreter which ends waits for a call under way.
 PATIENCE_AT_EXIT = 5.0
@@ -99,7 +99,7 @@ class DynamicBatcher(Backend):
     ) -> None:
         # A second façade on the same engine: what is not said below is the same in both.
         if isinstance(backend, DynamicBatcher) or not isinstance(backend, Backend):
-            raise arguments.invalid("backend", f"expected an opened backend that is not batched, got {backend!r}")
+            raise validate.invalid("backend", f"expected an opened backend that is not batched, got {backend!r}")
         self.backend = backend
         self.limits = Limits.of(
             min_batch_size=min_batch_size,

@@ -7,22 +7,22 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from corelm import arguments
-from corelm.backend import Backend
+from corelm import validate
+from corelm.backend.backend import Backend
+from corelm.backend.prepared_call import B, Prepared
 from corelm.batching.batcher import DynamicBatcher
 from corelm.batching.futures import in_thread
-from corelm.batching.rules import Limits
-from corelm.prepared import B, Prepared
+from corelm.batching.scheduling import Limits
 
 
 def check_limits(batching: bool, given: Mapping[str, Any]) -> None:
     """Raises:
     InvalidRequestError: limits that are not legal, or for what is not batched.
     """
-    arguments.one_of("batching", batching, (False, True))
+    validate.one_of("batching", batching, (False, True))
     for name in given:
         if not batching:
-            raise arguments.invalid(name, "goes with batching=True")
+            raise validate.invalid(name, "goes with batching=True")
     Limits.of(**given)
 
 
@@ -35,7 +35,7 @@ def batched(backend: Backend, limits: Mapping[str, Any]) -> DynamicBatcher:
     if not isinstance(backend, DynamicBatcher):
         return DynamicBatcher(backend, **limits)
     for name in limits:
-        raise arguments.invalid(name, "this backend has a batcher already, which others share; set it there")
+        raise validate.invalid(name, "this backend has a batcher already, which others share; set it there")
     return backend
 
 

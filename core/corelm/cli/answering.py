@@ -11,14 +11,16 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from corelm.backend import Backend, get_backend
+from corelm.backend.backend import Backend
+from corelm.backend.seeds import answer_seeds
 from corelm.cli.output import Answers, Faults, check_paths, errors_path
 from corelm.cli.prompts import Fault, Prompt, count_lines, read_prompts
 from corelm.errors import TemplateError
-from corelm.render import render
-from corelm.results import answer_texts
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams, answer_seeds
+from corelm.opening.by_name import get_backend
+from corelm.policy.outputs import answer_texts
+from corelm.rendering.render import render
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
 
 #: How the names of engine options end whose values are never written down.
 SECRETS = ("key", "password", "secret", "token")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from corelm import __version__
+from corelm._version import __version__
 from corelm.cli import listing
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 

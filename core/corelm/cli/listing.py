@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from corelm.registry import scan
+from corelm.backend.registry import scan
 
 _ENGINE = {True: "yes", False: "not installed", None: "not said"}
 

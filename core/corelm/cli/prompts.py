@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from corelm.errors import InvalidRequestError
-from corelm.history import Chat, Message
+from corelm.spec.message import Chat, Message
 
 Id = str | int
 

@@ -12,13 +12,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from corelm.arguments import invalid
-from corelm.containers import LogProbs, Masks, Tokens
-from corelm.distributions import MaskedCategorical
+from corelm.containers.classes import LogProbs, Masks, Tokens
 from corelm.errors import MissingKeyError, ProvenanceMismatchError
-from corelm.inputs import Keys
-from corelm.policy import LLMPolicy
-from corelm.provenance import Provenance
+from corelm.policy.inputs import Keys
+from corelm.policy.policy import LLMPolicy
+from corelm.spec.provenance import Provenance
+from corelm.tensors.categorical import MaskedCategorical
+from corelm.validate import invalid
 
 try:
     from torchrl.envs.transforms import Transform

@@ -8,9 +8,10 @@ from typing import Any
 from torchrl.data import History as TheirHistory
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 
-from corelm.containers import ChatHistory
+from corelm.containers.classes import ChatHistory
+from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
-from corelm.history import History, Message
+from corelm.spec.message import Message
 
 PARTS = ("prompt", "response", "full")
 

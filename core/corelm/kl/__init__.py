@@ -4,7 +4,7 @@ The functions (`estimators.py`) know tensors. The modules (`penalty.py`, `retrie
 containers: dense or one row a sample, at the root or under ``next``, and from whichever engine.
 """
 
-from corelm.containers import PerToken
+from corelm.containers.classes import PerToken
 from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_report

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from corelm.arguments import invalid, positive
+from corelm.validate import invalid, positive
 
 
 class KLController(Protocol):

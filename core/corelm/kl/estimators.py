@@ -37,9 +37,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from corelm.arguments import one_of
 from corelm.errors import InvalidRequestError
-from corelm.rows import Ragged
+from corelm.tensors.ragged import Ragged
+from corelm.validate import one_of
 
 Estimator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 How = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]

@@ -22,10 +22,10 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.arguments import invalid, one_of
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
+from corelm.kl.layout import place
 from corelm.kl.pairs import Pair, PairKeys, read_pair
-from corelm.kl.values import place
+from corelm.validate import invalid, one_of
 
 Level = Literal["token", "sequence"]
 Cut = Literal["truncate", "mask"]

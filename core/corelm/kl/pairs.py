@@ -14,12 +14,11 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.checks import Problems, refuse
-from corelm.containers import LogProbs, Masks, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.friendly import rows
-from corelm.kl.values import Layout, find, parts
-from corelm.rows import Ragged
+from corelm.containers.classes import LogProbs, Masks, ragged
+from corelm.containers.field_access import rows
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
+from corelm.kl.layout import Layout, find, parts
+from corelm.tensors.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)

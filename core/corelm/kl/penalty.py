@@ -10,12 +10,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.arguments import invalid, one_of
 from corelm.kl.controllers import KLController, finite
 from corelm.kl.estimators import ESTIMATORS, Estimator
+from corelm.kl.layout import place
 from corelm.kl.pairs import PairKeys, read_pair
 from corelm.kl.rewards import penalised, put
-from corelm.kl.values import place
+from corelm.validate import invalid, one_of
 
 Where = Literal["reward", "loss"]
 

@@ -8,13 +8,13 @@ from typing import Any
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.containers import Tokens
+from corelm.containers.classes import Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
+from corelm.kl.layout import find, parts, place
 from corelm.kl.penalty import KLComputation
-from corelm.kl.values import find, parts, place
-from corelm.policy import LLMPolicy
+from corelm.policy.policy import LLMPolicy
 
 
 class RetrieveLogProb(TensorDictModuleBase):

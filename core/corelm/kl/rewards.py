@@ -9,12 +9,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from corelm.checks import refuse
-from corelm.containers import PerToken
-from corelm.errors import InvalidRequestError, MissingKeyError
-from corelm.friendly import flat, rows
-from corelm.kl.values import Layout, listing
-from corelm.rows import Ragged
+from corelm.containers.classes import PerToken
+from corelm.containers.field_access import flat, rows
+from corelm.errors import InvalidRequestError, MissingKeyError, refuse
+from corelm.kl.layout import Layout, listing
+from corelm.tensors.ragged import Ragged
 
 
 def penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Layout) -> Any:

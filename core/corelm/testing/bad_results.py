@@ -14,7 +14,7 @@ import torch
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.errors import EngineError
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
 from corelm.testing.base import ConformanceBase, needs
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from corelm import Backend, Capabilities
-    from corelm.messages import GenerationBatch, ScoreBatch
+    from corelm.spec.records import GenerationBatch, ScoreBatch
 
     Oracle = Callable[[list[int], float], Tensor]
 

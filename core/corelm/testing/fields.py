@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 import corelm
 from corelm import Backend, LLMPolicy
-from corelm.friendly import flat
+from corelm.containers.field_access import flat
 from corelm.testing.base import ConformanceBase, needs
 from corelm.testing.prompts import as_input, nested, questions
 

@@ -10,8 +10,8 @@ import pytest
 
 from corelm import Backend, Ragged, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError
-from corelm.messages import GenerationBatch
-from corelm.sampling import EVERY_ENGINE
+from corelm.spec.records import GenerationBatch
+from corelm.spec.sampling import EVERY_ENGINE
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 
 THREADS = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corelm import Backend
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.sampling import EVERY_ENGINE, FIELDS
+from corelm.spec.sampling import EVERY_ENGINE, FIELDS
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, legal
 

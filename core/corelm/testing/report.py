@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from corelm import __version__
+from corelm._version import __version__
 from corelm.testing.base import NOT_APPLICABLE
 
 #: Every outcome there is, in the order in which they are told.

@@ -10,7 +10,7 @@ import torch
 
 import corelm
 from corelm import Backend
-from corelm.friendly import flat
+from corelm.containers.field_access import flat
 from corelm.testing.base import ConformanceBase, needs, require
 from corelm.testing.fields import LAYOUTS, NEW, SHAPES, Cell, check_layout, policy_of, understood
 from corelm.testing.prompts import as_input

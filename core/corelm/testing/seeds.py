@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from corelm import Backend
-from corelm.sampling import answer_seeds
+from corelm.backend.seeds import answer_seeds
 from corelm.testing.base import ConformanceBase, needs
 from corelm.testing.reference import OPENINGS
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import Backend, LLMPolicy
-from corelm.messages import GenerationBatch
+from corelm.spec.records import GenerationBatch
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, SURE, repeatable, seeded
 

@@ -16,7 +16,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.http import HttpClient
+from corelm.support.http import HttpClient
 from processes import all_end, children, free_port, group, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import command_line

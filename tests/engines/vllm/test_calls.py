@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.loops import LoopThread
-from corelm.messages import AbortRequest, WeightUpdate
+from corelm.spec.records import AbortRequest, WeightUpdate
+from corelm.support.event_loop import LoopThread
 from tiny_models import CONTEXT, random_rows
 from vllm_backend.engine import AsyncEngine
 from vllm_backend.model import Model

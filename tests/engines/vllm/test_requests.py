@@ -8,7 +8,7 @@ import torch
 import oracle
 from corelm import Backend, Ragged
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.messages import ScoreRequest
+from corelm.spec.records import ScoreRequest
 from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model
 from vllm_backend.engine import AsyncEngine
 

@@ -17,7 +17,7 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.http import HttpClient
+from corelm.support.http import HttpClient
 from processes import all_end, free_port, group, runs, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import LaunchedServer

@@ -13,7 +13,7 @@ import torch
 
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.http import ABORTED
+from corelm.support.http import ABORTED
 from http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
 from sglang_backend import answers
 from sglang_backend.answers import Expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corelm.backend import Backend
+from corelm.backend.backend import Backend
 from tiny_models import tiny_tokenizer
 from transformers_backend import TransformersBackend
 

@@ -13,8 +13,9 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import oracle
 from corelm import Backend, Ragged
+from corelm.backend.seeds import answer_seeds
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from corelm.sampling import SamplingParams, answer_seeds
+from corelm.spec.sampling import SamplingParams
 from tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend.decoding import Ending
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import oracle
 from corelm import Backend
-from corelm.sampling import answer_seeds
+from corelm.backend.seeds import answer_seeds
 from tiny_models import random_rows, tiny_model
 from transformers_backend.onednn import quick_head
 

@@ -9,8 +9,9 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams, answer_seeds
+from corelm.backend.seeds import answer_seeds
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
 from transformers_backend.sampler import Sampler, Uniforms, argmax, inverse_cdf, log_softmax_at, truncated
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import nn
 import oracle
 from corelm import Backend
 from corelm.errors import EngineError
-from corelm.rows import Ragged
+from corelm.tensors.ragged import Ragged
 from tiny_models import random_rows, tiny_model
 from transformers_backend.batches import packed_batches, padded_batches
 from transformers_backend.packing import Segment

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from corelm.messages import WeightUpdate
+from corelm.spec.records import WeightUpdate
 from vllm_backend.weights import fitting
 
 CHECKPOINT = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}

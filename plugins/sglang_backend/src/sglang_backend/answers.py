@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.http import Aborted
+from corelm.support import Aborted
 
 #: What a finish reason of the server is called in corelm.
 REASONS = {"stop": "stop", "length": "length", "abort": "abort"}

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from corelm.capabilities import Capabilities
 from corelm.errors import InvalidRequestError
-from corelm.hookspecs import hookimpl
-from corelm.http import HttpClient
-from corelm.messages import (
+from corelm.spec import (
     AbortRequest,
+    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerationBatch,
@@ -20,7 +18,9 @@ from corelm.messages import (
     ScoreBatch,
     ScoreRequest,
     WeightUpdate,
+    hookimpl,
 )
+from corelm.support import HttpClient
 from sglang_backend import probe, weights
 from sglang_backend.probe import Given
 from sglang_backend.server import ALIVE, Server

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from corelm.sampling import SamplingParams
+from corelm.spec import SamplingParams
 
 #: What a part of a character decodes to. The next token may turn it into the whole one.
 _HALF = "\ufffd"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corelm.capabilities import Capabilities
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.http import HttpClient
+from corelm.spec import Capabilities
+from corelm.support import HttpClient
 from sglang_backend.answers import Expected
 from sglang_backend.sampling import HONOURED
 from sglang_backend.server import ALIVE

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from corelm.capabilities import Range
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.sampling import ALIASES, FIELDS, SamplingParams
+from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
 
 #: Sampling parameters honoured, each with its legal range or None for the range that `SamplingParams` itself allows.
 #: Not among them: `repetition_penalty`, which SGLang takes from the answer's ids alone and not from the prompt's.

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from corelm.capabilities import Capabilities
 from corelm.errors import CoreLMError
-from corelm.http import HttpClient
-from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
-from corelm.rows import Ragged
+from corelm.spec import AbortRequest, Capabilities, GenerateRequest, GenerationBatch, Ragged, ScoreBatch, ScoreRequest
+from corelm.support import HttpClient
 from sglang_backend import answers, ending, sampling
 from sglang_backend.answers import Expected, Row
 

@@ -9,10 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from corelm.capabilities import GenerationMode
 from corelm.errors import EngineError
-from corelm.http import HttpClient
-from corelm.sampling import SamplingParams
+from corelm.spec import GenerationMode, SamplingParams
+from corelm.support import HttpClient
 from sglang_backend import answers, sampling
 from sglang_backend.answers import Expected, Row
 

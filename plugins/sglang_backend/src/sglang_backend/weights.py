@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.messages import WeightUpdate
+from corelm.spec import WeightUpdate
 from sglang_backend.server import Server
 
 Shapes = dict[str, tuple[int, ...]]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from corelm.capabilities import Capabilities
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.hookspecs import hookimpl
-from corelm.messages import (
+from corelm.spec import (
+    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerationBatch,
@@ -20,6 +19,7 @@ from corelm.messages import (
     ScoreBatch,
     ScoreRequest,
     WeightUpdate,
+    hookimpl,
 )
 from transformers_backend import beams, decoding, scoring, weights
 from transformers_backend.model import CausalLM

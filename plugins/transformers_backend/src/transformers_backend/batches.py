@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from corelm.rows import Ragged
+from corelm.spec import Ragged
 from transformers_backend.model import micro_batches
 from transformers_backend.packing import Segment
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError
-from corelm.messages import GenerateRequest, GenerationBatch
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams
+from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams
 from transformers_backend.decoding import answer_limits
 from transformers_backend.model import CausalLM, Deadline
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from corelm.messages import GenerateRequest, GenerationBatch
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams
+from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams
 from transformers_backend.model import CausalLM, Deadline, micro_batches, one_encoding
 from transformers_backend.onednn import quick_head
 from transformers_backend.sampler import Sampler

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corelm.rows import Ragged
+from corelm.spec import Ragged
 from transformers_backend.model import CausalLM
 from transformers_backend.split import CannotSplit, SplitForward
 from transformers_backend.tiles import LinearHead

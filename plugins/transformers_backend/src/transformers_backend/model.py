@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CapabilityError
-from corelm.rows import Ragged, Side
+from corelm.spec import Ragged, Side
 
 #: Models that take a cache and keep a part of what they have read in their modules. There rows cannot be expanded to
 #: several answers or leave when they end: the log-probs would be wrong, and nothing would say so.

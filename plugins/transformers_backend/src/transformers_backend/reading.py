@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.rows import Ragged
+from corelm.spec import Ragged
 from transformers_backend.batches import Batch, packed_batches, padded_batches
 from transformers_backend.model import CausalLM
 from transformers_backend.packing import attention_per_segment, may_pack

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams
+from corelm.spec import Ragged, SamplingParams
 
 #: Uniforms drawn per answer at a time. Fixed: a stream must not depend on how long the answer gets.
 _BLOCK = 64

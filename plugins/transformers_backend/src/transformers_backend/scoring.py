@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corelm.messages import ScoreBatch, ScoreRequest
-from corelm.rows import Ragged
+from corelm.spec import Ragged, ScoreBatch, ScoreRequest
 from transformers_backend.head import Head, Way
 from transformers_backend.model import CausalLM, Deadline, one_encoding
 from transformers_backend.reading import Layout, Reader

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from corelm.errors import InvalidRequestError
-from corelm.hookspecs import hookimpl
-from corelm.messages import (
+from corelm.spec import (
     AbortRequest,
     CloseRequest,
     GenerateRequest,
@@ -19,6 +18,7 @@ from corelm.messages import (
     ScoreBatch,
     ScoreRequest,
     WeightUpdate,
+    hookimpl,
 )
 from vllm_backend.engine import AsyncEngine, Engine
 from vllm_backend.model import check_arguments

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
-from corelm.rows import Ragged
-from corelm.sampling import SamplingParams
+from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams, ScoreBatch, ScoreRequest
 from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 from vllm_backend.served import Served

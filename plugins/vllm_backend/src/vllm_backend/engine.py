@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.loops import LoopThread
-from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from corelm.spec import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from corelm.support import LoopThread
 from vllm_backend import requests, weights
 from vllm_backend.model import Model, describe
 from vllm_backend.outcomes import Unserved

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corelm.capabilities import Capabilities, GenerationMode
 from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.spec import Capabilities, GenerationMode
 from vllm_backend.sampling import HONOURED
 
 #: vLLM's names for its modes, and ours. Its other modes return logits under the name of log-probs.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corelm.messages import GenerateRequest, GenerationBatch
-from corelm.rows import Ragged
+from corelm.spec import GenerateRequest, GenerationBatch, Ragged
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from corelm.errors import InvalidRequestError
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
-from corelm.rows import Ragged
+from corelm.spec import GenerateRequest, GenerationBatch, Ragged, ScoreBatch, ScoreRequest
 from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from corelm.capabilities import Range
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.sampling import ALIASES, FIELDS, SamplingParams
+from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
 
 #: The lowest temperature above 0. vLLM raises anything between to this one, and says nothing.
 COLDEST = 0.01

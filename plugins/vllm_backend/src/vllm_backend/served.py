@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from corelm.http import HttpClient
+    from corelm.support import HttpClient
 
 #: Without these in a request there is no telling what was sampled.
 ESSENTIAL = frozenset({"return_token_ids", "return_tokens_as_token_ids", "stop_token_ids", "ignore_eos"})

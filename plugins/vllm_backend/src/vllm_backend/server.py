@@ -10,9 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from corelm.capabilities import Capabilities
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError, InvalidRequestError
-from corelm.messages import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from corelm.spec import (
+    AbortRequest,
+    Capabilities,
+    GenerateRequest,
+    GenerationBatch,
+    ScoreBatch,
+    ScoreRequest,
+    WeightUpdate,
+)
 from vllm_backend import completions, probes, weights
 from vllm_backend.completions import NEUTRAL, Payload, only_choice
 from vllm_backend.outcomes import Unserved
@@ -20,7 +27,7 @@ from vllm_backend.sampling import HONOURED
 from vllm_backend.served import Served, find
 
 if TYPE_CHECKING:
-    from corelm.http import HttpClient
+    from corelm.support import HttpClient
 
 #: The server's own name of a sampling parameter, where it is another than core's.
 FIELDS = {"min_new_tokens": "min_tokens"}
@@ -93,7 +100,7 @@ class Server:
             InvalidRequestError: something that has to be given, or cannot be as it is.
             EngineError: no server, no vLLM, or one whose log-probs cannot be made out.
         """
-        from corelm.http import HttpClient
+        from corelm.support import HttpClient
 
         if logprobs_mode not in (None, "raw", "processed"):
             raise InvalidRequestError(
@@ -250,7 +257,7 @@ def _fitting(request: WeightUpdate, checkpoint: Path) -> Iterator[Path]:
 
 
 def _outcome(entry: Any) -> Unserved | Any:
-    from corelm.http import ABORTED
+    from corelm.support import ABORTED
 
     if entry is ABORTED:
         return Unserved("aborted", aborted=True)

@@ -12,7 +12,7 @@ from threading import Event, Lock
 from typing import Any
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.messages import AbortRequest
+from corelm.spec import AbortRequest
 from vllm_backend.engine import DEAD, Engine, late, letting_go
 from vllm_backend.model import Model, describe
 from vllm_backend.outcomes import Unserved

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from corelm.messages import WeightUpdate
+from corelm.spec import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm import Capabilities, Ragged, SamplingParams, hookimpl
-from corelm.messages import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from corelm.spec import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
 from toy_backend.model import Bigram
 from toy_backend.tokenizer import ByteTokenizer
 

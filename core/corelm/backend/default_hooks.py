@@ -1,0 +1,27 @@
+"""Core's own `tokenize` and `to_containers`, called when a plugin brings none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDict
+
+from corelm.backend.encoding import Encoder
+from corelm.containers.assemble import assemble
+from corelm.spec.hookspecs import hookimpl
+from corelm.spec.records import ContainerRequest, TokenBatch, TokenizeRequest
+
+
+class DefaultHooks:
+    """Registered `trylast` beside every backend."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encode = Encoder(tokenizer)
+
+    @hookimpl(trylast=True)
+    def tokenize(self, request: TokenizeRequest) -> TokenBatch:
+        return self._encode(request)
+
+    @hookimpl(trylast=True)
+    def to_containers(self, request: ContainerRequest) -> TensorDict:
+        return assemble(request)

@@ -1,0 +1,289 @@
+"""From a name to a plugin class: entry points found, listed and loaded, and every way that can fail told apart.
+
+Three speeds. Listing reads metadata and imports nothing. Loading imports one plugin module, which is light by contract.
+Only the plugin's ``open`` imports its engine, and `get_backend` calls that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from corelm._version import __version__
+from corelm.errors import (
+    BackendConflictError,
+    BackendImportError,
+    BackendIncompatibleError,
+    BackendNotFoundError,
+    BackendNotInstalledError,
+    CoreLMError,
+    EngineError,
+    InvalidRequestError,
+)
+from corelm.spec.hookspecs import API_VERSION, PROJECT
+
+BACKENDS = "corelm.backends"
+ENGINES = "corelm.engines"
+ALLOW_LIST = "CORELM_BACKENDS"
+DISTRIBUTION = "core"
+REQUIRED_HOOKS = ("generate", "score_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """An installed backend as its metadata describes it. Nothing of it has been imported.
+
+    Attributes:
+        name: what `get_backend` takes.
+        distribution, version: what `pip` calls it.
+        target: ``module:Class`` of the plugin.
+        requires_core: the versions of `core` it asks for, such as ``>=0.1,<0.2``; "" is any, None is not said.
+        engine_available: whether its engine can be imported; None if the plugin does not say which module that is.
+        problem: why it cannot be used or may not work, as far as metadata tells; None if nothing is wrong.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+    requires_core: str | None
+    engine_available: bool | None
+    problem: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """`backends`: what is installed and allowed, by name. `unreadable`: where metadata could not be read, and why."""
+
+    backends: tuple[BackendInfo, ...]
+    unreadable: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({info.name for info in self.backends})
+
+
+def list_backends() -> list[BackendInfo]:
+    """Every installed and allowed backend, by name. Reads metadata only: neither torch nor a plugin is imported."""
+    return list(scan().backends)
+
+
+def scan() -> Scan:
+    """What `list_backends` returns, with what it had to leave out."""
+    found: dict[str, list[BackendInfo]] = {}
+    unreadable: list[str] = []
+    for distribution in metadata.distributions():
+        try:
+            claims = list(_claims(distribution))
+        except Exception as error:  # whatever a corrupt file does must not hide the other backends
+            unreadable.append(f"{_where(distribution)} ({type(error).__name__}: {error})")
+            continue
+        if claims:
+            # One distribution may be on sys.path twice; as for imports, the first is the one in force.
+            found.setdefault(canonicalize_name(claims[0].distribution), claims)
+    allowed = allow_list()
+    infos = [info for claims in found.values() for info in claims if allowed is None or info.name in allowed]
+    infos.sort(key=lambda info: (info.name, info.label))
+    counts = Counter(info.name for info in infos)
+    return Scan(tuple(replace(info, problem=_problem(info, counts[info.name])) for info in infos), tuple(unreadable))
+
+
+def allow_list() -> frozenset[str] | None:
+    """The names in ``CORELM_BACKENDS``, separated by commas; None (everything is allowed) if it is not set."""
+    value = os.environ.get(ALLOW_LIST)
+    return None if value is None else frozenset(name.strip() for name in value.split(",") if name.strip())
+
+
+def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
+    """Import the plugin class of that name and check that it fits this hook specification; its engine is not imported.
+
+    Raises:
+        BackendNotFoundError: no such name is known or allowed.
+        BackendNotInstalledError: the name is one of core's own extras, and the extra is not installed.
+        BackendConflictError: several distributions claim the name.
+        BackendImportError: the plugin's module failed to import; the cause is chained.
+        BackendIncompatibleError: written for another hook specification, or a required hook is missing.
+    """
+    found = scan()
+    claims = [info for info in found.backends if info.name == name]
+    if not claims:
+        raise _absent(name, found)
+    if len(claims) > 1:
+        raise BackendConflictError(
+            f"backend {name!r} is claimed by {_and(info.label for info in claims)}; none is picked. "
+            "Uninstall all but one: pip uninstall DISTRIBUTION"
+        )
+    info = claims[0]
+    try:
+        plugin = metadata.EntryPoint(name, info.target, BACKENDS).load()
+    except (Exception, SystemExit) as error:
+        raise BackendImportError(
+            f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
+            f"{type(error).__name__}: {error}. To mend it: pip install --upgrade {info.distribution}"
+        ) from error
+    faults = list(_faults(plugin))
+    if faults:
+        raise BackendIncompatibleError(f"backend {name!r} ({info.label}, {info.target}): {'; '.join(faults)}")
+    return plugin, info
+
+
+def open_error(info: BackendInfo, error: BaseException) -> EngineError:
+    """What to raise from `error` when a plugin's ``open`` failed with it; says so if the engine is not installed."""
+    line = install_line(info.name)
+    hint = ""
+    if info.engine_available is False:
+        hint = f". Its engine is not installed{f': {line}' if line else ''}"
+    return EngineError(
+        f"backend {info.name!r} ({info.label}) could not be opened: {type(error).__name__}: {error}{hint}", usable=False
+    )
+
+
+def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an option that the plugin's ``open`` does not name, before it runs and fails inside.
+
+    Raises:
+        InvalidRequestError: with the nearest option there is; `field` names the one that is not.
+    """
+    signature = inspect.signature(plugin.open)
+    try:
+        signature.bind(model, **options)
+    except TypeError as error:
+        known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
+        unknown = next((option for option in options if option not in signature.parameters), None)
+        near = difflib.get_close_matches(unknown or "", known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise InvalidRequestError(
+            f"backend {info.name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
+        ) from error
+
+
+def install_line(name: str) -> str | None:
+    """The command that installs backend `name` and its engine, if it is one of core's own extras; else None."""
+    return f'pip install "{DISTRIBUTION}[{name}]"' if name in _extras() else None
+
+
+def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
+    if BACKENDS not in (distribution.read_text("entry_points.txt") or ""):
+        return
+    name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    if not name or not version:
+        raise ValueError("its METADATA has no name or no version")
+    engines = {point.name: point.value for point in distribution.entry_points.select(group=ENGINES)}
+    for point in distribution.entry_points.select(group=BACKENDS):
+        yield BackendInfo(
+            name=point.name,
+            distribution=name,
+            version=version,
+            target=point.value,
+            requires_core=_requires_core(distribution),
+            engine_available=_importable(engines[point.name]) if point.name in engines else None,
+        )
+
+
+def _requires_core(distribution: metadata.Distribution) -> str | None:
+    asked = [requirement for requirement in map(Requirement, distribution.requires or ()) if _applies(requirement)]
+    specifiers = [
+        str(requirement.specifier) for requirement in asked if canonicalize_name(requirement.name) == DISTRIBUTION
+    ]
+    return ",".join(filter(None, specifiers)) if specifiers else None
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def _importable(module: str) -> bool:
+    spec = find_spec(module.partition(".")[0])
+    # A folder that happens to have the engine's name is a namespace package: it has no origin.
+    return spec is not None and spec.origin is not None
+
+
+def _problem(info: BackendInfo, claims: int) -> str | None:
+    if claims > 1:
+        return "several distributions claim this name; uninstall all but one"
+    if info.requires_core and not SpecifierSet(info.requires_core).contains(__version__, prereleases=True):
+        return f"asks for core{info.requires_core}, this is {__version__}"
+    return None
+
+
+def _extras() -> frozenset[str]:
+    """The extras of core that bring a backend: their only requirement is the plugin's distribution."""
+    try:
+        requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+        declared = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return frozenset()
+    return frozenset(
+        extra
+        for extra in declared
+        for requirement in requirements
+        if canonicalize_name(requirement.name) == f"{DISTRIBUTION}-{extra}-backend"
+    )
+
+
+def _absent(name: str, found: Scan) -> CoreLMError:
+    extras, allowed = _extras(), allow_list()
+    installed = f"Installed: {', '.join(found.names) or 'none'}."
+    if allowed is not None:
+        installed = f"{ALLOW_LIST} allows: {', '.join(sorted(allowed)) or 'none'}. Installed of these: {installed[11:]}"
+    if found.unreadable:
+        installed += f" Skipped, as their metadata cannot be read: {', '.join(found.unreadable)}."
+    if allowed is not None and name not in allowed:
+        return BackendNotFoundError(f"backend {name!r} is not allowed. {installed}")
+    if name in extras:
+        return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
+    reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
+    near = difflib.get_close_matches(name.lower(), sorted(reachable), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    if near and near[0] not in found.names:
+        hint += f" It is not installed: {install_line(near[0])}."
+    return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
+
+
+def _faults(plugin: Any) -> Iterator[str]:
+    """What keeps a plugin from fitting. pluggy finds misspelt hooks later; it cannot find those that are not there."""
+    if not isinstance(plugin, type):
+        yield f"the entry point names a {type(plugin).__name__}, expected a class"
+        return
+    requires = getattr(plugin, "requires_api", None)
+    if requires is None:
+        yield 'it has no requires_api; add requires_api = ">=1,<2" if it was written for that hook specification'
+    else:
+        try:
+            if not SpecifierSet(requires).contains(API_VERSION, prereleases=True):
+                yield f"it needs hook specification {requires}, this core has {API_VERSION}; upgrade the older one"
+        except (InvalidSpecifier, TypeError, AttributeError):
+            yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
+    if not callable(getattr(plugin, "open", None)):
+        yield "it has no open(model=None, **options)"
+    for hook in REQUIRED_HOOKS:
+        method = getattr(plugin, hook, None)
+        if method is None:
+            yield f"it lacks the hook {hook}(self, request)"
+        elif not hasattr(method, f"{PROJECT}_impl"):
+            yield f"its method {hook} is not marked with @corelm.hookimpl"
+
+
+def _where(distribution: metadata.Distribution) -> str:
+    # There is no public way to ask a distribution without a readable name where it lies.
+    return str(getattr(distribution, "_path", distribution))
+
+
+def _and(items: Iterable[str]) -> str:
+    items = list(items)
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

@@ -1,0 +1,138 @@
+"""Many requests in one call to the engine, and its answer taken apart again, so that sharing changes no answer.
+
+The answer is checked as a whole: if something is wrong with it the call has failed, and `bisect` finds out with whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from corelm.backend.hooks import HookCaller
+from corelm.backend.prepared_call import Prepared
+from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
+from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
+
+Result = GenerationBatch | ScoreBatch | Exception
+
+
+def sharing_key(call: Prepared[Any]) -> Hashable | None:
+    """Equal for requests that may share a call; None for one that has to go alone.
+
+    Seeds are given per answer, so they may differ. Gradients and logits are one caller's. What `engine_kwargs` mean,
+    and whether two of them are the same, only the engine knows.
+    """
+    request = call.request
+    if isinstance(request, ScoreRequest):
+        if request.grad or request.return_logits:
+            return None
+        return ("score", request.temperature, request.device)
+    if request.sampling.engine_kwargs:
+        return None
+    return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids)
+
+
+def ask_together(hooks: HookCaller, calls: Sequence[Prepared[Any]], timeout: float | None) -> list[Result]:
+    """One result, or what is wrong with it, for each of the calls; their keys are equal.
+
+    Raises:
+        CoreLMError: the call failed for all of them, as `HookCaller.call` does.
+    """
+    if len(calls) == 1:
+        return [calls[0].run(hooks, timeout)]
+    hook = calls[0].hook
+    request = replace(_joined([call.request for call in calls]), timeout=timeout)
+
+    def finish(batch: Any) -> list[Result]:
+        calls[0].check(batch, request)
+        return list(_parted(batch, calls))
+
+    parted: list[Result] = hooks.call(hook, request, finish)
+    return parted
+
+
+def bisect(
+    calls: Sequence[Any], ask: Callable[[Sequence[Any]], list[Result]], healthy: Callable[[], bool]
+) -> Iterator[tuple[Any, Result]]:
+    """Each of the calls with its result. A batch that fails is asked again in halves, so that a request is alone with
+    its error and the others are served.
+
+    Nothing is asked again if the error is nobody's in particular (see `_is_everybodys`) or the engine is not healthy.
+    """
+    batches = [list(calls)]
+    while batches:
+        batch = batches.pop()
+        try:
+            yield from zip(batch, ask(batch), strict=True)
+        except Exception as error:
+            if len(batch) > 1 and not _is_everybodys(error) and healthy():
+                middle = len(batch) // 2
+                batches += [batch[middle:], batch[:middle]]
+                continue
+            yield from ((call, error) for call in batch)
+            if isinstance(error, EngineError) and error.usable is False:
+                yield from ((call, error) for rest in reversed(batches) for call in rest)
+                return
+
+
+def _is_everybodys(error: Exception) -> bool:
+    if isinstance(error, EngineError):
+        return error.usable is False
+    return isinstance(error, (BackendClosedError, BackendTimeoutError, CapabilityError))
+
+
+def _unseeded(sampling: SamplingParams) -> SamplingParams:
+    return sampling if sampling.seed is None else replace(sampling, seed=None)
+
+
+def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
+    first = requests[0]
+    names = tuple(name for request in requests for name in request.request_ids)
+    if len({*names}) != len(names):
+        # `bisect` sends them one after another.
+        raise EngineError("two requests give their rows the same request_ids", usable=True)
+    if isinstance(first, GenerateRequest):
+        seeds = None if first.seeds is None else torch.cat([request.seeds for request in requests])
+        return replace(
+            first,
+            prompts=Ragged.cat([request.prompts for request in requests]),
+            sampling=_unseeded(first.sampling),
+            seeds=seeds,
+            request_ids=names,
+        )
+    return replace(
+        first,
+        sequences=Ragged.cat([request.sequences for request in requests]),
+        score_from=torch.cat([request.score_from for request in requests]),
+        request_ids=names,
+    )
+
+
+def _parted(batch: Any, calls: Sequence[Prepared[Any]]) -> Iterator[Result]:
+    for call, part in zip(calls, _parts(batch, [call.rows for call in calls]), strict=True):
+        try:
+            yield call.finish(part)
+        except Exception as error:
+            # Its own rows, its own error.
+            yield error
+
+
+def _parts(batch: Any, rows: Sequence[int]) -> list[GenerationBatch | ScoreBatch]:
+    """Batches of so many rows each, with storage of their own."""
+    ends = list(accumulate(rows, initial=0))
+
+    def parted(value: Any) -> Sequence[Any]:
+        if isinstance(value, Ragged):
+            return value.chunks(rows)
+        if isinstance(value, (tuple, list)):
+            return [tuple(value[start:end]) for start, end in pairwise(ends)]
+        return [value] * len(rows)
+
+    named = {each.name: parted(getattr(batch, each.name)) for each in fields(batch)}
+    return [replace(batch, **{name: values[part] for name, values in named.items()}) for part in range(len(rows))]

@@ -1,0 +1,286 @@
+"""Who goes next: the rules of batching, as data. No thread, no clock, no engine; every method is told the time.
+
+A queue's owner asks `take` for the next batch whenever the engine may have room, and otherwise sleeps for `wait`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from corelm import validate
+
+#: Callers who were answered together may come back together with their next requests, and rather than go off with the
+#: first one alone the engine waits for the others: for this share of the time that their call took (and never longer
+#: than so many seconds) after it, and after each who comes; in all for the batching_timeout. As many are expected as
+#: there were in one of so many last calls.
+PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How requests are put together. Rows are answers, or sequences to score; a request may bring many.
+
+    Attributes:
+        min_batch_size: rows that the engine waits for. batching_timeout: seconds after which the oldest request goes
+            all the same.
+        max_batch_size: rows in the engine at once. max_batch_tokens: prompt tokens and tokens to come in the engine
+            at once; None sets no limit. A request that exceeds either goes alone.
+        max_queue: requests that may wait. on_full: what happens to one more: "block" keeps its caller waiting, "raise"
+            refuses it.
+
+    Raises:
+        InvalidRequestError: a value that is not legal; `field` names it.
+    """
+
+    min_batch_size: int = 1
+    max_batch_size: int = 64
+    max_batch_tokens: int | None = None
+    batching_timeout: float = 0.1
+    max_queue: int = 1024
+    on_full: Literal["block", "raise"] = "block"
+
+    def __post_init__(self) -> None:
+        for name in ("min_batch_size", "max_batch_size", "max_batch_tokens", "max_queue"):
+            value = getattr(self, name)
+            if value is None and name == "max_batch_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise validate.invalid(name, f"expected a whole number from 1, got {value!r}")
+        if self.min_batch_size > self.max_batch_size:
+            raise validate.invalid(
+                "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
+            )
+        validate.positive(self.batching_timeout, "batching_timeout")
+        validate.one_of("on_full", self.on_full, ("block", "raise"))
+
+    @classmethod
+    def of(cls, **given: Any) -> Limits:
+        """None stands for the default."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        return rows <= self.max_batch_size and (self.max_batch_tokens is None or tokens <= self.max_batch_tokens)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ticket:
+    """A place in the queue.
+
+    Attributes:
+        key: requests of one key may share a call; None shares with nobody.
+        barrier: everything that came before is sent first, and nothing that comes later is sent before.
+        arrived, number: when and as the how many-th it was added; set by the queue.
+    """
+
+    rows: int
+    tokens: int
+    key: Hashable | None = None
+    barrier: bool = False
+    arrived: float = field(default=0.0, init=False)
+    number: int = field(default=-1, init=False)
+
+
+T = TypeVar("T", bound=Ticket)
+
+
+class TicketQueue(ABC, Generic[T]):
+    """Tickets in the order of their arrival. Those beyond `max_queue` stand outside until there is room."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.inside: dict[int, T] = {}
+        self.outside: dict[int, T] = {}
+        self._numbers = itertools.count()
+        self._rushed = 0
+
+    def __len__(self) -> int:
+        return len(self.inside) + len(self.outside)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self.inside.values()
+        yield from self.outside.values()
+
+    @property
+    def full(self) -> bool:
+        return len(self.inside) >= self.limits.max_queue
+
+    def add(self, ticket: T, now: float) -> None:
+        ticket.number, ticket.arrived = next(self._numbers), now
+        if self.full:
+            self.outside[ticket.number] = ticket
+        else:
+            self._enter(ticket)
+
+    def remove(self, ticket: T) -> bool:
+        """Whether it was here."""
+        if self.outside.pop(ticket.number, None) is None:
+            if ticket.number not in self.inside:
+                return False
+            self._leave(ticket)
+            self._let_in()
+        return True
+
+    def clear(self) -> list[T]:
+        """All tickets, removed."""
+        tickets = list(self)
+        for ticket in reversed(tickets):
+            self.remove(ticket)
+        return tickets
+
+    def rush(self) -> None:
+        """Send whatever is here now as soon as the engine can take it."""
+        self._rushed = next(self._numbers)
+
+    def take(self, now: float, rows: int = 0, tokens: int = 0) -> list[T]:
+        """What to send now, removed from the queue, to an engine that has so many rows and tokens; [] for nothing."""
+        batch = self._next(now, rows, tokens)
+        for ticket in batch:
+            self._leave(ticket)
+        self._let_in()
+        return batch
+
+    @abstractmethod
+    def wait(self, now: float) -> float | None:
+        """In how many seconds `take` may say something else although nothing has happened; None for never."""
+
+    def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
+        """The engine has answered these tickets, in so many seconds; their owners do not know yet."""
+
+    def lose_patience(self) -> None:
+        """Who was waited for has not come."""
+
+    @abstractmethod
+    def _next(self, now: float, rows: int, tokens: int) -> list[T]: ...
+
+    def _enter(self, ticket: T) -> None:
+        self.inside[ticket.number] = ticket
+
+    def _leave(self, ticket: T) -> None:
+        del self.inside[ticket.number]
+
+    def _let_in(self) -> None:
+        while self.outside and not self.full:
+            self._enter(self.outside.pop(next(iter(self.outside))))
+
+
+class OneByOne(TicketQueue[T]):
+    """For an engine that batches by itself: each request alone, in order, while the limits are kept."""
+
+    def wait(self, now: float) -> float | None:
+        return None
+
+    def _next(self, now: float, rows: int, tokens: int) -> list[T]:
+        for ticket in self.inside.values():
+            alone = ticket.barrier or not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens)
+            return [] if rows and alone else [ticket]
+        return []
+
+
+class Together(TicketQueue[T]):
+    """For an engine that takes one call at a time: requests of one key share a call.
+
+    A group is sent once it is ready: enough rows, or no room for more, or its oldest request has waited long enough.
+    Of the groups that are ready, the one with the oldest request goes. Within a group nobody overtakes.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._groups: dict[Hashable, dict[int, T]] = {}
+        self._barriers: dict[int, T] = {}
+        # The groups of the last calls, and how many of each there were: in the call or waiting for the next.
+        self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
+        # Who is waited for, until when if nobody comes, and until when at the most.
+        self._awaited: Hashable = None
+        self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
+
+    def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
+        group = self._group(batch[0])
+        self._last.append((group, len(self._groups.get(group, ())) + len(batch)))
+        self._patience = min(PATIENCE * took, LONGEST_PATIENCE)
+        self._await(group, now)
+
+    def lose_patience(self) -> None:
+        self._until = self._at_last = -math.inf
+
+    def wait(self, now: float) -> float | None:
+        ends = [self._until if self._expecting(head, now) else self._due(head) for head in self._heads()]
+        return max(0.0, min(ends) - now) if ends else None
+
+    def _next(self, now: float, rows: int, tokens: int) -> list[T]:
+        if rows:
+            return []
+        barrier = next(iter(self._barriers), None)
+        for head in sorted(self._heads(), key=lambda head: head.number):
+            if head.number == barrier:
+                return [head]
+            batch, complete = self._batch(head, barrier)
+            enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(head)
+            if complete or head.number < self._rushed or (enough and not self._expecting(head, now)):
+                return batch
+        return []
+
+    def _batch(self, head: T, barrier: int | None) -> tuple[list[T], bool]:
+        """What can go together with `head`, and whether nothing more could be added to it."""
+        batch: list[T] = []
+        rows = tokens = 0
+        for ticket in self._groups[self._group(head)].values():
+            rows, tokens = rows + ticket.rows, tokens + ticket.tokens
+            behind = barrier is not None and ticket.number > barrier
+            if batch and (behind or not self.limits.fits(rows, tokens)):
+                return batch, True
+            batch.append(ticket)
+        return batch, head.key is None or barrier is not None or not self.limits.fits(rows + 1, tokens + 1)
+
+    def _due(self, head: T) -> float:
+        return head.arrived + self.limits.batching_timeout
+
+    def _expecting(self, head: T, now: float) -> bool:
+        group = self._group(head)
+        return now < self._until and group == self._awaited and len(self._groups[group]) < self._expected(group)
+
+    def _expected(self, group: Hashable) -> int:
+        return max((count for last, count in self._last if last == group), default=0)
+
+    def _await(self, group: Hashable, now: float) -> None:
+        self._awaited, self._at_last = group, now + self.limits.batching_timeout
+        self._until = min(now + self._patience, self._at_last)
+
+    def _heads(self) -> list[T]:
+        return [next(iter(group.values())) for group in self._groups.values()]
+
+    def _group(self, ticket: T) -> Hashable:
+        # A key of its own for what shares with nobody.
+        return ticket.number if ticket.key is None else (ticket.key,)
+
+    def add(self, ticket: T, now: float) -> None:
+        super().add(ticket, now)
+        group = self._group(ticket)
+        if group == self._awaited and now < self._at_last:
+            self._until = min(now + self._patience, self._at_last)
+        elif next(iter(self._groups.get(group, ())), None) == ticket.number and now >= self._until:
+            # The first of those who have been away for longer.
+            self._await(group, now)
+
+    def _enter(self, ticket: T) -> None:
+        super()._enter(ticket)
+        self._groups.setdefault(self._group(ticket), {})[ticket.number] = ticket
+        if ticket.barrier:
+            self._barriers[ticket.number] = ticket
+
+    def _leave(self, ticket: T) -> None:
+        super()._leave(ticket)
+        group = self._groups[self._group(ticket)]
+        del group[ticket.number]
+        if not group:
+            del self._groups[self._group(ticket)]
+        self._barriers.pop(ticket.number, None)
+
+
+def queue_for(limits: Limits, concurrent_calls: bool) -> TicketQueue[Any]:
+    return OneByOne(limits) if concurrent_calls else Together(limits)

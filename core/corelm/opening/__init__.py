@@ -1,0 +1,1 @@
+"""What decides which engine `get_backend` opens, and where it lives."""

@@ -1,0 +1,1 @@
+"""`LLMPolicy`: TensorDict in, TensorDict out, with any backend."""

@@ -1,0 +1,364 @@
+"""A user's TensorDict → flat rows that an engine takes. Nothing here runs a model.
+
+Three input modes read three places: `history` and `text` are rendered and tokenized, `tokens` are taken as they are.
+In each the value is either a container with a `prompt` (to generate from) and a `full` (to score), or bare: the thing
+itself at the top key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from corelm.backend.arguments import not_texts, rows_of_ids
+from corelm.backend.skipping import OnError
+from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
+from corelm.containers.history import History
+from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
+from corelm.rendering.render import render
+from corelm.spec.message import Chat
+from corelm.spec.records import Columns, Parts
+from corelm.tensors.ragged import Ragged
+
+if TYPE_CHECKING:
+    from corelm.backend.backend import Backend
+
+InputMode = Literal["history", "text", "tokens"]
+Part = Literal["prompt", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where a policy reads and writes its containers."""
+
+    text: NestedKey = "text"
+    tokens: NestedKey = "tokens"
+    masks: NestedKey = "masks"
+    log_probs: NestedKey = "log_probs"
+    history: NestedKey = "history"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputRows:
+    """What was read, one row per prompt or sequence, in C order of `batch_size`.
+
+    Attributes:
+        ids: the prompts, or the whole sequences.
+        prompt_lengths: int64[rows], where sequences tell prompt and response apart.
+        columns: the dense layout the sequences came in.
+        retokenized: whether sampled turns of a row lost their ids to a rendering from text; None where that cannot be.
+        problems: rows that could not be read, and why. They are empty.
+    """
+
+    batch_size: tuple[int, ...]
+    ids: Ragged
+    texts: tuple[str, ...] | None = None
+    chats: tuple[Chat, ...] | None = None
+    assistant: Ragged | None = None
+    prompt_lengths: Tensor | None = None
+    columns: Columns | None = None
+    retokenized: tuple[bool, ...] | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Parts[Ragged]:
+        """The ids, as prompt and response too where they are told apart."""
+        if self.prompt_lengths is None:
+            return Parts(None, None, self.ids)
+        start = torch.zeros_like(self.prompt_lengths)
+        prompt = self.ids.slice(start, self.prompt_lengths)
+        return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
+
+    def repeat(self, n: int) -> InputRows:
+        """Every prompt `n` times, under a new last batch dimension."""
+
+        def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+            return None if values is None else tuple(value for value in values for _ in range(n))
+
+        return replace(
+            self,
+            batch_size=(*self.batch_size, n),
+            ids=self.ids.repeat(n),
+            texts=each(self.texts),
+            chats=each(self.chats),
+            assistant=None if self.assistant is None else self.assistant.repeat(n),
+            retokenized=each(self.retokenized),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputReader:
+    """Reads rows in one input mode."""
+
+    mode: InputMode
+    keys: Keys = field(default_factory=Keys)
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prefer_tokens: bool = True
+
+    def key(self, part: Part) -> tuple[str, ...]:
+        """The key that is read, as in ``("history", "prompt")``."""
+        return (*_parts(getattr(self.keys, self.mode)), part)
+
+    def read(
+        self,
+        td: TensorDictBase,
+        part: Part,
+        backend: Backend,
+        *,
+        want_assistant: bool = True,
+        on_error: OnError = "raise",
+    ) -> InputRows:
+        """The prompts or the whole sequences of `td`, as token ids on the CPU.
+
+        Sequences that are rendered or tokenized here and that stand in `td` as tokens already, id for id, keep the
+        layout and the split of those, so that two scorings of one batch line up.
+
+        Args:
+            on_error: "skip" leaves a row that cannot be read empty and puts it among `problems`.
+
+        Raises:
+            MissingKeyError: the key is not there.
+            InvalidRequestError: what is there is not what this mode reads.
+            TemplateError: a conversation cannot be rendered.
+        """
+        if self.mode == "tokens":
+            return self._tokens(td, part)
+        rows = (
+            self._chats(td, part, backend, want_assistant, on_error)
+            if self.mode == "history"
+            else self._texts(td, part, backend, on_error)
+        )
+        return self._as_it_stands(td, rows) if part == "full" else rows
+
+    def _chats(
+        self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool, on_error: OnError
+    ) -> InputRows:
+        history = self._value(td, part, bare=History)
+        if not isinstance(history, History):
+            raise self._wrong(part, "a History (see History.from_chats)", history)
+        shape = _batch(td, tuple(history.batch_size), self.key(part))
+        apply = partial(
+            render,
+            tokenizer=backend.tokenizer,
+            tokenize=backend.tokenize,
+            add_generation_prompt=part == "prompt",
+            chat_template=self.chat_template,
+            template_kwargs=self.template_kwargs,
+            prefer_tokens=self.prefer_tokens,
+            want_assistant=want_assistant,
+            eos_ids=backend.eos_token_ids,
+        )
+        chats, problems = history.chats, {}
+        try:
+            rendered = apply(chats)
+        except TemplateError as error:
+            if on_error == "raise" or not error.problems:
+                raise
+            problems = error.problems
+            rendered = apply([chat for row, chat in enumerate(chats) if row not in problems])
+        gaps = _Gaps(len(chats), problems)
+        return InputRows(
+            batch_size=shape,
+            ids=gaps.rows(rendered.ids),
+            texts=gaps.values(rendered.texts, ""),
+            chats=chats,
+            assistant=None if rendered.assistant is None else gaps.rows(rendered.assistant),
+            retokenized=None if self.prefer_tokens else gaps.values(rendered.retokenized, False),
+            problems=problems,
+        )
+
+    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
+        value = self._value(td, part, bare=(str, list, Tensor))
+        if isinstance(value, Tensor) and value.numel() == 0:
+            # What tensordict makes of an empty list.
+            value = []
+        texts, shape = _flatten(value)
+        container = td.get(self.keys.text, None)
+        if isinstance(container, Text):
+            # Nested lists of nothing do not tell their shape.
+            shape = tuple(container.batch_size)
+        problems = not_texts(texts)
+        if on_error == "raise":
+            refuse(problems, ".".join(self.key(part)))
+        gaps = _Gaps(len(texts), problems)
+        good = [text for row, text in enumerate(texts) if row not in problems]
+        options = {"add_special_tokens": True, **self.tokenizer_kwargs}
+        return InputRows(
+            batch_size=_batch(td, shape, self.key(part)),
+            ids=gaps.rows(backend.tokenize(good, **options).ids),
+            texts=gaps.values(good, ""),
+            problems=problems,
+        )
+
+    def _tokens(self, td: TensorDictBase, part: Part) -> InputRows:
+        value = self._value(td, part, bare=(Tensor, list))
+        container = _entry(td, self.keys.tokens)
+        if isinstance(container, Tokens):
+            return self._own_tokens(td, container, part)
+        key = ".".join(self.key(part))
+        if not isinstance(value, Tensor):
+            ids = rows_of_ids(value, key)
+            return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
+        if value.ndim == 0:
+            raise self._wrong(part, "token ids along the last dimension", value)
+        mask = td.get((*_parts(self.keys.masks), "all_attention_mask"), None)
+        if mask is None:
+            # A bare tensor without a mask has no pads in it.
+            mask = torch.ones_like(value, dtype=torch.bool)
+        if mask.shape != value.shape:
+            raise InvalidRequestError(
+                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {tuple(mask.shape)}", field=key
+            )
+        # Zeros and ones are transformers' way to write a mask.
+        mask = _two_dimensional(mask).to("cpu", torch.bool)
+        ids = rows_of_ids(Ragged.from_padded(_two_dimensional(value).cpu(), mask), key)
+        shape = _batch(td, tuple(value.shape[:-1]), self.key(part))
+        return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
+
+    def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
+        tokens = _entry(td, self.keys.tokens)
+        if not isinstance(tokens, Tokens) or tokens.full is None or tuple(tokens.batch_size) != rows.batch_size:
+            return rows
+        if tokens.padded and td.get(self.keys.masks, None) is None:
+            return rows
+        own = self._own_tokens(td, tokens, "full")
+        same = torch.equal(own.ids.lengths, rows.ids.lengths) and torch.equal(own.ids.values, rows.ids.values)
+        return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
+
+    def _own_tokens(self, td: TensorDictBase, tokens: Tokens, part: Part) -> InputRows:
+        """From `Tokens`: the sequences keep their split and, if dense, their columns."""
+
+        def read(key: NestedKey, name: str) -> Ragged:
+            return ragged(td, (*_parts(key), name), masks=self.keys.masks).to("cpu")
+
+        shape = _batch(td, tuple(tokens.batch_size), self.key(part))
+        rows = InputRows(batch_size=shape, ids=read(self.keys.tokens, part))
+        if part == "prompt":
+            return rows
+        split = tokens.prompt is not None
+        lengths = read(self.keys.tokens, "prompt").lengths if split else None
+        masks = td.get(self.keys.masks, None)
+        columns = None
+        if tokens.padded:
+            mask = _two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
+            columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
+        # Scoring cannot tell whose words these are, but must not forget it where the input says so.
+        known = masks is not None and masks.all_assistant_mask is not None
+        assistant = read(self.keys.masks, "all_assistant_mask") if known else None
+        return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
+
+    def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
+        """What stands at the key: the container's `part`, or the bare thing at the container's own key."""
+        top = getattr(self.keys, self.mode)
+        value = _entry(td, top)
+        if value is None:
+            raise MissingKeyError(
+                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {_listing(td)}",
+                field=".".join(self.key(part)),
+            )
+        if isinstance(value, bare):
+            return value
+        if isinstance(value, (ChatHistory, Text, Tokens)):
+            found = getattr(value, part)
+        elif isinstance(value, TensorDictBase):
+            found = value[part] if part in value.keys() else None
+        else:
+            raise self._wrong(part, f"{self.mode} or a container of it", value)
+        if found is None:
+            raise MissingKeyError(
+                f"{top!r} holds no {part!r}, which this policy reads; the TensorDict has: {_listing(td)}",
+                field=".".join(self.key(part)),
+            )
+        return found
+
+    def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
+        key = ".".join(self.key(part))
+        return InvalidRequestError(f"{key}: expected {expected}, got {type(value).__name__}", field=key)
+
+
+def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
+    """Keep the last `limit` tokens of every prompt. The text of one that was cut is decoded anew, to tell the truth."""
+    cut = rows.ids.lengths > limit
+    if not bool(cut.any()):
+        return rows
+    start = (rows.ids.lengths - limit).clamp_min(0)
+    ids = rows.ids.slice(start, rows.ids.lengths)
+    texts = rows.texts
+    if texts is not None:
+        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
+        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
+    assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
+    return replace(rows, ids=ids, texts=texts, assistant=assistant)
+
+
+class _Gaps:
+    """Puts what was made of the good rows back among the others, which are empty."""
+
+    def __init__(self, total: int, problems: Mapping[int, str]) -> None:
+        self.good = [row not in problems for row in range(total)] if problems else None
+
+    def rows(self, rows: Ragged) -> Ragged:
+        if self.good is None:
+            return rows
+        lengths = torch.zeros(len(self.good), dtype=torch.int64)
+        lengths[torch.tensor(self.good)] = rows.lengths
+        return Ragged(rows.values, lengths)
+
+    def values(self, values: Sequence[Any], filler: Any) -> tuple[Any, ...]:
+        if self.good is None:
+            return tuple(values)
+        left = iter(values)
+        return tuple(next(left) if good else filler for good in self.good)
+
+
+def _entry(td: TensorDictBase, key: NestedKey) -> Any:
+    """What stands at the key, None if nothing does; a list where bare rows of different lengths are stacked lazily."""
+    if key not in td.keys(include_nested=True):
+        return None
+    try:
+        return td[key]
+    except RuntimeError:
+        return td.get(key, as_list=True)
+
+
+def _two_dimensional(tensor: Tensor) -> Tensor:
+    """``[*batch, width]`` → ``[rows, width]``, also of no rows."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _parts(key: NestedKey) -> tuple[str, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _listing(td: TensorDictBase) -> str:
+    return ", ".join(sorted(".".join(_parts(key)) for key in td.keys(include_nested=True))) or "nothing"
+
+
+def _batch(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> tuple[int, ...]:
+    """The batch is the TensorDict's; one without a batch takes it from the data."""
+    batch = tuple(td.batch_size)
+    if batch and batch != found:
+        raise InvalidRequestError(
+            f"{'.'.join(key)}: its batch is {found}, but the TensorDict's is {batch}", field=".".join(key)
+        )
+    return found
+
+
+def _flatten(value: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """Nested lists → the leaves in C order, and the shape; lists of unequal length are left as leaves."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value], ()
+    parts = [_flatten(item) for item in value]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        return list(value), (len(value),)
+    return [leaf for leaves, _ in parts for leaf in leaves], (len(value), *(shapes.pop() if shapes else ()))

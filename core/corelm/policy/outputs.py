@@ -1,0 +1,156 @@
+"""What an engine returned, put beside the rows it was asked for: everything `to_containers` needs.
+
+An answer's ids say two things more: its text, ended before a stop string, and the message it adds to a conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from corelm.backend.backend import Backend
+from corelm.backend.skipping import OnError
+from corelm.errors import Problems, refuse
+from corelm.policy.inputs import InputRows
+from corelm.spec.message import Message
+from corelm.spec.records import ContainerRequest, GenerationBatch, Parts, ScoreBatch
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
+
+#: Turns an answer's text into a message, given as a `Message` or a dict; its ids are added by the caller.
+ResponseParser = Callable[[str], Message | Mapping[str, Any]]
+
+
+def generated(
+    rows: InputRows,
+    batch: GenerationBatch,
+    sampling: SamplingParams,
+    backend: Backend,
+    *,
+    fields: frozenset[str],
+    parser: ResponseParser | None = None,
+    on_error: OnError = "raise",
+    **layout: Any,
+) -> ContainerRequest:
+    """Prompts and their answers. Of a prompt nothing is scored; all of an answer is, and all of it the assistant's."""
+    if sampling.num_samples is not None:
+        rows = rows.repeat(sampling.num_samples)
+    texts = chats = None
+    errors = batch.errors or ("",) * len(batch.ids)
+    if fields & {"text", "history"}:
+        said = answer_texts(batch, sampling, backend)
+        asked = rows.texts or given_texts(rows.ids, backend)
+        texts = Parts(asked, said, _joined(asked, said))
+        if rows.chats is not None:
+            messages, problems = response_messages(said, batch, parser)
+            if on_error == "raise":
+                refuse(problems, "response_parser")
+            errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
+            replies = tuple((message,) for message in messages)
+            chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
+    # Where the answers stand: what is scored, and whose words they are.
+    answered = rows.ids.seam(batch.ids)
+    assistant = answered
+    if rows.assistant is not None:
+        everything = Ragged.full(batch.ids.lengths, True, torch.bool)
+        assistant = rows.assistant.join(everything, answered)
+    logprobs = batch.logprobs
+    if logprobs is not None:
+        unscored = torch.zeros_like(rows.ids.values, dtype=torch.float32)
+        logprobs = rows.ids.holding(unscored).join(logprobs, answered)
+    return ContainerRequest(
+        batch_size=rows.batch_size,
+        fields=fields,
+        tokens=Parts(rows.ids, batch.ids, rows.ids.join(batch.ids, answered)),
+        texts=texts,
+        chats=chats,
+        logprobs=logprobs,
+        scored=None if logprobs is None else answered,
+        provenance=None if logprobs is None else backend.provenance(batch, sampling),
+        assistant=assistant,
+        finish_reasons=batch.finish_reasons,
+        errors=errors,
+        retokenized=rows.retokenized,
+        pad_id=backend.pad_id,
+        **layout,
+    )
+
+
+def scored(
+    rows: InputRows, batch: ScoreBatch, backend: Backend, *, fields: frozenset[str], **layout: Any
+) -> ContainerRequest:
+    """Whole sequences and their scores, in the columns they came in."""
+    texts = None
+    if "text" in fields:
+        texts = Parts(None, None, rows.texts or given_texts(rows.ids, backend))
+    return ContainerRequest(
+        batch_size=rows.batch_size,
+        fields=fields,
+        tokens=rows.tokens,
+        texts=texts,
+        chats=None if rows.chats is None else Parts(None, None, rows.chats),
+        logprobs=batch.logprobs,
+        scored=batch.scored,
+        provenance=backend.provenance(batch),
+        assistant=rows.assistant,
+        retokenized=rows.retokenized,
+        pad_id=backend.pad_id,
+        columns=rows.columns,
+        **layout,
+    )
+
+
+def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
+    """What prompts or sequences decode to. An illegal id, in a row that is skipped, stands for no text."""
+    legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
+    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
+    return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
+
+
+def answer_texts(batch: GenerationBatch, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """One text per answer: the engine's own, or what the ids decode to; without the stop string that ended it."""
+    skip = sampling.skip_special_tokens
+    texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
+    if not sampling.stop:
+        return texts
+    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
+    olds = backend.detokenize(before, skip_special_tokens=skip)
+    return tuple(
+        _cut(text, old, sampling.stop) if reason == "stop" else text
+        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
+    )
+
+
+def _cut(text: str, before: str, stops: tuple[str, ...]) -> str:
+    """`text` up to the stop string that its last token completed. One that was there `before` that token (and before
+    min_new_tokens) did not end the answer.
+    """
+    # Half a character decodes to U+FFFD, which the last token may have made whole.
+    old = len(before.rstrip("\ufffd"))
+    found = [at for stop in stops if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
+    return text[: min(found)] if found else text
+
+
+def response_messages(
+    texts: tuple[str, ...], batch: GenerationBatch, parser: ResponseParser | None
+) -> tuple[tuple[Message, ...], Problems]:
+    """One assistant message per answer, holding the sampled ids; and which answers the parser failed on. Those are
+    taken as they are.
+    """
+    messages, problems = [], {}
+    for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):
+        message = Message("assistant", text)
+        if parser is not None:
+            try:
+                message = Message.from_dict(parser(text))
+            except Exception as error:
+                problems[row] = f"{type(error).__name__}: {error}"
+        messages.append(replace(message, token_ids=tuple(ids)))
+    return tuple(messages), problems
+
+
+def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a + b for a, b in zip(first, second, strict=True))

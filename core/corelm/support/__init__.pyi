@@ -1,0 +1,5 @@
+from .event_loop import LoopThread as LoopThread
+from .http import ABORTED as ABORTED
+from .http import Aborted as Aborted
+from .http import HttpClient as HttpClient
+from .http_errors import TransientError as TransientError

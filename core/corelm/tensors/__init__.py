@@ -1,0 +1,1 @@
+"""Rows of unequal length, rows made on first access, a masked categorical distribution, torch modes."""
