@@ -91,7 +91,7 @@ def main() -> int:
     threads_before = threading.active_count()
     lock = threading.Lock()
     with (
-        DynamicBatcher(corelm.get_backend("toy", plugins=[poison]), max_batch_size=32) as batcher,
+        DynamicBatcher(corelm.get_backend("toy", wrappers=[poison]), max_batch_size=32) as batcher,
         tqdm(total=count, desc="together") as bar,
         ThreadPoolExecutor(given.threads) as pool,
     ):

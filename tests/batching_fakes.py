@@ -13,7 +13,7 @@ import torch
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.batching import DynamicBatcher
-from corelm.spec.records import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from fakes import SHORT, VOCAB, Fake
 
 #: Seconds after which a test that waits has failed. Nothing takes that long.
@@ -47,7 +47,7 @@ class Held(Fake):
         self._changed = threading.Condition()
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         cut = self._pass(request)
         prompts, sampling = request.prompts.tolist(), request.sampling
         seeds = [0] * len(prompts) if request.seeds is None else request.seeds.tolist()
@@ -57,21 +57,21 @@ class Held(Fake):
             for prompt, seed, name in zip(prompts, seeds, request.request_ids, strict=True)
         ]
         rows = Ragged.from_list(ids)
-        return GenerationBatch(
+        return GenerateResult(
             ids=rows,
             logprobs=Ragged(-rows.values.float(), rows.lengths),
             finish_reasons=tuple("abort" if name in cut else "length" for name in request.request_ids),
         )
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         self._pass(request)
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
         values = torch.where(scored, -rows.values.float() / request.temperature, 0.0)
         if request.grad:
             values = values * torch.ones((), requires_grad=True)
-        return ScoreBatch(
+        return ScoreResult(
             logprobs=Ragged(values, rows.lengths),
             scored=Ragged(scored, rows.lengths),
             mode="raw" if request.temperature == 1.0 else "processed",
@@ -145,7 +145,7 @@ def batcher(engine: Held, **options: Any) -> Iterator[DynamicBatcher]:
             yield made
         finally:
             engine.free()
-    assert not made._desk.threads() and not made._desk._calls and not made._desk.in_flight
+    assert not made._dispatcher.threads() and not made._dispatcher._calls and not made._dispatcher.in_flight
 
 
 def ids(result: Future | object) -> list[list[int]]:

@@ -19,9 +19,9 @@ from corelm.spec.records import (
     AbortRequest,
     ContainerRequest,
     GenerateRequest,
-    GenerationBatch,
-    ScoreBatch,
+    GenerateResult,
     ScoreRequest,
+    ScoreResult,
     WeightUpdate,
 )
 
@@ -36,7 +36,7 @@ class Abortable(ToyBackend):
         self.heard = threading.Event()
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(request)
         if (request.sampling.max_new_tokens or 0) > 200:
             self.heard.wait(timeout=5)
@@ -72,7 +72,7 @@ class CutThoughScaled(Scaled):
     """Its log-probs know of the truncation as well."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(replace(request, logprobs="processed"))
         return batch if request.logprobs == "processed" else replace(batch, mode="raw", temperature=1.0, support="full")
 
@@ -88,7 +88,7 @@ class FirstLogProbZeroed(ToyBackend):
     """The first token comes from the prefill, whose logits were not kept."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(request)
         values = batch.logprobs.values.masked_fill(batch.ids.positions == 0, 0.0)
         return replace(batch, logprobs=Ragged(values, batch.ids.lengths))
@@ -98,7 +98,7 @@ class PadsCounted(ToyBackend):
     """Prompts are padded on the right, and the answer goes on behind the pads."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         padded = request.prompts.to_padded(self.tokenizer.pad_token_id)
         return super().generate(replace(request, prompts=Ragged.from_list(list(padded))))
 
@@ -107,7 +107,7 @@ class ProcessedCalledRaw(ToyBackend):
     """The numbers of the distribution that was sampled from, under the name of the model's own."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(replace(request, logprobs="processed"))
         return batch if request.logprobs == "processed" else replace(batch, mode="raw", temperature=1.0, support="full")
 
@@ -116,7 +116,7 @@ class SeedIgnored(ToyBackend):
     """Every call draws from one generator, whatever the seeds."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return super().generate(replace(request, seeds=None))
 
 
@@ -124,7 +124,7 @@ class SeedOfTheCall(ToyBackend):
     """One seed a call: the rows share the first one's, and so depend on which row is first."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return super().generate(replace(request, seeds=request.seeds[:1].expand(len(request.seeds))))
 
 
@@ -132,7 +132,7 @@ class RowsSwapped(ToyBackend):
     """Rows are sorted by length for speed and not put back."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         order = request.prompts.lengths.argsort(stable=True, descending=True)
         return super().generate(replace(request, prompts=request.prompts.select(order), seeds=request.seeds[order]))
 
@@ -141,7 +141,7 @@ class ScoresSwapped(ToyBackend):
     """Two rows of one length, taken for each other: every shape is right."""
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         batch = super().score_logprobs(request)
         order = torch.arange(len(batch.logprobs))
         for length in set(batch.logprobs.lengths.tolist()):
@@ -154,7 +154,7 @@ class EosDropped(ToyBackend):
     """The EOS that ended an answer is left out, unless it is all there is."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(request)
         eos = request.stop_ids & {self.tokenizer.eos_token_id}
         dropped = torch.tensor([len(row) > 1 and row[-1] in eos for row in batch.ids.tolist()])
@@ -166,7 +166,7 @@ class EosAlwaysEnds(ToyBackend):
     """`ignore_eos` is not passed on."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return super().generate(replace(request, stop_ids=request.stop_ids | {self.tokenizer.eos_token_id}))
 
 
@@ -174,7 +174,7 @@ class EveryEndIsAStop(ToyBackend):
     """The finish reason is a constant."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(request)
         return replace(batch, finish_reasons=("stop",) * len(batch.ids))
 
@@ -192,7 +192,7 @@ class StopStringIgnored(ToyBackend):
     """Stop strings are declared and dropped."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return super().generate(replace(request, sampling=SamplingParams.make(request.sampling, stop=())))
 
 
@@ -200,7 +200,7 @@ class TopKIgnored(ToyBackend):
     """top_k is declared and dropped."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(replace(request, sampling=SamplingParams.make(request.sampling, top_k=None)))
         return replace(batch, support="truncated" if request.sampling.truncates and batch.mode != "raw" else "full")
 
@@ -218,7 +218,7 @@ class TemperatureIgnoredWhileScoring(ToyBackend):
     """Given tokens are scored at temperature 1, whatever was asked for and is said."""
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         batch = super().score_logprobs(replace(request, temperature=1.0))
         return replace(
             batch, mode="raw" if request.temperature == 1.0 else "processed", temperature=request.temperature
@@ -229,7 +229,7 @@ class SupportUnsaid(ToyBackend):
     """The log-probs are those of what top-k left, and do not say that anything was cut."""
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return replace(super().generate(request), support="full")
 
 
@@ -241,12 +241,12 @@ class OneRowFailsAll(ToyBackend):
         self.capabilities = replace(self.capabilities, max_context=self.max_context + 1)
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check(request.prompts.lengths + (request.sampling.max_new_tokens or 1))
         return super().generate(request)
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         self._check(request.sequences.lengths)
         return super().score_logprobs(request)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, Capabilities, Ragged, hookimpl
-from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 
 VOCAB, CONTEXT, EOS = 16, 12, 2
 SHORT = {"max_new_tokens": 2}
@@ -53,21 +53,21 @@ class Fake:
         return cls()
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
         new = request.sampling.max_new_tokens or 1
         samples = request.sampling.num_samples or 1
         ids = Ragged.from_list([[row[-1]] * new for row in request.prompts.tolist() for _ in range(samples)])
         logprobs = Ragged.full(ids.lengths, -1.0, torch.float32)
-        return self.bend(GenerationBatch(ids=ids, logprobs=logprobs, finish_reasons=("length",) * len(ids)))
+        return self.bend(GenerateResult(ids=ids, logprobs=logprobs, finish_reasons=("length",) * len(ids)))
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         self.requests.append(request)
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
         return self.bend(
-            ScoreBatch(logprobs=Ragged(-scored.float(), rows.lengths), scored=Ragged(scored, rows.lengths))
+            ScoreResult(logprobs=Ragged(-scored.float(), rows.lengths), scored=Ragged(scored, rows.lengths))
         )
 
     @hookimpl

@@ -9,8 +9,8 @@ import torch
 
 import chat_templates as ct
 from corelm.containers.history import History
-from corelm.rendering.render import Rendered, render
-from corelm.spec.records import TokenBatch
+from corelm.rendering.render import RenderedChats, render
+from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
 
 TOKENIZER = ct.tokenizer()
@@ -25,7 +25,7 @@ MORE = {"role": "user", "content": "And of Italy?"}
 
 def tokenize(
     texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
-) -> TokenBatch:
+) -> TokenizeResult:
     encoded = TOKENIZER(
         list(texts),
         add_special_tokens=add_special_tokens,
@@ -33,13 +33,13 @@ def tokenize(
         return_offsets_mapping=offsets,
     )
     pairs = [pair for row in encoded["offset_mapping"] for pair in row] if offsets else None
-    return TokenBatch(
+    return TokenizeResult(
         ids=Ragged.from_list(encoded["input_ids"]),
         offsets=None if pairs is None else torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
     )
 
 
-def rendered(chats: list[Any], template: str | None = None, prompt: bool = False, **options: Any) -> Rendered:
+def rendered(chats: list[Any], template: str | None = None, prompt: bool = False, **options: Any) -> RenderedChats:
     options = {"tokenize": tokenize, "eos_ids": EOS_IDS, **options}
     chats = History.from_chats(chats).chats
     return render(chats, TOKENIZER, add_generation_prompt=prompt, chat_template=template, **options)

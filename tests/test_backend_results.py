@@ -35,7 +35,7 @@ def rows(*lists, dtype=torch.int64) -> Ragged:
         ),
         (lambda b: replace(b, logprobs=Ragged(b.logprobs.values.double(), b.logprobs.lengths)), "torch.float64"),
         (lambda b: replace(b, mode="processed"), "processed log-probs, but raw"),
-        (lambda b: {}, "the result is a dict, expected a GenerationBatch"),
+        (lambda b: {}, "the result is a dict, expected a GenerateResult"),
         (lambda b: replace(b, ids=[[1, 1], [3, 3]]), "ids is a list, expected a Ragged"),
         (lambda b: replace(b, finish_reasons=None), "finish_reasons is a NoneType"),
         (lambda b: replace(b, logprobs=rows([0.5, -1.0], [-1.0, -1.0], dtype=torch.float32)), "log-prob is 0.5"),

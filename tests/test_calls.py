@@ -138,7 +138,7 @@ def test_an_engine_without_what_the_specification_names_is_refused(lacks):
     with pytest.raises(BackendIncompatibleError, match="without `capabilities` or `tokenizer`"):
         Backend(engine, "fake")
     with pytest.raises(BackendIncompatibleError, match="has no hook"):
-        Backend(Fake(), "fake", plugins=[object()])
+        Backend(Fake(), "fake", wrappers=[object()])
 
 
 def test_a_timeout_inside_the_engine_is_typed():
@@ -153,7 +153,7 @@ def test_wrappers_see_and_replace_results():
             batch = yield
             return replace(batch, finish_reasons=("abort",) * len(batch.ids))
 
-    out = Backend(Fake(), "fake", plugins=[Shout()]).generate([[1]], SHORT)
+    out = Backend(Fake(), "fake", wrappers=[Shout()]).generate([[1]], SHORT)
     assert out.finish_reasons == ("abort",)
 
 
@@ -164,7 +164,7 @@ def test_a_misspelt_hook_is_an_error_and_not_silence(hook):
 
     plugin = type("Typo", (), {hook: hookimpl(method)})()
     with pytest.raises(BackendIncompatibleError, match=hook):
-        Backend(Fake(), "fake", plugins=[plugin])
+        Backend(Fake(), "fake", wrappers=[plugin])
 
 
 def test_a_hook_with_another_signature_is_an_error():
@@ -317,7 +317,7 @@ def test_what_core_does_itself_does_not_wait_for_the_engine(watched):
             return (yield)
 
     engine = Fake(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1])
-    backend = Backend(engine, "fake", plugins=[Watcher()] if watched else [])
+    backend = Backend(engine, "fake", wrappers=[Watcher()] if watched else [])
     results, done = [], threading.Event()
 
     def own():

@@ -18,7 +18,7 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import deferred_objects, deferred_rows, unmade
+from corelm.tensors.lazy_rows import flat_source, lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]
@@ -53,7 +53,7 @@ def stacks(td: TensorDict) -> dict[str, Any]:
 
 
 def waiting(td: TensorDict) -> set[str]:
-    return {name for name, stack in stacks(td).items() if unmade(stack) is not None}
+    return {name for name, stack in stacks(td).items() if flat_source(stack) is not None}
 
 
 EVERY = {"tokens", "masks", "log_probs", "text", "history", "finish_reason"}
@@ -109,12 +109,12 @@ FIRST_TOUCHES = {
 @pytest.mark.parametrize("kind", ["rows", "objects"])
 def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> None:
     if kind == "rows":
-        stack = deferred_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
+        stack = lazy_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
     else:
-        stack = deferred_objects(tuple("abcd"), (4,))
-    assert unmade(stack) is not None
+        stack = lazy_objects(tuple("abcd"), (4,))
+    assert flat_source(stack) is not None
     found = touch(stack)
-    assert unmade(stack) is None
+    assert flat_source(stack) is None
     if isinstance(found, bytes):
         found = pickle.loads(found)
     ordinary = type(stack)
@@ -127,15 +127,15 @@ def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> Non
 
 
 def test_its_batch_size_can_be_set_as_that_of_an_ordinary_one() -> None:
-    stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
     stack.batch_size = torch.Size([4])
     assert type(stack) is LazyStackedTensorDict and stack.batch_size == stack.shape == (4,)
 
 
 def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
-    stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
     assert type(type(stack)(TensorDict({}), TensorDict({}))) is LazyStackedTensorDict
-    assert unmade(stack) is not None
+    assert flat_source(stack) is not None
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -213,7 +213,7 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        stack = deferred_rows({"full": Ragged.from_list(ROWS)}, (4,))
+        stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
         assert len(stack[:2]) == 2 and gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()

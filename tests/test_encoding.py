@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from corelm.backend.encoding import Encoder
-from corelm.spec.records import TokenBatch, TokenizeRequest
+from corelm.spec.records import TokenizeRequest, TokenizeResult
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
 SPECIALS = ["<|pad|>", "<|end|>"]
@@ -95,7 +95,7 @@ def request(texts: list[str], **options: Any) -> TokenizeRequest:
     return TokenizeRequest(texts=tuple(texts), **{"add_special_tokens": False, **options})
 
 
-def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenBatch:
+def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenizeResult:
     found = Encoder(tokenizer)(asked)
     wanted = tokenizer(
         list(asked.texts),

@@ -1,4 +1,4 @@
-"""`Gate`: many together or one alone, nobody starved, nobody left waiting."""
+"""`ReadersWriterLock`: many together or one exclusive, nobody starved, nobody left waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from corelm.backend.rwlock import Gate
+from corelm.backend.rwlock import ReadersWriterLock
 
 Enter = Callable[..., AbstractContextManager[None]]
 
@@ -38,81 +38,81 @@ def pool():
 
 
 def test_those_who_share_are_inside_together(pool):
-    gate = Gate()
-    visitors = [Visitor(pool, gate.shared) for _ in range(4)]
+    lock = ReadersWriterLock()
+    visitors = [Visitor(pool, lock.shared) for _ in range(4)]
     assert all(visitor.inside.wait(timeout=10) for visitor in visitors)
     for visitor in visitors:
         visitor.leave()
 
 
-@pytest.mark.parametrize(("first", "then"), [("alone", "alone"), ("alone", "shared"), ("shared", "alone")])
-def test_whoever_is_alone_keeps_others_out_until_it_leaves(pool, first, then):
-    gate = Gate()
-    one = Visitor(pool, getattr(gate, first))
+@pytest.mark.parametrize(("first", "then"), [("exclusive", "exclusive"), ("exclusive", "shared"), ("shared", "exclusive")])
+def test_whoever_is_exclusive_keeps_others_out_until_it_leaves(pool, first, then):
+    lock = ReadersWriterLock()
+    one = Visitor(pool, getattr(lock, first))
     assert one.inside.wait(timeout=10)
-    with pytest.raises(TimeoutError), getattr(gate, then)(0.01):
+    with pytest.raises(TimeoutError), getattr(lock, then)(0.01):
         pass
-    two = Visitor(pool, getattr(gate, then))
+    two = Visitor(pool, getattr(lock, then))
     assert not two.inside.is_set()
     one.leave()
     assert two.inside.wait(timeout=10)
     two.leave()
 
 
-def test_one_that_waits_to_be_alone_is_not_overtaken(pool):
-    gate = Gate()
-    early = Visitor(pool, gate.shared)
+def test_one_that_waits_to_be_exclusive_is_not_overtaken(pool):
+    lock = ReadersWriterLock()
+    early = Visitor(pool, lock.shared)
     assert early.inside.wait(timeout=10)
-    alone = Visitor(pool, gate.alone)
+    exclusive = Visitor(pool, lock.exclusive)
     # It waits by now, or soon will: from then on nobody else gets in to share.
     refused = False
     while not refused:
         try:
-            with gate.shared(0.01):
+            with lock.shared(0.01):
                 pass
         except TimeoutError:
             refused = True
-    late = Visitor(pool, gate.shared)
+    late = Visitor(pool, lock.shared)
     early.leave()
-    assert alone.inside.wait(timeout=10) and not late.inside.is_set()
-    alone.leave()
+    assert exclusive.inside.wait(timeout=10) and not late.inside.is_set()
+    exclusive.leave()
     assert late.inside.wait(timeout=10)
     late.leave()
 
 
-def test_one_that_gave_up_waiting_to_be_alone_keeps_nobody_out(pool):
-    gate = Gate()
-    early = Visitor(pool, gate.shared)
+def test_one_that_gave_up_waiting_to_be_exclusive_keeps_nobody_out(pool):
+    lock = ReadersWriterLock()
+    early = Visitor(pool, lock.shared)
     assert early.inside.wait(timeout=10)
-    with pytest.raises(TimeoutError), gate.alone(0.01):
+    with pytest.raises(TimeoutError), lock.exclusive(0.01):
         pass
-    late = Visitor(pool, gate.shared)
+    late = Visitor(pool, lock.shared)
     assert late.inside.wait(timeout=10)
     early.leave()
     late.leave()
 
 
-@pytest.mark.parametrize("outer", ["alone", "shared"])
-@pytest.mark.parametrize("inner", ["alone", "shared"])
+@pytest.mark.parametrize("outer", ["exclusive", "shared"])
+@pytest.mark.parametrize("inner", ["exclusive", "shared"])
 def test_a_thread_inside_may_enter_again(pool, outer, inner):
-    gate = Gate()
-    with getattr(gate, outer)(1.0):
-        with getattr(gate, inner)(1.0):
+    lock = ReadersWriterLock()
+    with getattr(lock, outer)(1.0):
+        with getattr(lock, inner)(1.0):
             pass
-        if outer == "alone":
+        if outer == "exclusive":
             # Leaving the inner one does not let others in.
-            other = Visitor(pool, gate.shared)
+            other = Visitor(pool, lock.shared)
             assert not other.inside.wait(timeout=0.01)
-    if outer == "alone":
+    if outer == "exclusive":
         other.leave()
-    with gate.alone(1.0):
+    with lock.exclusive(1.0):
         pass
 
 
 def test_an_exception_inside_opens_the_gate():
-    gate = Gate()
-    for enter in (gate.alone, gate.shared):
+    lock = ReadersWriterLock()
+    for enter in (lock.exclusive, lock.shared):
         with pytest.raises(KeyError), enter():
             raise KeyError
-    with gate.alone(1.0):
+    with lock.exclusive(1.0):
         pass

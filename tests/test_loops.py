@@ -9,12 +9,12 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from corelm.support.event_loop import LoopThread
+from corelm.support.event_loop import EventLoopThread
 
 
 @pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    made = LoopThread("a loop of the tests")
+def loop() -> Iterator[EventLoopThread]:
+    made = EventLoopThread("a loop of the tests")
     yield made
     made.stop()
 
@@ -38,7 +38,7 @@ async def give(value: int) -> int:
     return value
 
 
-def test_many_threads_run_coroutines_at_once(loop: LoopThread) -> None:
+def test_many_threads_run_coroutines_at_once(loop: EventLoopThread) -> None:
     here: list[str] = []
     all_here = asyncio.Event()
 
@@ -54,7 +54,7 @@ def test_many_threads_run_coroutines_at_once(loop: LoopThread) -> None:
     assert here == ["a loop of the tests"] * 8
 
 
-def test_an_error_reaches_the_caller_as_it_is(loop: LoopThread) -> None:
+def test_an_error_reaches_the_caller_as_it_is(loop: EventLoopThread) -> None:
     async def fail() -> None:
         raise KeyError("its own")
 
@@ -62,14 +62,14 @@ def test_an_error_reaches_the_caller_as_it_is(loop: LoopThread) -> None:
         loop.run(fail())
 
 
-def test_a_timeout_cancels_the_coroutine(loop: LoopThread) -> None:
+def test_a_timeout_cancels_the_coroutine(loop: EventLoopThread) -> None:
     watched = Watched()
     with pytest.raises(TimeoutError):
         loop.run(watched(), timeout=0.01)
     assert watched.cancelled.wait(30)
 
 
-def test_a_timeout_of_the_coroutine_itself_is_passed_on(loop: LoopThread) -> None:
+def test_a_timeout_of_the_coroutine_itself_is_passed_on(loop: EventLoopThread) -> None:
     async def own() -> None:
         raise TimeoutError("its own")
 
@@ -77,14 +77,14 @@ def test_a_timeout_of_the_coroutine_itself_is_passed_on(loop: LoopThread) -> Non
         loop.run(own(), timeout=30)
 
 
-def test_cancelling_the_future_cancels_the_coroutine(loop: LoopThread) -> None:
+def test_cancelling_the_future_cancels_the_coroutine(loop: EventLoopThread) -> None:
     watched = Watched()
     future = loop.submit(watched())
     assert watched.begun.wait(30)
     assert future.cancel() and watched.cancelled.wait(30)
 
 
-def test_cancel_ends_what_runs_and_the_loop_goes_on(loop: LoopThread) -> None:
+def test_cancel_ends_what_runs_and_the_loop_goes_on(loop: EventLoopThread) -> None:
     watched = Watched()
     future = loop.submit(watched())
     assert watched.begun.wait(30)
@@ -96,7 +96,7 @@ def test_cancel_ends_what_runs_and_the_loop_goes_on(loop: LoopThread) -> None:
 
 
 def test_stop_cancels_lets_clean_up_and_ends_the_thread() -> None:
-    loop = LoopThread("to be stopped")
+    loop = EventLoopThread("to be stopped")
     cleaned = []
 
     async def tidy() -> None:
@@ -115,7 +115,7 @@ def test_stop_cancels_lets_clean_up_and_ends_the_thread() -> None:
 
 
 def test_stop_closes_generators_that_nobody_finished() -> None:
-    loop = LoopThread("with a generator")
+    loop = EventLoopThread("with a generator")
     closed = []
 
     async def numbers() -> AsyncIterator[int]:
@@ -136,7 +136,7 @@ def test_stop_closes_generators_that_nobody_finished() -> None:
 
 
 def test_a_stopped_loop_refuses_and_leaves_no_coroutine_behind() -> None:
-    loop = LoopThread("stopped")
+    loop = EventLoopThread("stopped")
     loop.stop()
     coroutine = give(1)
     with pytest.raises(RuntimeError, match="was stopped"):
@@ -146,7 +146,7 @@ def test_a_stopped_loop_refuses_and_leaves_no_coroutine_behind() -> None:
         coroutine.send(None)
 
 
-def test_the_loops_own_thread_cannot_wait_for_itself(loop: LoopThread) -> None:
+def test_the_loops_own_thread_cannot_wait_for_itself(loop: EventLoopThread) -> None:
     async def inside() -> None:
         loop.run(give(1))
 
@@ -161,10 +161,10 @@ def test_the_loops_own_thread_cannot_wait_for_itself(loop: LoopThread) -> None:
 
 def test_whoever_comes_while_it_stops_is_refused_or_cancelled_and_never_waits_for_ever() -> None:
     for _ in range(20):
-        loop = LoopThread("contended")
+        loop = EventLoopThread("contended")
         start = threading.Barrier(5)
 
-        def ask(loop: LoopThread = loop, start: threading.Barrier = start) -> bool:
+        def ask(loop: EventLoopThread = loop, start: threading.Barrier = start) -> bool:
             start.wait(30)
             try:
                 loop.run(asyncio.sleep(3600), timeout=30)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat_templates as ct
-from corelm.spec.records import TokenBatch
+from corelm.spec.records import TokenizeResult
 from rendering import (
     ANSWER,
     EOS_IDS,
@@ -109,7 +109,7 @@ def test_the_template_and_its_arguments() -> None:
 def test_rows_do_not_mix_and_texts_are_tokenized_in_one_call() -> None:
     calls: list[int] = []
 
-    def counted(texts: Sequence[str], **options: Any) -> TokenBatch:
+    def counted(texts: Sequence[str], **options: Any) -> TokenizeResult:
         calls.append(len(texts))
         return tokenize(texts, **options)
 

@@ -13,7 +13,7 @@ import chat_templates as ct
 from corelm.containers.history import History
 from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.render import render
-from corelm.spec.records import TokenBatch
+from corelm.spec.records import TokenizeResult
 from rendering import (
     ANSWER,
     EOS_IDS,
@@ -164,8 +164,8 @@ def test_a_tokenizer_without_a_template() -> None:
 
 
 def test_offsets_are_asked_for_only_where_a_mask_needs_them() -> None:
-    def slow(texts: Sequence[str], **options: Any) -> TokenBatch:
-        return TokenBatch(ids=tokenize(texts, **options).ids)
+    def slow(texts: Sequence[str], **options: Any) -> TokenizeResult:
+        return TokenizeResult(ids=tokenize(texts, **options).ids)
 
     chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
     assert rendered([chat], ct.CHATML, True, tokenize=slow).ids.tolist() == [ids_of(chat, ct.CHATML, True)]

@@ -155,5 +155,5 @@ def test_what_does_not_fit_is_refused(build: Callable[[], object], message: str)
 
 def test_a_seam_of_other_rows_is_refused():
     first, second = Ragged.from_list([[1], [2]]), Ragged.from_list([[3], [4, 5]])
-    with pytest.raises(ValueError, match="seam"):
-        first.join(second, first.seam(first))
+    with pytest.raises(ValueError, match="join_mask"):
+        first.join(second, first.join_mask(first))

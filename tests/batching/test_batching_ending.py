@@ -123,7 +123,7 @@ def test_an_abandoned_batcher_is_garbage_and_its_threads_end():
     made = DynamicBatcher(Backend(engine, "held"))
     kept = made.submit_generate([[4]], SEEDED, timeout=60.0)
     assert ids(kept)
-    threads, gone = made._desk.threads(), weakref.ref(made)
+    threads, gone = made._dispatcher.threads(), weakref.ref(made)
     assert threads
     del made
     gc.collect()
@@ -135,7 +135,7 @@ def test_an_abandoned_batcher_is_garbage_and_its_threads_end():
     made = DynamicBatcher(Backend(engine, "held"))
     # Nobody holds the batcher, but somebody waits.
     future = made.submit_generate([[4]], SEEDED)
-    threads = made._desk.threads()
+    threads = made._dispatcher.threads()
     del made
     assert ids(future)
     gc.collect()

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.batching.scheduling import LONGEST_PATIENCE, PATIENCE, REMEMBERED, Limits, OneByOne, Ticket, Together
+from corelm.batching.scheduling import (
+    LONGEST_PATIENCE,
+    PATIENCE,
+    REMEMBERED,
+    GroupingQueue,
+    Limits,
+    PassThroughQueue,
+    Ticket,
+)
 from corelm.errors import InvalidRequestError
 
 
@@ -17,13 +25,13 @@ def ticket(key="k", rows=1, tokens=1, barrier=False):
 
 
 def together(*tickets, now=0.0, **limits):
-    queue = Together(Limits(**limits))
+    queue = GroupingQueue(Limits(**limits))
     for each in tickets:
         queue.add(each, now)
     return queue
 
 
-# Together ------------------------------------------------------------------------------------------------------------
+# GroupingQueue --------------------------------------------------------------------------------------------------------
 
 
 def test_equal_keys_share_and_the_oldest_group_goes_first():
@@ -251,7 +259,7 @@ def test_a_caller_alone_waits_for_nobody():
 
 
 def test_an_engine_that_batches_gets_requests_in_order_while_the_limits_are_kept():
-    queue = OneByOne(Limits(max_batch_size=4, max_batch_tokens=10))
+    queue = PassThroughQueue(Limits(max_batch_size=4, max_batch_tokens=10))
     first, second, third = ticket(rows=3), ticket("b", rows=2), ticket(tokens=11)
     for each in (first, second, third):
         queue.add(each, 0.0)
@@ -263,7 +271,7 @@ def test_an_engine_that_batches_gets_requests_in_order_while_the_limits_are_kept
 
 
 def test_a_barrier_waits_until_the_engine_is_empty():
-    queue = OneByOne(Limits())
+    queue = PassThroughQueue(Limits())
     barrier = ticket(None, barrier=True)
     queue.add(barrier, 0.0)
     queue.add(ticket(), 0.0)
@@ -315,7 +323,7 @@ STEPS = st.lists(
 )
 def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most, tokens, room):
     limits = Limits(min_batch_size=least, max_batch_size=most, max_batch_tokens=tokens, max_queue=room)
-    queue, now = Together(limits), 0.0
+    queue, now = GroupingQueue(limits), 0.0
     added, gone = [], []
 
     def take():

@@ -82,7 +82,7 @@ def test_a_callback_may_ask_and_close():
         made.close()
 
     first.add_done_callback(back)
-    threads = made._desk.threads()
+    threads = made._dispatcher.threads()
     engine.free()
     assert ids(first)
     for thread in threads:
@@ -105,7 +105,7 @@ def test_a_wrapper_may_ask_again_from_within_a_turn():
     wrapper = Asking()
     engine = Held(**can())
     engine.free()
-    made = wrapper.batcher = DynamicBatcher(Backend(engine, "held", plugins=[wrapper]))
+    made = wrapper.batcher = DynamicBatcher(Backend(engine, "held", wrappers=[wrapper]))
     done = threading.Thread(target=made.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
     done.start()
     done.join(LONG)

@@ -138,7 +138,7 @@ def test_nothing_is_sampled_for_results_that_have_no_place(backend):
             calls.append(request)
             return (yield)
 
-    with corelm.get_backend("toy", plugins=[Watch()]) as watched:
+    with corelm.get_backend("toy", wrappers=[Watch()]) as watched:
         policy = LLMPolicy(watched, input_mode="text", sampling_params=SAMPLING)
         with pytest.raises(InvalidRequestError, match="locked"):
             policy(TensorDict(text=["Hi"]).lock_())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_results
-from corelm.backend.hooks import HookCaller
+from corelm.backend.hooks import EngineHooks
 from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.backend.seeds import answer_seeds
 from corelm.backend.skipping import OnError
@@ -24,11 +24,11 @@ from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
     AbortRequest,
     ContainerRequest,
-    GenerationBatch,
+    GenerateResult,
     HealthRequest,
-    ScoreBatch,
-    TokenBatch,
+    ScoreResult,
     TokenizeRequest,
+    TokenizeResult,
     WeightUpdate,
 )
 from corelm.spec.sampling import SamplingParams
@@ -37,7 +37,7 @@ from corelm.spec.sampling import SamplingParams
 class Backend:
     """One opened engine. A context manager: leaving it closes the engine.
 
-    Calls are checked before and after (`corelm.checks`) and made by a `HookCaller`, one thread at a time unless the
+    Calls are checked before and after (`corelm.checks`) and made by a `EngineHooks`, one thread at a time unless the
     engine declares `concurrent_calls`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Backend:
         name: str,
         *,
         model_name: str = "",
-        plugins: Sequence[object] = (),
+        wrappers: Sequence[object] = (),
         retry: int | tenacity.BaseRetrying | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Backend:
         self.timeout = None if timeout is None else validate.positive(timeout, "timeout")
         self.weight_version = "0"
         self._engine = engine
-        self._hooks = HookCaller(engine, name, plugins, retry)
+        self._hooks = EngineHooks(engine, name, wrappers, retry)
 
     # What it is ------------------------------------------------------------------------------------------------------
 
@@ -109,18 +109,18 @@ class Backend:
         add_special_tokens: bool = True,
         parse_special: bool = True,
         offsets: bool = False,
-    ) -> TokenBatch:
+    ) -> TokenizeResult:
         """One row of ids per text (a single text is one row)."""
         found = arguments.texts(texts)
         request = TokenizeRequest(
             texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
         )
 
-        def finish(batch: TokenBatch) -> TokenBatch:
+        def finish(batch: TokenizeResult) -> TokenizeResult:
             check_results.check_tokens(batch, len(found), self._hooks.fault("tokenize"))
             return batch
 
-        tokens: TokenBatch = self._hooks.call("tokenize", request, finish)
+        tokens: TokenizeResult = self._hooks.call("tokenize", request, finish)
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
@@ -140,7 +140,7 @@ class Backend:
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
-    ) -> GenerationBatch:
+    ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt; those of one prompt are neighbours in the result.
 
         Args:
@@ -181,7 +181,7 @@ class Backend:
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
-    ) -> ScoreBatch:
+    ) -> ScoreResult:
         """Log-probability of every token but the first of each sequence, from position ``score_from[r]`` on.
 
         Args:
@@ -211,7 +211,7 @@ class Backend:
         return self._hooks.call("to_containers", request)
 
     def provenance(
-        self, batch: GenerationBatch | ScoreBatch, sampling: SamplingParams | None = None
+        self, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None = None
     ) -> Provenance | tuple[Provenance, ...]:
         """Where the log-probs of `batch` came from: one for all rows if they agree, else one per row."""
         raw = batch.mode == "raw"

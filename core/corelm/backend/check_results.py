@@ -10,22 +10,29 @@ import torch
 
 from corelm.backend.check_requests import outside_vocabulary, value_range
 from corelm.errors import EngineError, spelled_out
-from corelm.spec.records import FINISH_REASONS, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, TokenBatch
+from corelm.spec.records import (
+    FINISH_REASONS,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    TokenizeResult,
+)
 from corelm.tensors.ragged import Ragged
 
 
-def check_tokens(batch: TokenBatch, texts: int, fail: Callable[[str], EngineError]) -> None:
-    _is(batch, TokenBatch, "the result", fail)
+def check_tokens(batch: TokenizeResult, texts: int, fail: Callable[[str], EngineError]) -> None:
+    _is(batch, TokenizeResult, "the result", fail)
     _rows("ids", batch.ids, torch.int64, fail)
     if len(batch.ids) != texts:
         raise fail(f"returned {len(batch.ids)} rows for {texts} texts")
 
 
 def check_generation(
-    batch: GenerationBatch, request: GenerateRequest, answers: int, vocab_size: int, fail: Callable[[str], EngineError]
+    batch: GenerateResult, request: GenerateRequest, answers: int, vocab_size: int, fail: Callable[[str], EngineError]
 ) -> None:
     """Hold an engine's answers against the specification. `fail` names the plugin and the hook."""
-    _is(batch, GenerationBatch, "the result", fail)
+    _is(batch, GenerateResult, "the result", fail)
     ids = batch.ids
     _rows("ids", ids, torch.int64, fail)
     if len(ids) != answers:
@@ -65,12 +72,12 @@ def check_generation(
         raise fail("says full support, but sampled under truncation")
 
 
-def every_row_was_served(batch: GenerationBatch | ScoreBatch, samples: int, backend: str) -> None:
+def every_row_was_served(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:
     """Raises:
     EngineError: the engine served some rows only; `problems` names the prompts of the others.
     """
     errors: Sequence[str] = batch.errors or ()
-    if isinstance(batch, GenerationBatch):
+    if isinstance(batch, GenerateResult):
         texts = errors or ("",) * len(batch.ids)
         errors = [
             text or "failed, and the engine does not say why" if reason == "error" else ""
@@ -81,8 +88,10 @@ def every_row_was_served(batch: GenerationBatch | ScoreBatch, samples: int, back
         raise EngineError(f"backend {backend!r}: {spelled_out(problems)}", usable=True, problems=problems)
 
 
-def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail: Callable[[str], EngineError]) -> None:
-    _is(batch, ScoreBatch, "the result", fail)
+def check_scores(
+    batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Callable[[str], EngineError]
+) -> None:
+    _is(batch, ScoreResult, "the result", fail)
     sequences = request.sequences
     for name, rows, dtype in (("logprobs", batch.logprobs, torch.float32), ("scored", batch.scored, torch.bool)):
         _rows(name, rows, dtype, fail)
@@ -114,9 +123,9 @@ def check_scores(batch: ScoreBatch, request: ScoreRequest, vocab_size: int, fail
             raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
 
 
-def _labels(batch: GenerationBatch | ScoreBatch, rows: int, fail: Callable[[str], EngineError]) -> None:
+def _labels(batch: GenerateResult | ScoreResult, rows: int, fail: Callable[[str], EngineError]) -> None:
     named = {"weight_versions": batch.weight_versions, "errors": batch.errors}
-    if isinstance(batch, GenerationBatch):
+    if isinstance(batch, GenerateResult):
         named["texts"] = batch.texts
     for name, values in named.items():
         if values is not None and len(values) != rows:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from corelm.backend.encoding import Encoder
 from corelm.containers.assemble import assemble
 from corelm.spec.hookspecs import hookimpl
-from corelm.spec.records import ContainerRequest, TokenBatch, TokenizeRequest
+from corelm.spec.records import ContainerRequest, TokenizeRequest, TokenizeResult
 
 
 class DefaultHooks:
@@ -19,7 +19,7 @@ class DefaultHooks:
         self._encode = Encoder(tokenizer)
 
     @hookimpl(trylast=True)
-    def tokenize(self, request: TokenizeRequest) -> TokenBatch:
+    def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         return self._encode(request)
 
     @hookimpl(trylast=True)

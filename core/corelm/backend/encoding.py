@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.spec.records import TokenBatch, TokenizeRequest
+from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged
 
 #: Methods by which a tokenizer's class may change how texts are encoded, and where transformers defines its own.
@@ -39,10 +39,10 @@ class Encoder:
         self.tokenizer = tokenizer
         self._counted: tuple[int, ByteCounts | None] = (-1, None)
 
-    def __call__(self, request: TokenizeRequest) -> TokenBatch:
+    def __call__(self, request: TokenizeRequest) -> TokenizeResult:
         texts = list(request.texts)
         if not texts:
-            return TokenBatch(ids=Ragged.from_list([]))
+            return TokenizeResult(ids=Ragged.from_list([]))
         return self._by_call(request, texts) if self._rust is None else self._by_rust(request, texts)
 
     @cached_property
@@ -65,7 +65,7 @@ class Encoder:
             self._counted = (size, ByteCounts.of(self._rust))
         return self._counted[1]
 
-    def _by_call(self, request: TokenizeRequest, texts: list[str]) -> TokenBatch:
+    def _by_call(self, request: TokenizeRequest, texts: list[str]) -> TokenizeResult:
         # Only what is asked for is passed on, so that a plain callable serves as a tokenizer.
         options: dict[str, Any] = {"add_special_tokens": request.add_special_tokens}
         if not request.parse_special:
@@ -73,12 +73,12 @@ class Encoder:
         if request.offsets:
             options["return_offsets_mapping"] = True
         encoded = self.tokenizer(texts, **options)
-        return TokenBatch(
+        return TokenizeResult(
             ids=Ragged.from_list(encoded["input_ids"]),
             offsets=_pairs(encoded["offset_mapping"]) if request.offsets else None,
         )
 
-    def _by_rust(self, request: TokenizeRequest, texts: list[str]) -> TokenBatch:
+    def _by_rust(self, request: TokenizeRequest, texts: list[str]) -> TokenizeResult:
         rust = self._rust
         # As a call would leave them; others may have set them in between.
         if rust.truncation is not None:
@@ -93,9 +93,9 @@ class Encoder:
             ids = _ids(rust.encode_batch_fast(texts, add_special_tokens=request.add_special_tokens))
             offsets = None if count is None else count.offsets(ids, texts)
             if offsets is not None or not request.offsets:
-                return TokenBatch(ids=ids, offsets=offsets)
+                return TokenizeResult(ids=ids, offsets=offsets)
         encodings = rust.encode_batch(texts, add_special_tokens=request.add_special_tokens)
-        return TokenBatch(ids=_ids(encodings), offsets=_pairs([encoding.offsets for encoding in encodings]))
+        return TokenizeResult(ids=_ids(encodings), offsets=_pairs([encoding.offsets for encoding in encodings]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""`HookCaller`: the hooks of one engine, called in turn, retried if asked, with every failure typed.
+"""`EngineHooks`: the hooks of one engine, called in turn, retried if asked, with every failure typed.
 
 pluggy broadcasts and a name selects, so every opened engine has a `PluginManager` of its own. It holds the engine,
 core's defaults and the wrappers its user passed.
@@ -18,7 +18,7 @@ import pluggy
 import tenacity
 
 from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.rwlock import Gate
+from corelm.backend.rwlock import ReadersWriterLock
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
@@ -31,7 +31,7 @@ from corelm.errors import (
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec
 from corelm.spec.records import AbortRequest, CloseRequest
-from corelm.tensors.modes import ordinary_tensors
+from corelm.tensors.modes import no_inference_mode
 
 #: Repeating these changes nothing but the time it takes.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
@@ -39,7 +39,7 @@ RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
 OUT_OF_TURN = frozenset({"abort", "health"})
 
 
-class HookCaller:
+class EngineHooks:
     """Calls the hooks of `engine`. One that does not declare `concurrent_calls` is entered by one thread at a time; new
     weights are loaded into either kind while no other call is under way.
 
@@ -53,12 +53,12 @@ class HookCaller:
     """
 
     def __init__(
-        self, engine: Any, name: str, plugins: Sequence[object], retry: int | tenacity.BaseRetrying | None
+        self, engine: Any, name: str, wrappers: Sequence[object], retry: int | tenacity.BaseRetrying | None
     ) -> None:
         self.closed = False
         self._name = name
         self._retry = _retrying(retry)
-        self._gate = Gate()
+        self._lock = ReadersWriterLock()
         self._closing = threading.Lock()
         self._in_flight: dict[object, tuple[str, ...]] = {}
         capabilities = getattr(engine, "capabilities", None)
@@ -71,7 +71,7 @@ class HookCaller:
         try:
             manager.register(DefaultHooks(engine.tokenizer))
             manager.register(engine, name)
-            for plugin in plugins:
+            for plugin in wrappers:
                 manager.register(plugin)
                 if not manager.get_hookcallers(plugin):
                     raise self._misfit(f"{plugin!r} was passed as a plugin and has no hook; mark its methods @hookimpl")
@@ -123,7 +123,7 @@ class HookCaller:
 
         An engine that takes one call at a time finishes that one first; another ends what is under way.
         """
-        with nullcontext() if self._concurrent else self._gate.alone():
+        with nullcontext() if self._concurrent else self._lock.exclusive():
             with self._closing:
                 if self.closed:
                     return
@@ -134,7 +134,7 @@ class HookCaller:
     def _attempt(self, hook: str, request: Any, finish: Callable[[Any], Any], end: float | None) -> Any:
         if hook == "update_weights" and not request.drain:
             self._abort_all()
-        with self._turn(hook, request, end), ordinary_tensors(), self._listed(hook, request):
+        with self._turn(hook, request, end), no_inference_mode(), self._listed(hook, request):
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             result = self._ask(hook, request)
@@ -159,9 +159,9 @@ class HookCaller:
         if hook == "update_weights":
             # An abort that comes before its answer has reached the engine is lost, so it is repeated.
             remind = None if request.drain else self._abort_all
-            return self._in_turn(partial(self._gate.alone, remind=remind), end)
+            return self._in_turn(partial(self._lock.exclusive, remind=remind), end)
         return self._own_turns.get(hook) or self._in_turn(
-            self._gate.shared if self._concurrent else self._gate.alone, end
+            self._lock.shared if self._concurrent else self._lock.exclusive, end
         )
 
     @contextmanager

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
-from corelm.backend.hooks import HookCaller
+from corelm.backend.hooks import EngineHooks
 from corelm.backend.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
-from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.modes import ordinary_tensors
+from corelm.tensors.modes import no_inference_mode
 
 if TYPE_CHECKING:
     from corelm.backend.backend import Backend
 
-B = TypeVar("B", GenerationBatch, ScoreBatch)
+B = TypeVar("B", GenerateResult, ScoreResult)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared(Generic[B]):
+class PreparedCall(Generic[B]):
     """One call to an engine, not yet made.
 
     Attributes:
@@ -49,10 +49,10 @@ class Prepared(Generic[B]):
     rows: int
     tokens: int
 
-    def run(self, hooks: HookCaller, timeout: float | None = None) -> B:
+    def run(self, hooks: EngineHooks, timeout: float | None = None) -> B:
         """Ask the engine, on this thread. `timeout` wins over the request's own."""
         if not self.rows:
-            with ordinary_tensors():
+            with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
         result: B = hooks.call(self.hook, request, self.checked)
@@ -63,7 +63,7 @@ class Prepared(Generic[B]):
         return self.finish(batch)
 
 
-@ordinary_tensors()
+@no_inference_mode()
 def prepare_generation(
     backend: Backend,
     prompts: Any,
@@ -75,7 +75,7 @@ def prepare_generation(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
-) -> Prepared[GenerationBatch]:
+) -> PreparedCall[GenerateResult]:
     """Arguments and errors are those of `Backend.generate`."""
     hooks = backend._hooks
     hooks.require_open()
@@ -106,11 +106,11 @@ def prepare_generation(
         timeout=backend._limit(timeout),
     )
 
-    def check(batch: GenerationBatch, asked: GenerateRequest) -> None:
+    def check(batch: GenerateResult, asked: GenerateRequest) -> None:
         rows = len(asked.prompts) * (asked.sampling.num_samples or 1)
         check_results.check_generation(batch, asked, rows, capabilities.vocab_size, hooks.fault("generate"))
 
-    def finish(batch: GenerationBatch) -> GenerationBatch:
+    def finish(batch: GenerateResult) -> GenerateResult:
         if on_error == "raise":
             check_results.every_row_was_served(batch, samples, backend.name)
         batch = replace(
@@ -123,7 +123,7 @@ def prepare_generation(
 
     new, room = sampling.max_new_tokens, capabilities.max_context or 0
     sampled = len(answers) * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
-    return Prepared(
+    return PreparedCall(
         hook="generate",
         request=request,
         check=check,
@@ -134,7 +134,7 @@ def prepare_generation(
     )
 
 
-@ordinary_tensors()
+@no_inference_mode()
 def prepare_scoring(
     backend: Backend,
     sequences: Any,
@@ -148,7 +148,7 @@ def prepare_scoring(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
-) -> Prepared[ScoreBatch]:
+) -> PreparedCall[ScoreResult]:
     """Arguments and errors are those of `Backend.score_logprobs`."""
     hooks = backend._hooks
     hooks.require_open()
@@ -180,20 +180,20 @@ def prepare_scoring(
         timeout=backend._limit(timeout),
     )
 
-    def check(batch: ScoreBatch, asked: ScoreRequest) -> None:
+    def check(batch: ScoreResult, asked: ScoreRequest) -> None:
         check_results.check_scores(batch, asked, capabilities.vocab_size, hooks.fault("score_logprobs"))
 
-    def finish(batch: ScoreBatch) -> ScoreBatch:
+    def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
             check_results.every_row_was_served(batch, 1, backend.name)
         return spread(replace(batch, weight_versions=batch.weight_versions or (backend.weight_version,) * len(good)))
 
-    def spread(batch: ScoreBatch) -> ScoreBatch:
+    def spread(batch: ScoreResult) -> ScoreResult:
         if not problems:
             return batch
         return spread_scores(batch, lengths, good, problems, backend.weight_version)
 
-    return Prepared(
+    return PreparedCall(
         hook="score_logprobs",
         request=request,
         check=check,

@@ -1,4 +1,4 @@
-"""`Gate`: many threads inside together, or one alone."""
+"""`ReadersWriterLock`: many threads inside together, or one alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 REMINDER = 0.1
 
 
-class Gate:
+class ReadersWriterLock:
     """A thread that wants to be alone goes before those that came later and do not, so it never starves.
 
     A thread that is inside may enter again, in either way.
@@ -43,7 +43,7 @@ class Gate:
             self._leave(me)
 
     @contextmanager
-    def alone(self, timeout: float | None = None, remind: Callable[[], object] | None = None) -> Iterator[None]:
+    def exclusive(self, timeout: float | None = None, remind: Callable[[], object] | None = None) -> Iterator[None]:
         """Args:
             remind: called now and then while others are inside, to make them leave.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.spec.provenance import Mode
-from corelm.spec.records import GenerationBatch, ScoreBatch
+from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
@@ -26,9 +26,9 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Te
     return torch.tensor([row for row in range(rows) if row not in problems], dtype=torch.int64)
 
 
-def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerationBatch:
+def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerateResult:
     """What an engine would return for no prompts; it is not asked."""
-    return GenerationBatch(
+    return GenerateResult(
         ids=Ragged.from_list([]),
         logprobs=Ragged.from_list([], dtype=torch.float32),
         finish_reasons=(),
@@ -38,9 +38,9 @@ def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> Genera
     )
 
 
-def no_scores(temperature: float, vocab_size: int) -> ScoreBatch:
+def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
     """What an engine would return for no sequences; it is not asked."""
-    return ScoreBatch(
+    return ScoreResult(
         logprobs=Ragged.from_list([], dtype=torch.float32),
         scored=Ragged.from_list([], dtype=torch.bool),
         logits=Ragged(torch.zeros(0, vocab_size), torch.zeros(0, dtype=torch.int64)),
@@ -50,8 +50,8 @@ def no_scores(temperature: float, vocab_size: int) -> ScoreBatch:
 
 
 def spread_answers(
-    batch: GenerationBatch, answers: Tensor, samples: int, problems: Problems, version: str
-) -> GenerationBatch:
+    batch: GenerateResult, answers: Tensor, samples: int, problems: Problems, version: str
+) -> GenerateResult:
     """Put the answers back among the rows that were skipped; those are empty, with finish reason `error` and a
     message.
     """
@@ -71,7 +71,7 @@ def spread_answers(
     )
 
 
-def spread_scores(batch: ScoreBatch, lengths: Tensor, served: Tensor, problems: Problems, version: str) -> ScoreBatch:
+def spread_scores(batch: ScoreResult, lengths: Tensor, served: Tensor, problems: Problems, version: str) -> ScoreResult:
     """Put the scores back among the rows that were skipped; of those nothing is scored, and a message says why."""
     total = len(lengths)
     index = Ragged(torch.arange(int(lengths.sum())), lengths).select(served).values

@@ -1,6 +1,6 @@
 """Callers on many threads and in many tasks share an engine's calls.
 
-Read `rules.py` for who goes next, `joining.py` for how requests become one call, `desk.py` for the threads, and
+Read `rules.py` for who goes next, `joining.py` for how requests become one call, `dispatcher.py` for the threads, and
 `batcher.py` for the façade in front of them.
 """
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend.backend import Backend
-from corelm.backend.prepared_call import B, Prepared, prepare_generation, prepare_scoring
-from corelm.batching.dispatcher import Call, Desk
+from corelm.backend.prepared_call import B, PreparedCall, prepare_generation, prepare_scoring
+from corelm.batching.dispatcher import Call, Dispatcher
 from corelm.batching.futures import settle
 from corelm.batching.merging import sharing_key
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.modes import ordinary_tensors
+from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
 
 #: Seconds that an interpreter which ends waits for a call under way.
@@ -113,9 +113,9 @@ class DynamicBatcher(Backend):
         self._engine, self._hooks = backend._engine, backend._hooks
         concurrent = backend.capabilities.concurrent_calls
         workers = self.limits.max_batch_size if concurrent else 1
-        self._desk = Desk(backend, queue_for(self.limits, concurrent), workers, clock)
-        _DESKS.add(self._desk)
-        weakref.finalize(self, self._desk.abandon).atexit = False
+        self._dispatcher = Dispatcher(backend, queue_for(self.limits, concurrent), workers, clock)
+        _DISPATCHERS.add(self._dispatcher)
+        weakref.finalize(self, self._dispatcher.abandon).atexit = False
 
     @property
     def weight_version(self) -> str:
@@ -132,13 +132,13 @@ class DynamicBatcher(Backend):
 
     def generate(
         self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
-    ) -> GenerationBatch:
+    ) -> GenerateResult:
         """As `Backend.generate`, with the same options."""
         return self._wait(prepare_generation(self.backend, prompts, sampling, **options))
 
     def submit_generate(
         self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
-    ) -> Future[GenerationBatch]:
+    ) -> Future[GenerateResult]:
         """As `generate`, without waiting for the answer. Where the queue is full, it waits for room.
 
         Cancelling the future takes the request out of the queue, or ends it in an engine that can abort; in another one
@@ -150,7 +150,7 @@ class DynamicBatcher(Backend):
         """
         return self.send(prepare_generation(self.backend, prompts, sampling, **options))
 
-    def score_logprobs(self, sequences: Any, **options: Any) -> ScoreBatch:
+    def score_logprobs(self, sequences: Any, **options: Any) -> ScoreResult:
         """As `Backend.score_logprobs`, with the same options."""
         prepared = prepare_scoring(self.backend, sequences, **options)
         if sharing_key(prepared) is not None or not prepared.rows:
@@ -162,14 +162,14 @@ class DynamicBatcher(Backend):
             tokens=prepared.tokens,
             timeout=prepared.request.timeout,
         )
-        with self._desk.turn(turn):
-            return prepared.run(self._hooks, self._desk.left([turn]))
+        with self._dispatcher.turn(turn):
+            return prepared.run(self._hooks, self._dispatcher.left([turn]))
 
-    def submit_score_logprobs(self, sequences: Any, **options: Any) -> Future[ScoreBatch]:
+    def submit_score_logprobs(self, sequences: Any, **options: Any) -> Future[ScoreResult]:
         """As `score_logprobs`, without waiting for the scores; see `submit_generate`."""
         return self.send(prepare_scoring(self.backend, sequences, **options))
 
-    def send(self, prepared: Prepared[B], *, block: bool = True) -> Future[B]:
+    def send(self, prepared: PreparedCall[B], *, block: bool = True) -> Future[B]:
         """Queue a request that is prepared. `block`: whether this thread may be kept waiting for room in the queue."""
         if not prepared.rows:
             done: Future[B] = Future()
@@ -183,10 +183,10 @@ class DynamicBatcher(Backend):
             key=sharing_key(prepared),
             timeout=prepared.request.timeout,
         )
-        return self._desk.submit(call, block)
+        return self._dispatcher.submit(call, block)
 
-    def _wait(self, prepared: Prepared[B]) -> B:
-        if self._desk.mine:
+    def _wait(self, prepared: PreparedCall[B]) -> B:
+        if self._dispatcher.mine:
             # Asked by a callback or a wrapper, on a thread that would wait for itself.
             return prepared.run(self._hooks)
         future = self.send(prepared, block=False)
@@ -206,7 +206,7 @@ class DynamicBatcher(Backend):
         if not drain:
             return self.backend.update_weights(weights, version, drain)
         turn = Call(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)
-        with self._desk.turn(turn):
+        with self._dispatcher.turn(turn):
             return self.backend.update_weights(weights, version, drain)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -216,7 +216,7 @@ class DynamicBatcher(Backend):
         """
         self._needs("abort", "its requests cannot be aborted")
         names = frozenset(request_ids)
-        for call in self._desk.withdraw(lambda prepared: names.issuperset(prepared.request.request_ids)):
+        for call in self._dispatcher.withdraw(lambda prepared: names.issuperset(prepared.request.request_ids)):
             assert call.prepared is not None
             try:
                 settle(call.future, _aborted(call.prepared))
@@ -228,7 +228,7 @@ class DynamicBatcher(Backend):
         """Answer what is waiting, or fail it with `BackendClosedError`, and end the threads. The engine stays open,
         and a later request starts a thread again.
         """
-        self._desk.stop(flush=flush, final=False)
+        self._dispatcher.stop(flush=flush, final=False)
 
     def close(self, *, flush: bool = True) -> None:
         """Answer what is waiting, or fail it with `BackendClosedError`; end the threads; close the engine.
@@ -236,7 +236,7 @@ class DynamicBatcher(Backend):
         Without `flush`, calls under way are aborted in an engine that can, and finished in another.
         """
         try:
-            self._desk.stop(flush=flush, final=True)
+            self._dispatcher.stop(flush=flush, final=True)
         finally:
             self.backend.close()
 
@@ -247,33 +247,33 @@ class DynamicBatcher(Backend):
         self.close(flush=exc[0] is None)
 
     def state(self) -> BatchingState:
-        desk = self._desk
-        with desk.lock:
-            queued = list(desk.queue)
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            queued = list(dispatcher.queue)
             return BatchingState(
                 queued=len(queued),
                 queued_rows=sum(call.rows for call in queued),
                 queued_tokens=sum(call.tokens for call in queued),
-                outside=len(desk.queue.outside),
-                oldest_wait=max(0.0, desk.clock() - queued[0].arrived) if queued else 0.0,
-                in_flight=len(desk.in_flight),
-                batches=desk.batches,
-                settled=desk.settled,
-                threads=len(desk.threads()),
-                closed=desk.closed,
+                outside=len(dispatcher.queue.outside),
+                oldest_wait=max(0.0, dispatcher.clock() - queued[0].arrived) if queued else 0.0,
+                in_flight=len(dispatcher.in_flight),
+                batches=dispatcher.batches,
+                settled=dispatcher.settled,
+                threads=len(dispatcher.threads()),
+                closed=dispatcher.closed,
             )
 
 
-@ordinary_tensors()
-def _aborted(prepared: Prepared[Any]) -> GenerationBatch:
+@no_inference_mode()
+def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
     """Empty answers, each ended by `abort`."""
     request = prepared.request
     if not isinstance(request, GenerateRequest):
         raise EngineError("the request was aborted before it was scored", usable=True)
     nothing = torch.zeros(prepared.rows, dtype=torch.int64)
     processed = request.logprobs == "processed"
-    batch: GenerationBatch = prepared.finish(
-        GenerationBatch(
+    batch: GenerateResult = prepared.finish(
+        GenerateResult(
             ids=Ragged(torch.zeros(0, dtype=torch.int64), nothing),
             logprobs=Ragged(torch.zeros(0), nothing),
             finish_reasons=("abort",) * prepared.rows,
@@ -285,11 +285,11 @@ def _aborted(prepared: Prepared[Any]) -> GenerationBatch:
     return batch
 
 
-_DESKS: weakref.WeakSet[Desk] = weakref.WeakSet()
+_DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
     # A daemon thread inside an engine while the interpreter is taken down could crash it.
-    for desk in list(_DESKS):
-        desk.stop(flush=False, final=True, patience=PATIENCE_AT_EXIT)
+    for dispatcher in list(_DISPATCHERS):
+        dispatcher.stop(flush=False, final=True, patience=PATIENCE_AT_EXIT)

@@ -1,6 +1,6 @@
-"""`Desk`: the threads that take requests from a queue to an engine. Every request's future is settled exactly once.
+"""`Dispatcher`: the threads that take requests from a queue to an engine. Every future is settled exactly once.
 
-A desk knows nothing of the batcher in front of it, so an abandoned batcher is garbage, and its threads end.
+A dispatcher knows nothing of the batcher in front of it, so an abandoned batcher is garbage, and its threads end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from corelm.backend.prepared_call import Prepared
-from corelm.batching.alarms import Alarm, Alarms
+from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.futures import own, settle
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.scheduling import Ticket, TicketQueue
+from corelm.batching.timers import Timer, Timers
 from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ class Call(Ticket):
         answered: the engine is done with it.
     """
 
-    prepared: Prepared[Any] | None
+    prepared: PreparedCall[Any] | None
     owner: object
     timeout: float | None = None
     future: Future[Any] = field(default_factory=Future, init=False)
     released: threading.Event = field(default_factory=threading.Event, init=False)
     end: float | None = field(default=None, init=False)
-    alarm: Alarm | None = field(default=None, init=False)
+    timer: Timer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
 
 
-class Desk:
+class Dispatcher:
     """Requests come in by `submit` from any thread; `workers` threads, started when needed, take them to `backend`."""
 
     def __init__(self, backend: Backend, queue: TicketQueue[Call], workers: int, clock: Callable[[], float]) -> None:
@@ -59,7 +59,7 @@ class Desk:
         self._work = threading.Condition(self.lock)
         self._room = threading.Condition(self.lock)
         self._calls: dict[Future[Any], Call] = {}
-        self._alarms = Alarms(clock)
+        self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
         # Callers' threads that have a turn: they must not wait for one.
         self._turning: set[threading.Thread] = set()
@@ -87,7 +87,7 @@ class Desk:
             self._calls[call.future] = call
             if call.timeout is not None:
                 call.end = now + call.timeout
-                call.alarm = self._alarms.set(call.end, partial(self._expire, call.future))
+                call.timer = self._timers.call_at(call.end, partial(self._expire, call.future))
             self._work.notify()
         call.future.add_done_callback(self._gone)
         if block and not self.mine:
@@ -118,11 +118,11 @@ class Desk:
 
     @property
     def mine(self) -> bool:
-        """Whether this is one of the desk's own threads, or has a turn, and so must not wait for the others."""
+        """Whether this is one of the dispatcher's own threads, or has a turn, and so must not wait for the others."""
         me = threading.current_thread()
-        return me in self._threads or me in self._turning or me is self._alarms.thread
+        return me in self._threads or me in self._turning or me is self._timers.thread
 
-    def withdraw(self, wanted: Callable[[Prepared[Any]], bool]) -> list[Call]:
+    def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[Call]:
         """The calls that are `wanted`, out of the queue, for the caller to settle."""
         with self.lock:
             found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
@@ -145,8 +145,8 @@ class Desk:
 
     def threads(self) -> list[threading.Thread]:
         with self.lock:
-            alarms = self._alarms.thread
-            return [*self._threads, *([] if alarms is None else [alarms])]
+            timers = self._timers.thread
+            return [*self._threads, *([] if timers is None else [timers])]
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Desk:
             self._notify_all()
         for thread in threads:
             thread.join(patience)
-        self._alarms.stop(patience)
+        self._timers.stop(patience)
 
     def abandon(self) -> None:
         """Nobody waits and nobody comes any more. May be called by the garbage collector in the middle of anything."""
@@ -193,7 +193,7 @@ class Desk:
         with self.lock:
             self._notify_all()
         if not self._threads:
-            self._alarms.stop(0)
+            self._timers.stop(0)
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Desk:
                     self._staff()
                 last = self._unattended and not self._threads
             if last:
-                self._alarms.stop(0)
+                self._timers.stop(0)
 
     def _next_batch(self, generation: int) -> list[Call]:
         """The next calls to make together; [] to end the thread."""
@@ -314,19 +314,19 @@ class Desk:
     # What happens to a request from outside --------------------------------------------------------------------------
 
     def _gone(self, future: Future[Any]) -> None:
-        """Somebody has settled the future: a worker, the alarm, or its caller by cancelling it."""
+        """Somebody has settled the future: a worker, the timer, or its caller by cancelling it."""
         with self.lock:
             call = self._calls.pop(future, None)
             if call is None:
                 return
             self.settled += 1
-            if call.alarm is not None:
-                self._alarms.silence(call.alarm)
+            if call.timer is not None:
+                self._timers.cancel(call.timer)
             if self.queue.remove(call):
                 self._notify_all()
             elif call in self.in_flight and not call.answered and self.backend.capabilities.abort:
                 # Not here: this may be the thread of an event loop.
-                self._alarms.set(self.clock(), partial(self._abort, call))
+                self._timers.call_at(self.clock(), partial(self._abort, call))
         if future.cancelled():
             # Otherwise concurrent.futures.wait would wait for it.
             future.set_running_or_notify_cancel()

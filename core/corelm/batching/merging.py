@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from corelm.backend.hooks import HookCaller
-from corelm.backend.prepared_call import Prepared
+from corelm.backend.hooks import EngineHooks
+from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
-from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
-Result = GenerationBatch | ScoreBatch | Exception
+Result = GenerateResult | ScoreResult | Exception
 
 
-def sharing_key(call: Prepared[Any]) -> Hashable | None:
+def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     """Equal for requests that may share a call; None for one that has to go alone.
 
     Seeds are given per answer, so they may differ. Gradients and logits are one caller's. What `engine_kwargs` mean,
@@ -38,11 +38,11 @@ def sharing_key(call: Prepared[Any]) -> Hashable | None:
     return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids)
 
 
-def ask_together(hooks: HookCaller, calls: Sequence[Prepared[Any]], timeout: float | None) -> list[Result]:
+def ask_together(hooks: EngineHooks, calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:
     """One result, or what is wrong with it, for each of the calls; their keys are equal.
 
     Raises:
-        CoreLMError: the call failed for all of them, as `HookCaller.call` does.
+        CoreLMError: the call failed for all of them, as `EngineHooks.call` does.
     """
     if len(calls) == 1:
         return [calls[0].run(hooks, timeout)]
@@ -114,7 +114,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     )
 
 
-def _parted(batch: Any, calls: Sequence[Prepared[Any]]) -> Iterator[Result]:
+def _parted(batch: Any, calls: Sequence[PreparedCall[Any]]) -> Iterator[Result]:
     for call, part in zip(calls, _parts(batch, [call.rows for call in calls]), strict=True):
         try:
             yield call.finish(part)
@@ -123,7 +123,7 @@ def _parted(batch: Any, calls: Sequence[Prepared[Any]]) -> Iterator[Result]:
             yield error
 
 
-def _parts(batch: Any, rows: Sequence[int]) -> list[GenerationBatch | ScoreBatch]:
+def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult]:
     """Batches of so many rows each, with storage of their own."""
     ends = list(accumulate(rows, initial=0))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from corelm import validate
 from corelm.backend.backend import Backend
-from corelm.backend.prepared_call import B, Prepared
+from corelm.backend.prepared_call import B, PreparedCall
 from corelm.batching.batcher import DynamicBatcher
 from corelm.batching.futures import in_thread
 from corelm.batching.scheduling import Limits
@@ -39,7 +39,7 @@ def batched(backend: Backend, limits: Mapping[str, Any]) -> DynamicBatcher:
     return backend
 
 
-def send(backend: Backend, prepared: Prepared[B]) -> Future[B]:
+def send(backend: Backend, prepared: PreparedCall[B]) -> Future[B]:
     """The result of a request, from a batcher's queue, or else from a thread of its own.
 
     Cancelling it aborts the request in an engine that can.

@@ -169,7 +169,7 @@ class TicketQueue(ABC, Generic[T]):
             self._enter(self.outside.pop(next(iter(self.outside))))
 
 
-class OneByOne(TicketQueue[T]):
+class PassThroughQueue(TicketQueue[T]):
     """For an engine that batches by itself: each request alone, in order, while the limits are kept."""
 
     def wait(self, now: float) -> float | None:
@@ -182,7 +182,7 @@ class OneByOne(TicketQueue[T]):
         return []
 
 
-class Together(TicketQueue[T]):
+class GroupingQueue(TicketQueue[T]):
     """For an engine that takes one call at a time: requests of one key share a call.
 
     A group is sent once it is ready: enough rows, or no room for more, or its oldest request has waited long enough.
@@ -283,4 +283,4 @@ class Together(TicketQueue[T]):
 
 
 def queue_for(limits: Limits, concurrent_calls: bool) -> TicketQueue[Any]:
-    return OneByOne(limits) if concurrent_calls else Together(limits)
+    return PassThroughQueue(limits) if concurrent_calls else GroupingQueue(limits)

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from corelm.backend.backend import Backend
 from corelm.backend.seeds import answer_seeds
-from corelm.cli.output import Answers, Faults, check_paths, errors_path
-from corelm.cli.prompts import Fault, Prompt, count_lines, read_prompts
+from corelm.cli.output import AnswersFile, ErrorsFile, check_paths, errors_path
+from corelm.cli.prompts import LineError, Prompt, count_lines, read_prompts
 from corelm.errors import TemplateError
 from corelm.opening.by_name import get_backend
 from corelm.policy.outputs import answer_texts
@@ -54,12 +54,12 @@ class Job:
         # The files come first: what is wrong with them should not wait for a model to load.
         with (
             self.source.open("rb") as source,
-            Answers.open(self.target, self.settings(sampling)) as answers,
+            AnswersFile.open(self.target, self.settings(sampling)) as answers,
             get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options) as engine,
             _progress(console) as progress,
         ):
             before = len(answers.done)
-            faults = Faults(errors_path(self.target))
+            faults = ErrorsFile(errors_path(self.target))
             task = progress.add_task("answering", total=count_lines(source))
             lines = read_prompts(source)
             while batch := list(islice(lines, self.batch_size)):
@@ -79,7 +79,7 @@ class Job:
 
     def _answer(
         self, engine: Backend, sampling: SamplingParams, prompts: list[Prompt]
-    ) -> tuple[list[dict[str, Any]], list[Fault]]:
+    ) -> tuple[list[dict[str, Any]], list[LineError]]:
         """The output rows of a batch, and what failed of it."""
         prompts, ids, faults = _tokenize(engine, prompts)
         samples = sampling.num_samples or 1
@@ -95,7 +95,7 @@ class Job:
             prompt, sample = prompts[index // samples], index % samples
             if reasons[index] == "error":
                 error = batch.errors[index] if batch.errors else "the engine gave no reason"
-                faults.append(Fault(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
+                faults.append(LineError(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
                 continue
             row: dict[str, Any] = {"id": prompt.id, "line": prompt.line, "prompt_hash": prompt.digest}
             if prompt.metadata is not None:
@@ -129,11 +129,11 @@ class Job:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def _tokenize(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[Fault]]:
+def _tokenize(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
     """The prompts that can be tokenized, texts first, their ids, and the others."""
     served = [prompt for prompt in prompts if prompt.text is not None]
     ids = [backend.tokenize([prompt.text or "" for prompt in served]).ids]
-    faults: list[Fault] = []
+    faults: list[LineError] = []
     chats = [prompt for prompt in prompts if prompt.chat is not None]
     for _, alike in groupby(sorted(chats, key=_tools), key=_tools):
         rendered, rows, wrong = _render(backend, list(alike))
@@ -147,9 +147,9 @@ def _tools(prompt: Prompt) -> str:
     return json.dumps(prompt.tools)
 
 
-def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[Fault]]:
+def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
     """The same for conversations with equal tools."""
-    faults: list[Fault] = []
+    faults: list[LineError] = []
     while prompts:
         tools = prompts[0].tools
         try:
@@ -165,7 +165,7 @@ def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragg
         except TemplateError as error:
             if not error.problems:
                 raise
-            faults += [Fault(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
+            faults += [LineError(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
             prompts = [prompt for row, prompt in enumerate(prompts) if row not in error.problems]
         else:
             return prompts, rendered.ids, faults

@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 
 
-class LogProbs(str, Enum):
+class LogProbsOption(str, Enum):
     """Which log-probabilities to write."""
 
     none = "none"
@@ -88,11 +88,13 @@ def generate(
     min_p: Annotated[float | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="An answer then depends on this and on its line number.")] = None,
-    num_samples: Annotated[int | None, typer.Option(help="Answers per prompt, one output line each.")] = None,
+    num_samples: Annotated[int | None, typer.Option(help="AnswersFile per prompt, one output line each.")] = None,
     retry: Annotated[int | None, typer.Option(min=1, help="How often a call that fails is tried in all.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds that a call may take.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are sent together.")] = 16,
-    log_probs: Annotated[LogProbs, typer.Option(help="Write the log-probability of every token.")] = LogProbs.none,
+    log_probs: Annotated[
+        LogProbsOption, typer.Option(help="Write the log-probability of every token.")
+    ] = LogProbsOption.none,
     return_tokens: Annotated[bool, typer.Option("--return-tokens", help="Write the token ids.")] = False,
 ) -> None:
     """Answer every prompt of a file. Run it again to go on where it stopped.

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from corelm.cli.prompts import Fault, Id, Prompt
+from corelm.cli.prompts import Id, LineError, Prompt
 from corelm.errors import CoreLMError
 
 try:
@@ -22,7 +22,7 @@ class OutputError(CoreLMError, ValueError):
     """The output cannot be written without harm: it is not this job's own, or another run is writing it."""
 
 
-class Answers:
+class AnswersFile:
     """The output file, open, with all that is in it; made by `open`.
 
     Attributes:
@@ -37,7 +37,7 @@ class Answers:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, settings: Mapping[str, Any]) -> Iterator[Answers]:
+    def open(cls, path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
         """Lock the file for this run, and read it. One that is new and gets no answer is removed again.
 
         A last line that was cut off is removed; one that only lacks its newline gets it.
@@ -56,15 +56,19 @@ class Answers:
                     with suppress(OSError):
                         path.unlink()
 
-    def missing(self, lines: Iterable[Prompt | Fault], samples: Iterable[int]) -> tuple[list[Prompt], list[Fault]]:
+    def missing(
+        self, lines: Iterable[Prompt | LineError], samples: Iterable[int]
+    ) -> tuple[list[Prompt], list[LineError]]:
         """The prompts that lack an answer, and the lines at fault: an id that has answers to another prompt is one."""
         prompts, faults = [], []
         for line in lines:
-            if isinstance(line, Fault):
+            if isinstance(line, LineError):
                 faults.append(line)
             elif self._digests.get(line.id, line.digest) != line.digest:
                 what = f"{self._path} has answers to another prompt under the id {line.id!r}"
-                faults.append(Fault(line.line, line.id, f"{what}; give this one an id of its own, or another --output"))
+                faults.append(
+                    LineError(line.line, line.id, f"{what}; give this one an id of its own, or another --output")
+                )
             elif any((line.id, sample) not in self.done for sample in samples):
                 prompts.append(line)
         return prompts, faults
@@ -115,7 +119,7 @@ class Answers:
         self._digests[row["id"]] = digest
 
 
-class Faults:
+class ErrorsFile:
     """The errors file beside the output. It tells of the last run only, and is not there if all went well."""
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +127,7 @@ class Faults:
         self.path.unlink(missing_ok=True)
         self.count = 0
 
-    def write(self, fault: Fault) -> None:
+    def write(self, fault: LineError) -> None:
         with self.path.open("ab") as file:
             file.write(_line({"line": fault.line, "id": fault.id, "error": fault.error}))
         self.count += 1

@@ -43,7 +43,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class LineError:
     """A line that cannot be answered, and why."""
 
     line: int
@@ -61,7 +61,7 @@ def count_lines(file: IO[bytes]) -> int | None:
     return count
 
 
-def read_prompts(file: IO[bytes]) -> Iterator[Prompt | Fault]:
+def read_prompts(file: IO[bytes]) -> Iterator[Prompt | LineError]:
     """Every line that is not blank, in order."""
     seen: dict[Id, int] = {}
     for number, line in enumerate(file, 1):
@@ -69,29 +69,29 @@ def read_prompts(file: IO[bytes]) -> Iterator[Prompt | Fault]:
             continue
         parsed = _parse(number, line)
         if isinstance(parsed, Prompt) and seen.setdefault(parsed.id, number) != number:
-            parsed = Fault(number, parsed.id, f"the id {parsed.id!r} is line {seen[parsed.id]}'s already")
+            parsed = LineError(number, parsed.id, f"the id {parsed.id!r} is line {seen[parsed.id]}'s already")
         yield parsed
 
 
-def _parse(number: int, line: bytes) -> Prompt | Fault:
+def _parse(number: int, line: bytes) -> Prompt | LineError:
     try:
         row = json.loads(line)
         too_deep = _depth(row) > DEEPEST
     except ValueError as error:
-        return Fault(number, None, f"no JSON: {error}")
+        return LineError(number, None, f"no JSON: {error}")
     except RecursionError:
         too_deep = True
     if too_deep:
-        return Fault(number, None, f"objects and lists are nested more than {DEEPEST} deep")
+        return LineError(number, None, f"objects and lists are nested more than {DEEPEST} deep")
     if not isinstance(row, dict):
-        return Fault(number, None, f"expected an object, got {type(row).__name__}")
+        return LineError(number, None, f"expected an object, got {type(row).__name__}")
     name = row.get("id", number)
     if isinstance(name, bool) or not isinstance(name, (str, int)):
-        return Fault(number, None, f"id: expected a text or a whole number, got {name!r}")
+        return LineError(number, None, f"id: expected a text or a whole number, got {name!r}")
     try:
         return _prompt(number, name, row)
     except InvalidRequestError as error:
-        return Fault(number, name, str(error))
+        return LineError(number, name, str(error))
 
 
 def _prompt(number: int, name: Id, row: dict[str, Any]) -> Prompt:

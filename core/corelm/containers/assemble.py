@@ -21,7 +21,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
-from corelm.tensors.lazy_rows import deferred_objects, deferred_rows
+from corelm.tensors.lazy_rows import lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def assemble(request: ContainerRequest) -> TensorDict:
     _check(request)
     shape = tuple(request.batch_size)
     # Of no rows no stack can be made; they are held as dense ones are, only not marked as padded.
-    layout: _Layout = _Dense(request) if request.pad_output or 0 in shape else _Rows(request)
+    layout: _Builder = _DenseBuilder(request) if request.pad_output or 0 in shape else _RowBuilder(request)
     out = TensorDict({}, batch_size=shape)
     if "text" in request.fields and request.texts is not None:
         out["text"] = _of_parts(Text, request.texts, lambda texts: non_tensors(texts, shape), shape)
@@ -81,13 +81,13 @@ def non_tensors(values: Sequence[Any], shape: tuple[int, ...]) -> NonTensorData 
     if 0 in shape:
         # A stack of nothing can be neither saved nor indexed; one carrier for no rows can.
         return NonTensorData([], batch_size=shape)
-    return deferred_objects(values, shape)
+    return lazy_objects(values, shape)
 
 
 # The two layouts -----------------------------------------------------------------------------------------------------
 
 
-class _Layout(ABC):
+class _Builder(ABC):
     def __init__(self, request: ContainerRequest) -> None:
         self.shape = tuple(request.batch_size)
         self.tokens = request.tokens
@@ -96,7 +96,7 @@ class _Layout(ABC):
     def in_response(self) -> Ragged | None:
         """bool, as long as the full rows: which positions come after the prompt; None where that is not told."""
         prompt, response, full = self.tokens.prompt, self.tokens.response, self.tokens.full
-        return None if prompt is None or response is None else prompt.seam(response).to(full.values.device)
+        return None if prompt is None or response is None else prompt.join_mask(response).to(full.values.device)
 
     @abstractmethod
     def attention(self) -> Any:
@@ -123,7 +123,7 @@ class _Layout(ABC):
         """The container of these fields."""
 
 
-class _Dense(_Layout):
+class _DenseBuilder(_Builder):
     def __init__(self, request: ContainerRequest) -> None:
         super().__init__(request)
         self.padded = request.pad_output
@@ -159,12 +159,12 @@ class _Dense(_Layout):
         return cls.from_tensordict(TensorDict({**fields, **mark}, batch_size=self.shape))
 
 
-class _Rows(_Layout):
+class _RowBuilder(_Builder):
     """Every field is flat here, as the request has it; its rows are copies, made when somebody asks for one."""
 
     def attention(self) -> Ragged:
         full = self.tokens.full
-        return full.holding(torch.ones_like(full.values, dtype=torch.bool))
+        return full.with_values(torch.ones_like(full.values, dtype=torch.bool))
 
     def responses(self) -> Ragged | None:
         return self.in_response
@@ -179,20 +179,20 @@ class _Rows(_Layout):
         if rows is not self.tokens.full:
             assert self.in_response is not None
             after = self.in_response.values.to(rows.values.device)
-            prompt, response = prompt.holding(rows.values[~after]), response.holding(rows.values[after])
+            prompt, response = prompt.with_values(rows.values[~after]), response.with_values(rows.values[after])
         return {"prompt": prompt, "response": response, "full": rows}
 
     def labels(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
-        return cls.from_tensordict(deferred_rows(fields, self.shape))
+        return cls.from_tensordict(lazy_rows(fields, self.shape))
 
 
 # The containers ------------------------------------------------------------------------------------------------------
 
 
-def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
+def _masks(request: ContainerRequest, layout: _Builder) -> Fields:
     masks = {
         "all_attention_mask": layout.attention(),
         "all_response_mask": layout.responses(),
@@ -201,10 +201,10 @@ def _masks(request: ContainerRequest, layout: _Layout) -> Fields:
     return {name: mask for name, mask in masks.items() if mask is not None}
 
 
-def _log_probs(request: ContainerRequest, layout: _Layout) -> Fields:
+def _log_probs(request: ContainerRequest, layout: _Builder) -> Fields:
     logprobs, scored, provenance = request.logprobs, request.scored, request.provenance
     assert logprobs is not None and scored is not None
-    values = logprobs.holding(logprobs.values.masked_fill(~scored.values, 0.0))
+    values = logprobs.with_values(logprobs.values.masked_fill(~scored.values, 0.0))
     fields = {**layout.parts(values, 0.0), "scored_mask": layout.field(scored, False)}
     if isinstance(provenance, Provenance):
         fields["provenance"] = layout.labels([provenance.to_dict()] * len(logprobs))

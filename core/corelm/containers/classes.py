@@ -31,18 +31,18 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.field_access import data_of, flat, friendly, is_padded, rows, strings, tensors
+from corelm.containers.field_access import data_of, field_readers, flat, is_padded, rows, strings, tensors
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import Rows, unmade
+from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
 
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
 Tensors = Any  # Tensor, or list[Tensor], list[list[Tensor]] …: nested like the batch
 
 
-@friendly(strings)
+@field_readers(strings)
 class Text(TensorClass["nocast"]):
     """`full` is the prompt and the response as the model saw them, or the whole text where there is no split."""
 
@@ -51,7 +51,7 @@ class Text(TensorClass["nocast"]):
     full: Strings = None
 
 
-@friendly(tensors, padded=is_padded)
+@field_readers(tensors, padded=is_padded)
 class Tokens(TensorClass["nocast"]):
     """int64 token ids, time last. ``full == prompt + response``, always; dense, with pads on both sides of the two."""
 
@@ -61,7 +61,7 @@ class Tokens(TensorClass["nocast"]):
     padded: bool = True
 
 
-@friendly(tensors, padded=is_padded)
+@field_readers(tensors, padded=is_padded)
 class Masks(TensorClass["nocast"]):
     """bool, shaped as ``tokens.full``: where a token is; where it is the assistant's; where it is the response's."""
 
@@ -73,7 +73,7 @@ class Masks(TensorClass["nocast"]):
 
 def _provenance(container: Any, name: str) -> Any:
     """The one all rows share, else a tuple of the distinct ones in order of appearance. None if there is none."""
-    # Rows made together share their datum, and most are, so each datum is read once.
+    # FlatRows made together share their datum, and most are, so each datum is read once.
     data = {id(datum): datum for datum in data_of(container._tensordict, name) if datum}
     found = tuple(dict.fromkeys(map(_as_provenance, data.values())))
     return found if len(found) > 1 else next(iter(found), None)
@@ -83,7 +83,7 @@ def _as_provenance(datum: Mapping[str, Any]) -> Provenance:
     return Provenance(**{**datum, "penalties": tuple(map(tuple, datum["penalties"]))})
 
 
-@friendly(tensors, padded=is_padded, provenance=_provenance)
+@field_readers(tensors, padded=is_padded, provenance=_provenance)
 class LogProbs(TensorClass["nocast"]):
     """float32, in nats, shaped as the `Tokens` fields of the same name.
 
@@ -103,7 +103,7 @@ class LogProbs(TensorClass["nocast"]):
         return super().set(key, value, *args, **kwargs)
 
 
-@friendly(tensors, padded=is_padded)
+@field_readers(tensors, padded=is_padded)
 class PerToken(TensorClass["nocast"]):
     """A float for every token of ``tokens.full``, 0.0 where it means nothing: a penalty, a weight. It is for rows of
     their own length, which a TensorDict cannot hold bare; dense ones are plain tensors.
@@ -113,7 +113,7 @@ class PerToken(TensorClass["nocast"]):
     padded: bool = True
 
 
-@friendly(None)
+@field_readers(None)
 class ChatHistory(TensorClass["nocast"]):
     """Conversations. Append a message to `full` and it is the next turn's prompt."""
 
@@ -137,7 +137,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     Args:
         td: holds the container; a single row, of batch shape (), will do.
         key: container and field, as in ``("tokens", "response")``.
-        masks: where the `Masks` are that tell tokens from pads in a dense field. Rows that are not dense need none.
+        masks: where the `Masks` are that tell tokens from pads in a dense field. FlatRows that are not dense need none.
 
     Raises:
         InvalidRequestError: there is no such container or field, or a dense one has no masks beside it.
@@ -150,8 +150,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
             f"there are: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )
-    source = unmade(container._tensordict)
-    if isinstance(source, Rows) and isinstance(field := source.fields[name], Ragged):
+    source = flat_source(container._tensordict)
+    if isinstance(source, FlatRows) and isinstance(field := source.fields[name], Ragged):
         # Somebody may write to what is returned.
         return field.clone()
     try:

@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from corelm.tensors.lazy_rows import Rows, unmade
+from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
 
 C = TypeVar("C", bound=type)
@@ -25,7 +25,7 @@ Reader = Callable[[Any, str], Any]
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance"})
 
 
-def friendly(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
+def field_readers(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
     """Class decorator for a TensorClass: read its fields with these functions ``(container, name) -> value``.
 
     `default` serves the fields without a reader of their own; None leaves them to tensordict. The decorated class also
@@ -165,8 +165,8 @@ def flat(value: Any) -> list[Any]:
 
 def data_of(td: TensorDictBase, name: str) -> Iterator[Any]:
     """What a non-tensor entry holds, once a row or once for many; None stands for rows without it."""
-    source = unmade(td)
-    if isinstance(source, Rows):
+    source = flat_source(td)
+    if isinstance(source, FlatRows):
         yield from source.objects(name)
         return
     for block in blocks(td):

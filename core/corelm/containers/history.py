@@ -11,7 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from corelm.errors import InvalidRequestError
 from corelm.rendering.template import Template, by_row
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import Objects, deferred_objects, nested, unmade
+from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects, nested
 from corelm.validate import invalid
 
 
@@ -49,8 +49,8 @@ class History(TensorClass["nocast"]):
     def chats(self) -> tuple[Chat, ...]:
         """The conversations, flat, in C order of the batch."""
         value = self._tensordict.get("conversation")
-        source = unmade(value)
-        if isinstance(source, Objects) and isinstance(source.values, _Conversations):
+        source = flat_source(value)
+        if isinstance(source, FlatObjects) and isinstance(source.values, _Conversations):
             return tuple(tuple(map(_own, chat)) for chat in source.values.chats)
         held = [value.data] * self._count if isinstance(value, NonTensorData) else _flat(value.tolist(), self.ndim)
         return tuple(tuple(map(Message.from_dict, row["messages"])) for row in held)
@@ -147,7 +147,7 @@ def _stack(chats: list[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTens
     if not chats:
         # A stack of nothing can be neither concatenated nor memmapped; one carrier with an empty batch can.
         return NonTensorData(None, batch_size=shape)
-    return deferred_objects(_Conversations(chats), shape)
+    return lazy_objects(_Conversations(chats), shape)
 
 
 def _own(message: Message) -> Message:

@@ -21,7 +21,7 @@ from corelm.tensors.ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class TokenLayout:
     """How the tokens of a batch are stored.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from corelm.containers.classes import LogProbs, Masks, ragged
 from corelm.containers.field_access import rows
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
-from corelm.kl.layout import Layout, find, parts
+from corelm.kl.layout import TokenLayout, find, parts
 from corelm.tensors.ragged import Ragged
 
 
@@ -66,7 +66,7 @@ class Pair:
     gen: Tensor
     ref: Tensor
     mask: Tensor
-    layout: Layout
+    layout: TokenLayout
 
 
 def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pair:
@@ -142,7 +142,7 @@ def _is_dense(container: LogProbs) -> bool:
         return False
 
 
-def _layout(view: TensorDict, gen: LogProbs) -> Layout:
+def _layout(view: TensorDict, gen: LogProbs) -> TokenLayout:
     batch = tuple(gen.batch_size)
     if _is_dense(gen):
         mask = view["masks"].all_attention_mask
@@ -154,7 +154,7 @@ def _layout(view: TensorDict, gen: LogProbs) -> Layout:
                 field="masks",
             )
         columns = mask.reshape(math.prod(batch), mask.shape[-1]).to(torch.bool)
-        return Layout(batch, columns.sum(-1).cpu(), True, lambda: columns)
+        return TokenLayout(batch, columns.sum(-1).cpu(), True, lambda: columns)
     lengths = ragged(view, ("gen", "full")).lengths
 
     def find_columns() -> Tensor:
@@ -162,10 +162,12 @@ def _layout(view: TensorDict, gen: LogProbs) -> Layout:
             return Ragged.full(lengths, True, torch.bool).mask("right")
         return torch.cat([ragged(view, ("gen", "prompt")).mask("left"), ragged(view, ("gen", "response")).mask()], -1)
 
-    return Layout(batch, lengths, False, find_columns)
+    return TokenLayout(batch, lengths, False, find_columns)
 
 
-def _flat(view: TensorDict, name: str, container: LogProbs, key: NestedKey, layout: Layout) -> tuple[Ragged, Tensor]:
+def _flat(
+    view: TensorDict, name: str, container: LogProbs, key: NestedKey, layout: TokenLayout
+) -> tuple[Ragged, Tensor]:
     """The log-probs, and bool[total]: which are scored. Of a container made by hand all are."""
     told = "scored_mask" in container.keys()
     if not layout.padded:
@@ -183,7 +185,9 @@ def _flat(view: TensorDict, name: str, container: LogProbs, key: NestedKey, layo
     return values, scored
 
 
-def _selected(td: TensorDictBase, here: TensorDictBase, view: TensorDict, keys: PairKeys, layout: Layout) -> Tensor:
+def _selected(
+    td: TensorDictBase, here: TensorDictBase, view: TensorDict, keys: PairKeys, layout: TokenLayout
+) -> Tensor:
     """bool[total]"""
     assert keys.mask is not None
     *path, name = parts(keys.mask)
@@ -217,14 +221,14 @@ def _length_problems(first: Tensor, second: Tensor, one: Any, other: Any) -> Pro
     }
 
 
-def _refuse_other_columns(scored: Tensor, key: NestedKey, layout: Layout) -> None:
+def _refuse_other_columns(scored: Tensor, key: NestedKey, layout: TokenLayout) -> None:
     """Dense log-probs scored where the masks have a pad were laid out in other columns."""
     outside = (scored.reshape(layout.columns.shape) & ~layout.columns.to(scored.device)).any(-1)
     what = f"{key} is scored where the masks have a pad, so its columns are others; score the tokens themselves"
     refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(key))
 
 
-def _refuse_a_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: Layout) -> None:
+def _refuse_a_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: TokenLayout) -> None:
     """Columns that are off by one may hold no pad that is scored; but then a row's first token is, which nothing
     precedes.
     """

@@ -12,11 +12,11 @@ from torch import Tensor
 from corelm.containers.classes import PerToken
 from corelm.containers.field_access import flat, rows
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
-from corelm.kl.layout import Layout, listing
+from corelm.kl.layout import TokenLayout, listing
 from corelm.tensors.ragged import Ragged
 
 
-def penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Layout) -> Any:
+def penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
     """The reward under `key` less the flat `penalty`, in the form and dtype of the reward.
 
     =========================================== ========================================
@@ -65,7 +65,7 @@ def put(td: TensorDictBase, key: NestedKey, value: Any) -> None:
         row.set(key, one)
 
 
-def _dense(reward: Tensor, key: NestedKey, penalty: Tensor, layout: Layout) -> Tensor:
+def _dense(reward: Tensor, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Tensor:
     batch, shape = layout.batch, tuple(reward.shape)
     penalty = penalty.to(reward.device)
     if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
@@ -80,7 +80,7 @@ def _dense(reward: Tensor, key: NestedKey, penalty: Tensor, layout: Layout) -> T
     )
 
 
-def _each(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: Layout) -> list[Tensor]:
+def _each(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: TokenLayout) -> list[Tensor]:
     """Rewards row by row."""
     count = math.prod(layout.batch)
     if len(given) != count:

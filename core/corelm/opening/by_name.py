@@ -18,7 +18,7 @@ def get_backend(
     name: str,
     model: Any = None,
     *,
-    plugins: Sequence[object] = (),
+    wrappers: Sequence[object] = (),
     retry: int | tenacity.BaseRetrying | None = None,
     timeout: float | None = None,
     tokenizer: Any = None,
@@ -27,7 +27,7 @@ def get_backend(
     """Open the engine called `name` on `model` (a path, a model object, or nothing for an engine behind a URL).
 
     Args:
-        plugins: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`. None never retries.
         timeout: seconds a call may take when it does not say otherwise.
         tokenizer: used instead of the model's own.
@@ -53,7 +53,7 @@ def get_backend(
         raise open_error(info, error) from error
     try:
         return Backend(
-            engine, name, model_name=_model_name(model, options), plugins=plugins, retry=retry, timeout=timeout
+            engine, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
         )
     except BaseException:
         # Nobody else holds the engine, and it may own processes.

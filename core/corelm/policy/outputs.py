@@ -16,7 +16,7 @@ from corelm.backend.skipping import OnError
 from corelm.errors import Problems, refuse
 from corelm.policy.inputs import InputRows
 from corelm.spec.message import Message
-from corelm.spec.records import ContainerRequest, GenerationBatch, Parts, ScoreBatch
+from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
@@ -26,7 +26,7 @@ ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
 def generated(
     rows: InputRows,
-    batch: GenerationBatch,
+    batch: GenerateResult,
     sampling: SamplingParams,
     backend: Backend,
     *,
@@ -52,7 +52,7 @@ def generated(
             replies = tuple((message,) for message in messages)
             chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
     # Where the answers stand: what is scored, and whose words they are.
-    answered = rows.ids.seam(batch.ids)
+    answered = rows.ids.join_mask(batch.ids)
     assistant = answered
     if rows.assistant is not None:
         everything = Ragged.full(batch.ids.lengths, True, torch.bool)
@@ -60,7 +60,7 @@ def generated(
     logprobs = batch.logprobs
     if logprobs is not None:
         unscored = torch.zeros_like(rows.ids.values, dtype=torch.float32)
-        logprobs = rows.ids.holding(unscored).join(logprobs, answered)
+        logprobs = rows.ids.with_values(unscored).join(logprobs, answered)
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -80,7 +80,7 @@ def generated(
 
 
 def scored(
-    rows: InputRows, batch: ScoreBatch, backend: Backend, *, fields: frozenset[str], **layout: Any
+    rows: InputRows, batch: ScoreResult, backend: Backend, *, fields: frozenset[str], **layout: Any
 ) -> ContainerRequest:
     """Whole sequences and their scores, in the columns they came in."""
     texts = None
@@ -110,7 +110,7 @@ def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
     return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
 
 
-def answer_texts(batch: GenerationBatch, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
     """One text per answer: the engine's own, or what the ids decode to; without the stop string that ended it."""
     skip = sampling.skip_special_tokens
     texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
@@ -135,7 +135,7 @@ def _cut(text: str, before: str, stops: tuple[str, ...]) -> str:
 
 
 def response_messages(
-    texts: tuple[str, ...], batch: GenerationBatch, parser: ResponseParser | None
+    texts: tuple[str, ...], batch: GenerateResult, parser: ResponseParser | None
 ) -> tuple[tuple[Message, ...], Problems]:
     """One assistant message per answer, holding the sampled ids; and which answers the parser failed on. Those are
     taken as they are.

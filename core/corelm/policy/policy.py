@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend.backend import Backend
-from corelm.backend.prepared_call import Prepared, prepare_generation, prepare_scoring
+from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
 from corelm.batching import BatchingState, DynamicBatcher
 from corelm.batching.policies import batched, check_limits, send
@@ -25,10 +25,10 @@ from corelm.opening.by_name import get_backend
 from corelm.policy.inputs import InputMode, InputReader, InputRows, Keys, Part, truncate_left
 from corelm.policy.outputs import ResponseParser, generated, scored
 from corelm.spec.provenance import Mode
-from corelm.spec.records import ContainerRequest, GenerationBatch, ScoreBatch
+from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.categorical import MaskedCategorical
-from corelm.tensors.modes import ordinary_tensors
+from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
 
 Inplace = bool | Literal["empty"]
@@ -181,7 +181,7 @@ class LLMPolicy(TensorDictModuleBase):
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
-    @ordinary_tensors()
+    @no_inference_mode()
     def forward(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
@@ -211,15 +211,15 @@ class LLMPolicy(TensorDictModuleBase):
         batch = await asyncio.wrap_future(send(self.backend, prepared))
         return await asyncio.to_thread(self._finish, tensordict, rows, batch)
 
-    @ordinary_tensors()
+    @no_inference_mode()
     def _prepare(
         self, td: TensorDictBase, seed: int | None, timeout: float | None
-    ) -> tuple[InputRows, Prepared[GenerationBatch] | Prepared[ScoreBatch]]:
+    ) -> tuple[InputRows, PreparedCall[GenerateResult] | PreparedCall[ScoreResult]]:
         rows, question = self._question(td, seed, timeout)
         return rows, (prepare_generation if self.generate else prepare_scoring)(self.backend, **question)
 
-    @ordinary_tensors()
-    def _finish(self, td: TensorDictBase, rows: InputRows, batch: GenerationBatch | ScoreBatch) -> TensorDictBase:
+    @no_inference_mode()
+    def _finish(self, td: TensorDictBase, rows: InputRows, batch: GenerateResult | ScoreResult) -> TensorDictBase:
         return self._deliver(td, self._answer(rows, batch))
 
     def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
@@ -257,8 +257,8 @@ class LLMPolicy(TensorDictModuleBase):
             "problems": rows.problems,
         }
 
-    def _answer(self, rows: InputRows, batch: GenerationBatch | ScoreBatch) -> ContainerRequest:
-        if isinstance(batch, ScoreBatch):
+    def _answer(self, rows: InputRows, batch: GenerateResult | ScoreResult) -> ContainerRequest:
+        if isinstance(batch, ScoreResult):
             errors = (batch.errors or ("",) * len(rows.ids)) if self.on_error == "skip" else None
             return scored(rows, batch, self.backend, fields=self.fields, errors=errors, pad_output=self.pad_output)
         return generated(
@@ -323,7 +323,7 @@ class LLMPolicy(TensorDictModuleBase):
 
     # Distributions ---------------------------------------------------------------------------------------------------
 
-    @ordinary_tensors()
+    @no_inference_mode()
     def get_dist(self, tensordict: TensorDictBase, mask: Positions | Tensor = "attention") -> MaskedCategorical:
         """The next-token distributions of whole sequences, dense, with gradients where the engine has them.
 
@@ -355,7 +355,7 @@ class LLMPolicy(TensorDictModuleBase):
         counts = counts.reshape(shape) & mask.to(counts.device, torch.bool)
         return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts)
 
-    @ordinary_tensors()
+    @no_inference_mode()
     def log_prob(self, tensordict: TensorDictBase) -> Any:
         """float32 log-probabilities of whole sequences, as ``log_probs.full`` would hold them, with gradients where the
         engine has them: a tensor if `pad_output`, else one a row. Unscored positions hold 0.0.
@@ -369,7 +369,7 @@ class LLMPolicy(TensorDictModuleBase):
     def _grad(self) -> bool:
         return torch.is_grad_enabled() and self.backend.capabilities.gradients
 
-    def _positions(self, rows: InputRows, batch: ScoreBatch, mask: str) -> Ragged:
+    def _positions(self, rows: InputRows, batch: ScoreResult, mask: str) -> Ragged:
         """bool, as long as the sequences."""
         validate.one_of("mask", mask, ("attention", "assistant", "response"))
         if mask == "attention":

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixSpans:
+class AssistantSpans:
     """Finds turns by comparing renderings.
 
     A turn starts where the conversation before it, with the generation prompt, ends. It stops at its EOS: where the

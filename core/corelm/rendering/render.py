@@ -11,8 +11,8 @@ This holds while the earlier messages, the template and its arguments stay the s
 does not. Pieces are tokenized apart from each other, so nothing merges across the edge of a sampled turn; a tokenizer
 that puts a space before every text does so after a sampled turn as well.
 
-The text of a special token inside a message is a piece of its own, read as ordinary characters. A conversation with
-neither is one piece, tokenized as the tokenizer itself would.
+The text of a special token inside a message is a segment of its own, read as ordinary characters. A conversation with
+neither is one segment, tokenized as the tokenizer itself would.
 
 Assistant masks: sampled ids are True, the EOS among them, and nothing else of a sampled turn is. Of other turns, the
 tokens that touch the text in the template's ``{% generation %}`` blocks, exactly as it says; or, without such blocks,
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError
-from corelm.rendering.segments import Cutter, Piece, special_tokens
+from corelm.rendering.segments import Segment, Segmenter, special_tokens
 from corelm.rendering.template import Marks, Template, by_row, strings, words
 from corelm.spec.message import Chat
-from corelm.spec.records import TokenBatch
+from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
 
 
@@ -42,11 +42,11 @@ class Tokenize(Protocol):
 
     def __call__(
         self, texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
-    ) -> TokenBatch: ...
+    ) -> TokenizeResult: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rendered:
+class RenderedChats:
     """Conversations as an engine takes them, one row each.
 
     Attributes:
@@ -73,7 +73,7 @@ def render(
     template_kwargs: Mapping[str, Any] | None = None,
     prefer_tokens: bool = True,
     want_assistant: bool = True,
-) -> Rendered:
+) -> RenderedChats:
     """Render and tokenize conversations, sampled turns by their ids.
 
     Args:
@@ -93,7 +93,7 @@ def render(
     messages = [[message.for_template() for message in chat] for chat in chats]
     contents = words(messages)
     marks = Marks.unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
-    cutter = Cutter(
+    cutter = Segmenter(
         template,
         marks,
         contents=contents,
@@ -103,33 +103,35 @@ def render(
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    cut = by_row(cutter.pieces, cutter.scripts(chats, messages))
-    rows = [[piece for piece in row if piece.text or piece.ids] for row in cut]
+    cut = by_row(cutter.segments, cutter.plans(chats, messages))
+    rows = [[segment for segment in row if segment.text or segment.ids] for row in cut]
     ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
-    return Rendered(
+    return RenderedChats(
         ids=ids,
         assistant=assistant,
-        texts=tuple(["".join([piece.text for piece in row]) for row in rows]),
+        texts=tuple(["".join([segment.text for segment in row]) for row in rows]),
         retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
 
 
 def _join(
-    rows: list[list[Piece]], tokenizer: Any, tokenize: Tokenize, endings: Collection[int], want_assistant: bool
+    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, endings: Collection[int], want_assistant: bool
 ) -> tuple[Ragged, Ragged | None]:
-    """All pieces → ids and mask of every row. One call tokenizes every text, a second one those taken literally."""
-    pieces = [piece for row in rows for piece in row]
-    kinds = [2 if piece.ids is not None else int(piece.literal) for piece in pieces]
-    texts, literals, turns = ([piece for piece, one in zip(pieces, kinds, strict=True) if one == k] for k in range(3))
-    # Pieces are encoded kind by kind; `place` says where each then is, in the order they are read.
+    """All segments → ids and mask of every row. One call tokenizes every text, a second one those taken literally."""
+    segments = [segment for row in rows for segment in row]
+    kinds = [2 if segment.ids is not None else int(segment.literal) for segment in segments]
+    texts, literals, turns = (
+        [segment for segment, one in zip(segments, kinds, strict=True) if one == k] for k in range(3)
+    )
+    # Segments are encoded kind by kind; `place` says where each then is, in the order they are read.
     place = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True).argsort() if literals or turns else None
 
     def in_order(*parts: Ragged) -> Ragged:
         return parts[0] if place is None else Ragged.cat(parts).select(place)
 
-    encoded = _encode(tokenize, texts, offsets=any(piece.spans for piece in texts))
+    encoded = _encode(tokenize, texts, offsets=any(segment.spans for segment in texts))
     as_typed = _encode(tokenize, literals, parse_special=False).ids
-    sampled = Ragged.from_list([piece.ids or () for piece in turns])
+    sampled = Ragged.from_list([segment.ids or () for segment in turns])
     start = _closings(texts, encoded.ids, tokenizer, endings)
     ids = in_order(_from(start, encoded.ids), as_typed, sampled)
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
@@ -137,7 +139,7 @@ def _join(
     if not want_assistant:
         return Ragged(ids.values, lengths), None
 
-    inside = torch.tensor([bool(piece.spans) for piece in literals], dtype=torch.bool)
+    inside = torch.tensor([bool(segment.spans) for segment in literals], dtype=torch.bool)
     assistant = in_order(
         _from(start, _touched(texts, encoded)),
         Ragged(inside[as_typed.row_index], as_typed.lengths),
@@ -151,11 +153,11 @@ def _from(start: Tensor, rows: Ragged) -> Ragged:
 
 
 def _encode(
-    tokenize: Tokenize, pieces: list[Piece], *, parse_special: bool = True, offsets: bool = False
-) -> TokenBatch:
-    if not pieces:
-        return TokenBatch(ids=Ragged.from_list([]))
-    texts = tuple(piece.text for piece in pieces)
+    tokenize: Tokenize, segments: list[Segment], *, parse_special: bool = True, offsets: bool = False
+) -> TokenizeResult:
+    if not segments:
+        return TokenizeResult(ids=Ragged.from_list([]))
+    texts = tuple(segment.text for segment in segments)
     batch = tokenize(texts, add_special_tokens=False, parse_special=parse_special, offsets=offsets)
     if offsets and batch.offsets is None:
         raise CapabilityError(
@@ -166,35 +168,35 @@ def _encode(
     return batch
 
 
-def _closings(pieces: list[Piece], ids: Ragged, tokenizer: Any, endings: Collection[int]) -> Tensor:
-    """int64[pieces]: how many ids at the start of each only end the sampled turn before it, which has ended itself."""
-    out = torch.zeros(len(pieces), dtype=torch.int64)
-    if all(piece.after is None for piece in pieces):
+def _closings(segments: list[Segment], ids: Ragged, tokenizer: Any, endings: Collection[int]) -> Tensor:
+    """int64[segments]: number of leading ids that only repeat the end-of-turn token of the sampled turn before them."""
+    out = torch.zeros(len(segments), dtype=torch.int64)
+    if all(segment.after is None for segment in segments):
         return out
     starts = ids.offsets.tolist()
-    for row, piece in enumerate(pieces):
-        if piece.after not in endings:
+    for row, segment in enumerate(segments):
+        if segment.after not in endings:
             continue
         # Some templates write a space before the EOS. A token is at least a character, which bounds the search.
-        blank = len(piece.text) - len(piece.text.lstrip())
+        blank = len(segment.text) - len(segment.text.lstrip())
         first = ids.values[starts[row] : min(starts[row] + blank + 1, starts[row + 1])].tolist()
-        at = first.index(piece.after) if piece.after in first else -1
+        at = first.index(segment.after) if segment.after in first else -1
         if at == 0 or (at > 0 and not tokenizer.decode(first[:at]).strip()):
             out[row] = at + 1
     return out
 
 
-def _touched(pieces: list[Piece], batch: TokenBatch) -> Ragged:
-    """bool, as long as the ids: tokens with a character in a span of their piece, as in the tokenizer's own mask."""
-    edges = Ragged.from_list([list(chain.from_iterable(piece.spans)) for piece in pieces])
+def _touched(segments: list[Segment], batch: TokenizeResult) -> Ragged:
+    """bool, as long as the ids: tokens with a character in a span of their segment, as in the tokenizer's own mask."""
+    edges = Ragged.from_list([list(chain.from_iterable(segment.spans)) for segment in segments])
     if not edges.values.numel() or batch.offsets is None:
         return Ragged.full(batch.ids.lengths, False, torch.bool)
     # All texts one after another on one axis, on which spans are disjoint and ascending.
-    lengths = torch.tensor([len(piece.text) for piece in pieces], dtype=torch.int64)
+    lengths = torch.tensor([len(segment.text) for segment in segments], dtype=torch.int64)
     base = lengths.cumsum(0) - lengths
     begin, end = (edges.values + base[edges.row_index]).reshape(-1, 2).t().contiguous()
     shift = base[batch.ids.row_index]
     nearest = torch.searchsorted(end, batch.offsets[:, 0] + shift, right=True)
     # After the last span comes one that no token reaches.
     begin = torch.cat([begin, lengths.sum(0, keepdim=True)])
-    return batch.ids.holding(begin[nearest] < batch.offsets[:, 1] + shift)
+    return batch.ids.with_values(begin[nearest] < batch.offsets[:, 1] + shift)

@@ -1,4 +1,4 @@
-"""One conversation → the pieces of its rendering: the template's text, literal texts, and the ids of sampled turns."""
+"""The segments of a rendered conversation: the template's text, literal texts, and the ids of sampled turns."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from corelm.errors import TemplateError
-from corelm.rendering.assistant_spans import PrefixSpans, Span
+from corelm.rendering.assistant_spans import AssistantSpans, Span
 from corelm.rendering.template import Marks, Template, escaped, map_strings, read_marks, stand_in
 from corelm.spec.message import Chat, Message
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of a conversation that is tokenized by itself, or that has its ids already.
 
     Attributes:
-        text: the piece in words.
+        text: the segment in words.
         ids: of a sampled turn; None for text that is still to be tokenized.
         literal: no special token is read in the text.
         spans: ``[start, stop)`` characters of the text that are the assistant's, ascending.
-        after: the last id of the sampled turn right before this piece.
+        after: the last id of the sampled turn right before this segment.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     after: int | None = None
 
 
-class Script(NamedTuple):
+class RenderPlan(NamedTuple):
     """A conversation as the template gets it: placeholders for sampled turns and for the texts of special tokens.
 
     Attributes:
@@ -47,8 +47,8 @@ class Script(NamedTuple):
     renderings: dict[int | None, str]
 
 
-class Cutter:
-    """Cuts conversations into pieces, all with the same template and settings. `contents` is all that they say."""
+class Segmenter:
+    """Cuts conversations into segments, all with the same template and settings. `contents` is all that they say."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Cutter:
         self.marked = want_assistant and template.marks_assistant
         self.by_prefix = want_assistant and not self.marked
         self.template = template.with_marks(marks if self.marked else None)
-        self.turns = PrefixSpans(self.template, partial(self._slot, "Turn"), eos_texts)
+        self.turns = AssistantSpans(self.template, partial(self._slot, "Turn"), eos_texts)
         self.add_generation_prompt = add_generation_prompt
         self.prefer_tokens = prefer_tokens
         self._special = re.compile("|".join(map(re.escape, sorted(special_texts, key=len, reverse=True))) or "(?!)")
@@ -76,37 +76,37 @@ class Cutter:
         # Letters of both cases inside, so that a filter which changes a text is seen to have done so.
         self._placeholder = re.compile(f"{marks.slot}(Turn|Text)([0-9]+){marks.slot}")
 
-    def scripts(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[Script]:
-        """Conversations with their messages as the template gets them, made ready for `pieces`."""
-        scripts = list(map(self._script, chats, messages))
+    def plans(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[RenderPlan]:
+        """Conversations with their messages as the template gets them, made ready for `segments`."""
+        plans = list(map(self._plan, chats, messages))
         for prompt in (False, True):
-            jobs = [(one, stop) for one in scripts for stop in one.stops if self._asks(stop) is prompt]
-            texts = self.template.every([script.messages[:stop] for script, stop in jobs], prompt) or ()
-            for (script, stop), text in zip(jobs, texts, strict=False):
-                script.renderings[stop] = text
-        return scripts
+            jobs = [(one, stop) for one in plans for stop in one.stops if self._asks(stop) is prompt]
+            texts = self.template.every([plan.messages[:stop] for plan, stop in jobs], prompt) or ()
+            for (plan, stop), text in zip(jobs, texts, strict=False):
+                plan.renderings[stop] = text
+        return plans
 
-    def pieces(self, script: Script) -> list[Piece]:
-        """The conversation, piece by piece.
+    def segments(self, plan: RenderPlan) -> list[Segment]:
+        """The conversation, segment by segment.
 
         Raises:
             TemplateError: the template fails, loses a sampled turn, or cannot say what is the assistant's.
         """
-        pieces: list[Piece] = []
+        segments: list[Segment] = []
         previous = None
-        for stop in script.stops:
-            pieces += self._cut(script, previous, stop)
+        for stop in plan.stops:
+            segments += self._cut(plan, previous, stop)
             if stop is not None:
-                said = script.chat[stop]
-                pieces.append(Piece(self._said(said), ids=said.token_ids))
+                said = plan.chat[stop]
+                segments.append(Segment(self._said(said), ids=said.token_ids))
             previous = stop
-        return pieces
+        return segments
 
-    def _script(self, chat: Chat, messages: list[dict[str, Any]]) -> Script:
+    def _plan(self, chat: Chat, messages: list[dict[str, Any]]) -> RenderPlan:
         sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
         if not sampled and not self._specials_typed:
             # As most are.
-            return Script(chat, messages, (), (), (None,), {})
+            return RenderPlan(chat, messages, (), (), (None,), {})
         literals: list[str] = []
 
         def keep(special: re.Match[str]) -> str:
@@ -121,46 +121,46 @@ class Cutter:
         # What stands before a sampled turn is rendered as its prompt was; what follows the last one, as things are now.
         ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
         stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
-        return Script(chat, messages, sampled, literals, stops, {})
+        return RenderPlan(chat, messages, sampled, literals, stops, {})
 
     def _asks(self, stop: int | None) -> bool:
         """Whether a rendering up to `stop` ends with the generation prompt."""
         return stop is not None or self.add_generation_prompt
 
-    def _cut(self, script: Script, previous: int | None, stop: int | None) -> list[Piece]:
+    def _cut(self, plan: RenderPlan, previous: int | None, stop: int | None) -> list[Segment]:
         """What the template writes after the sampled turn `previous` when it asks for turn `stop`."""
-        text, spans = self._rendered(script, previous, stop)
+        text, spans = self._rendered(plan, previous, stop)
         at, after = 0, None
         if previous is not None:
             placeholder = self._slot("Turn", previous)
             at = text.index(placeholder) + len(placeholder)
             # Of a sampled turn only the ids are the assistant's, not what the template writes around them.
             spans = [span for span in spans if span[0] >= at]
-            ids = script.chat[previous].token_ids
+            ids = plan.chat[previous].token_ids
             after = ids[-1] if ids else None
-        if not script.literals:
+        if not plan.literals:
             # No other placeholder comes after `at`.
-            return [Piece(text[at:], spans=_within(spans, at, len(text)), after=after)]
-        pieces = []
+            return [Segment(text[at:], spans=_within(spans, at, len(text)), after=after)]
+        segments = []
         for found in self._placeholder.finditer(text, at):
-            pieces.append(Piece(text[at : found.start()], spans=_within(spans, at, found.start()), after=after))
+            segments.append(Segment(text[at : found.start()], spans=_within(spans, at, found.start()), after=after))
             inside = bool(_within(spans, *found.span()))
-            literal = script.literals[int(found[2])]
-            pieces.append(Piece(literal, literal=True, spans=((0, len(literal)),) if inside else ()))
+            literal = plan.literals[int(found[2])]
+            segments.append(Segment(literal, literal=True, spans=((0, len(literal)),) if inside else ()))
             at, after = found.end(), None
-        return [*pieces, Piece(text[at:], spans=_within(spans, at, len(text)), after=after)]
+        return [*segments, Segment(text[at:], spans=_within(spans, at, len(text)), after=after)]
 
-    def _rendered(self, script: Script, previous: int | None, stop: int | None) -> tuple[str, list[Span]]:
+    def _rendered(self, plan: RenderPlan, previous: int | None, stop: int | None) -> tuple[str, list[Span]]:
         """The messages before `stop`, or all of them, and the assistant's characters after the turn `previous`."""
-        text = script.renderings.get(stop)
+        text = plan.renderings.get(stop)
         if text is None:
-            text = self.template(script.messages[:stop], self._asks(stop))
+            text = self.template(plan.messages[:stop], self._asks(stop))
         spans: list[Span] = []
         if self.marked:
             text, spans = read_marks(text, self.marks)
-        self._check(text, script.sampled if stop is None else [turn for turn in script.sampled if turn < stop])
+        self._check(text, plan.sampled if stop is None else [turn for turn in plan.sampled if turn < stop])
         if self.by_prefix:
-            messages, prompt = script.messages[:stop], self._asks(stop)
+            messages, prompt = plan.messages[:stop], self._asks(stop)
             first = 0 if previous is None else previous + 1
             turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
             spans = self.turns.find(messages, prompt, text, turns)
@@ -202,7 +202,7 @@ def _within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     if not spans:
         return ()
     if not start and spans[-1][1] <= stop:
-        # As where a conversation is one piece.
+        # As where a conversation is one segment.
         return tuple([span for span in spans if span[0] < span[1]])
     return tuple([(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b])
 

@@ -20,9 +20,9 @@ A tokenizer is called as ``tokenizer(texts, add_special_tokens=…)`` and return
 Chats need ``apply_chat_template``; ``split_special_tokens=True`` is passed where a user typed a special token, and
 ``return_offsets_mapping=True`` where a mask must follow a template's markers.
 
-Core checks every request before a hook sees it and every result before a user does (`corelm/backend/check_requests.py`, `check_results.py`), so a plugin
-contains no checks of its own. A hook that cannot serve a request raises; what it raises reaches the caller chained to
-an `EngineError`.
+Core checks every request before a hook sees it (`corelm/backend/check_requests.py`) and every result before a user does
+(`check_results.py`), so a plugin contains no checks of its own. A hook that cannot serve a request raises; what it
+raises reaches the caller chained to an `EngineError`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
         CloseRequest,
         ContainerRequest,
         GenerateRequest,
-        GenerationBatch,
+        GenerateResult,
         HealthRequest,
-        ScoreBatch,
         ScoreRequest,
-        TokenBatch,
+        ScoreResult,
         TokenizeRequest,
+        TokenizeResult,
         WeightUpdate,
     )
 
@@ -61,17 +61,17 @@ class BackendSpec:
     # Required. Core brings `tokenize` and `to_containers`; a plugin writes the other two.
 
     @hookspec(firstresult=True)
-    def tokenize(self, request: TokenizeRequest) -> TokenBatch:
+    def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         """Turn texts into ids, adding special tokens only if asked. Core's own calls ``backend.tokenizer``."""
 
     @hookspec(firstresult=True)
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one answer per row, each from its own seed, ended by and keeping a stop id, with its tokens' log-
         probs.
         """
 
     @hookspec(firstresult=True)
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         """Log-probability of each given token under the model; sample nothing."""
 
     @hookspec(firstresult=True)

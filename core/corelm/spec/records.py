@@ -46,7 +46,7 @@ class TokenizeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenBatch:
+class TokenizeResult:
     """`ids`: one row per text. `offsets`, if asked for: int64[total, 2], the characters [start, end) each id stands
     for.
     """
@@ -81,7 +81,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerationBatch:
+class GenerateResult:
     """The answers. `ids` and `logprobs` are equally long in every row; the id that ended an answer is part of both.
 
     A stop string: the token that completes it stays in `ids`. `mode`, `temperature` and `support` describe the
@@ -120,7 +120,7 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScoreBatch:
+class ScoreResult:
     """`logprobs` and `scored` are as long as the sequences. Where `scored` is False (position 0 always) the value is
     0.0.
 

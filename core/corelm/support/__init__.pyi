@@ -1,4 +1,4 @@
-from .event_loop import LoopThread as LoopThread
+from .event_loop import EventLoopThread as EventLoopThread
 from .http import ABORTED as ABORTED
 from .http import Aborted as Aborted
 from .http import HttpClient as HttpClient

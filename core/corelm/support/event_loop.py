@@ -1,4 +1,4 @@
-"""`LoopThread`: an asyncio event loop on a thread of its own, for engines and clients that live on one."""
+"""`EventLoopThread`: an asyncio event loop on a thread of its own, for engines and clients that live on one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LoopThread:
+class EventLoopThread:
     """Runs coroutines for any number of threads at once.
 
     The thread is a daemon: an interpreter that ends without `stop` is not held up by it.

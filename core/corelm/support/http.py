@@ -32,7 +32,7 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from corelm.support.event_loop import LoopThread
+from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import TransientError
 
 try:
@@ -135,7 +135,7 @@ class HttpClient:
         )
         self._closed = False
         self._closing = threading.Lock()
-        self._loop = LoopThread(f"corelm-http {url.host}")
+        self._loop = EventLoopThread(f"corelm-http {url.host}")
 
     def __repr__(self) -> str:
         return f"HttpClient({self.base_url!r}{', closed' if self._closed else ''})"

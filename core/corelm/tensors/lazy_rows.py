@@ -1,8 +1,8 @@
-"""Lazy stacks whose rows are made when somebody asks for one: `deferred_rows` and `deferred_objects`.
+"""Lazy stacks whose rows are made when somebody asks for one: `lazy_rows` and `lazy_objects`.
 
 A row costs a tensor with a storage of its own for every field, and a TensorDict around them: 15 to 20 µs where tokens,
 masks and log-probs are wanted. Much that is done with a batch needs no row. So a stack starts as the flat values it is
-made from, which answer for its shape and its keys, and which `unmade` gives to those who can read them. Asked for
+made from, which answer for its shape and its keys, and which `flat_source` gives to those who can read them. Asked for
 anything else, it makes its rows and is an ordinary stack from then on, class and all.
 
 Only speed rests on how tensordict works inside: what it asks for that is not answered here makes the rows.
@@ -33,7 +33,7 @@ _MAKING = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Objects:
+class FlatObjects:
     """One Python object a row, in C order of `shape`."""
 
     values: Sequence[Any]
@@ -44,7 +44,7 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class FlatRows:
     """Fields of one row a sample, flat: tensors as `Ragged`, Python objects as one a row; in C order of `shape`."""
 
     fields: Mapping[str, Ragged | Sequence[Any]]
@@ -65,23 +65,23 @@ class Rows:
         return (None,) if field is None or isinstance(field, Ragged) else field
 
 
-def deferred_rows(fields: Mapping[str, Ragged | Sequence[Any]], shape: Shape) -> LazyStackedTensorDict:
+def lazy_rows(fields: Mapping[str, Ragged | Sequence[Any]], shape: Shape) -> LazyStackedTensorDict:
     """A lazy stack of one TensorDict a row. `shape` has at least one row; nobody writes to `fields` again."""
-    return _deferred(_DeferredRows, Rows(fields, shape)) if shape else Rows(fields, shape).make()
+    return _deferred(_DeferredRows, FlatRows(fields, shape)) if shape else FlatRows(fields, shape).make()
 
 
-def deferred_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
+def lazy_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
     """One Python object a row, where `shape` has at least one."""
-    return _deferred(_DeferredObjects, Objects(values, shape)) if shape else Objects(values, shape).make()
+    return _deferred(_DeferredObjects, FlatObjects(values, shape)) if shape else FlatObjects(values, shape).make()
 
 
-def unmade(stack: Any) -> Rows | Objects | None:
+def flat_source(stack: Any) -> FlatRows | FlatObjects | None:
     """What a stack will be made from, as long as its rows are not made. It is only to be read."""
     return stack.__dict__.get(_SOURCE) if type(stack) in (_DeferredRows, _DeferredObjects) else None
 
 
 def stacked(rows: Sequence[T], shape: Shape, stack: Callable[..., Any]) -> Any:
-    """Rows in C order, as lazy stacks within lazy stacks."""
+    """FlatRows in C order, as lazy stacks within lazy stacks."""
     level: Sequence[Any] = rows
     for width in reversed(shape):
         level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
@@ -112,7 +112,7 @@ def _deferring(ordinary: type[TensorDictBase], *answers: str) -> Any:
 
         @property
         def batch_size(self) -> torch.Size:
-            source = unmade(self)
+            source = flat_source(self)
             return ordinary.batch_size.fget(self) if source is None else torch.Size(source.shape)
 
         @batch_size.setter
@@ -128,15 +128,15 @@ def _deferring(ordinary: type[TensorDictBase], *answers: str) -> Any:
             return False
 
         def keys(self, *args: Any, **kwargs: Any) -> Any:
-            source = unmade(self)
-            if args or kwargs or not isinstance(source, Rows):
+            source = flat_source(self)
+            if args or kwargs or not isinstance(source, FlatRows):
                 _make(self, ordinary)
                 return ordinary.keys(self, *args, **kwargs)
             return source.fields.keys()
 
         def tolist(self, **options: Any) -> Any:
-            source = unmade(self)
-            if options or not isinstance(source, Objects):
+            source = flat_source(self)
+            if options or not isinstance(source, FlatObjects):
                 _make(self, ordinary)
                 return ordinary.tolist(self, **options)
             return nested(iter(source.values), source.shape)
@@ -149,7 +149,7 @@ _DeferredRows = _deferring(LazyStackedTensorDict, "keys")
 _DeferredObjects = _deferring(NonTensorStack, "tolist")
 
 
-def _deferred(cls: Any, source: Rows | Objects) -> Any:
+def _deferred(cls: Any, source: FlatRows | FlatObjects) -> Any:
     stack = object.__new__(cls)
     stack.__dict__[_SOURCE] = source
     return stack
@@ -157,7 +157,7 @@ def _deferred(cls: Any, source: Rows | Objects) -> Any:
 
 def _make(stack: Any, ordinary: type[TensorDictBase]) -> None:
     with _MAKING:
-        source = unmade(stack)
+        source = flat_source(stack)
         if source is not None:
             with _no_collection():
                 stack.__dict__.update(source.make().__dict__)

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def ordinary_tensors() -> Iterator[None]:
+def no_inference_mode() -> Iterator[None]:
     """What is made inside a caller's ``inference_mode`` could not be used outside it. In here it can; gradients stay as
     they were, on or off.
     """

@@ -69,11 +69,11 @@ class Ragged:
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
         """The rows of all `parts`, one part after another."""
-        return _sound(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+        return _unchecked(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
     def clone(self) -> Ragged:
         """Rows with storage of their own."""
-        return _sound(self.values.clone(), self.lengths.clone())
+        return _unchecked(self.values.clone(), self.lengths.clone())
 
     def chunks(self, rows: Sequence[int]) -> list[Ragged]:
         """So many rows each, with storage of their own: what `cat` puts together.
@@ -83,9 +83,9 @@ class Ragged:
         """
         sizes = self.offsets[list(accumulate(rows, initial=0))].diff().tolist()
         parts = zip(self.values.split_with_sizes(sizes), self.lengths.split_with_sizes(list(rows)), strict=True)
-        return [_sound(values.clone(), lengths.clone()) for values, lengths in parts]
+        return [_unchecked(values.clone(), lengths.clone()) for values, lengths in parts]
 
-    def holding(self, values: Tensor) -> Ragged:
+    def with_values(self, values: Tensor) -> Ragged:
         """The same rows with other values, ``[total, ...]``.
 
         Raises:
@@ -93,7 +93,7 @@ class Ragged:
         """
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(f"rows of {self.values.shape[0]} values cannot hold {tuple(values.shape)}")
-        return _sound(**{**self.__dict__, "values": values})
+        return _unchecked(**{**self.__dict__, "values": values})
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -164,7 +164,7 @@ class Ragged:
         picked = torch.repeat_interleave(lengths)
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         index = torch.arange(int(lengths.sum())) - starts[picked] + self.offsets[:-1][rows][picked]
-        return _sound(self.values[index.to(self.values.device)], lengths)
+        return _unchecked(self.values[index.to(self.values.device)], lengths)
 
     def repeat(self, n: int) -> Ragged:
         """Every row `n` times, copies next to each other.
@@ -184,37 +184,37 @@ class Ragged:
         start = torch.minimum(start.clamp_min(0), lengths)
         stop = torch.maximum(torch.minimum(stop, lengths), start)
         keep = runs((False, True, False), (start, stop - start, lengths - stop))
-        return _sound(self.values[keep.to(self.values.device)], stop - start)
+        return _unchecked(self.values[keep.to(self.values.device)], stop - start)
 
-    def seam(self, other: Ragged) -> Ragged:
+    def join_mask(self, other: Ragged) -> Ragged:
         """bool, as long as the rows of ``self.join(other)``: where `other`'s values stand in them.
 
-        >>> Ragged.from_list([[1, 2], []]).seam(Ragged.from_list([[3], [4]])).tolist()
+        >>> Ragged.from_list([[1, 2], []]).join_mask(Ragged.from_list([[3], [4]])).tolist()
         [[False, False, True], [True]]
         """
         if len(self) != len(other):
             raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
-        return _sound(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
+        return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
 
-    def join(self, other: Ragged, seam: Ragged | None = None) -> Ragged:
-        """Row by row ``self[r] + other[r]``. Whoever joins more of these lengths makes their `seam` once.
+    def join(self, other: Ragged, join_mask: Ragged | None = None) -> Ragged:
+        """Row by row ``self[r] + other[r]``. Whoever joins more of these lengths makes their `join_mask` once.
 
         >>> Ragged.from_list([[1, 2], []]).join(Ragged.from_list([[3], [4]])).tolist()
         [[1, 2, 3], [4]]
         """
-        seam = self.seam(other) if seam is None else seam
-        if seam.values.shape[0] != self.values.shape[0] + other.values.shape[0]:
-            raise ValueError("this is the seam of other rows")
-        second = seam.values.to(self.values.device)
+        join_mask = self.join_mask(other) if join_mask is None else join_mask
+        if join_mask.values.shape[0] != self.values.shape[0] + other.values.shape[0]:
+            raise ValueError("this is the join_mask of other rows")
+        second = join_mask.values.to(self.values.device)
         second = second.reshape(-1, *[1] * (self.values.ndim - 1))
         values = self.values.new_empty((second.shape[0], *self.values.shape[1:]))
-        return seam.holding(values.masked_scatter_(~second, self.values).masked_scatter_(second, other.values))
+        return join_mask.with_values(values.masked_scatter_(~second, self.values).masked_scatter_(second, other.values))
 
     def to(self, device: torch.device | str | None) -> Ragged:
-        return self if device is None else self.holding(self.values.to(device))
+        return self if device is None else self.with_values(self.values.to(device))
 
 
-def _sound(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
+def _unchecked(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
     """Rows that need no check, being made of rows that had it: the check costs more than most of what is done to a few
     rows. `known`: properties of theirs.
     """

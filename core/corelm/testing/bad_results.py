@@ -14,7 +14,7 @@ import torch
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.testing.base import ConformanceBase, needs
 
 
@@ -27,13 +27,13 @@ class HandedOn:
         self.tokenizer = backend.tokenizer
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return self.backend.generate(
             request.prompts, request.sampling, logprobs=request.logprobs, seeds=request.seeds, timeout=request.timeout
         )
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         return self.backend.score_logprobs(
             request.sequences, temperature=request.temperature, score_from=request.score_from
         )
@@ -121,7 +121,7 @@ class BadResultPromises(ConformanceBase):
     def test_a_bad_generation_never_reaches_its_user(self, backend: Backend, defect: str) -> None:
         bend, message = GENERATION[defect]
         wrapper = Bend(bend)
-        bent = Backend(HandedOn(backend), "bent", plugins=[wrapper])
+        bent = Backend(HandedOn(backend), "bent", wrappers=[wrapper])
         prompts = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook generate: .*{message}") as caught:
             bent.generate(prompts, {"max_new_tokens": 3})
@@ -134,7 +134,7 @@ class BadResultPromises(ConformanceBase):
     def test_bad_scores_never_reach_their_user(self, backend: Backend, defect: str) -> None:
         bend, message = SCORES[defect]
         wrapper = Bend(bend)
-        bent = Backend(HandedOn(backend), "bent", plugins=[wrapper])
+        bent = Backend(HandedOn(backend), "bent", wrappers=[wrapper])
         rows = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook score_logprobs: .*{message}") as caught:
             bent.score_logprobs(rows)

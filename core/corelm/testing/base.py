@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from corelm import Backend, Capabilities
-    from corelm.spec.records import GenerationBatch, ScoreBatch
+    from corelm.spec.records import GenerateResult, ScoreResult
 
     Oracle = Callable[[list[int], float], Tensor]
 
@@ -130,7 +130,7 @@ class ConformanceBase:
         return [generator.choices(legal, k=length) for length in lengths]
 
     def assert_true_answers(
-        self, prompts: list[list[int]], batch: GenerationBatch, oracle: Oracle | None = None
+        self, prompts: list[list[int]], batch: GenerateResult, oracle: Oracle | None = None
     ) -> None:
         """Every answer's log-probs are those of `oracle` (the author's own by default) after its prompt."""
         assert batch.logprobs is not None
@@ -139,7 +139,7 @@ class ConformanceBase:
             expected = (oracle or self.oracle)([*prompt, *answer], batch.temperature)[len(prompt) :]
             self.assert_close(found, expected, f"row {row}, after a prompt of {len(prompt)} tokens")
 
-    def assert_true_scores(self, rows: list[list[int]], batch: ScoreBatch, oracle: Oracle | None = None) -> None:
+    def assert_true_scores(self, rows: list[list[int]], batch: ScoreResult, oracle: Oracle | None = None) -> None:
         """Every position but the first of every row is scored, as `oracle` (the author's own by default) does."""
         for row, (ids, found, scored) in enumerate(
             zip(rows, batch.logprobs.split(), batch.scored.split(), strict=True)

@@ -10,7 +10,7 @@ import pytest
 
 from corelm import Backend, Ragged, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError
-from corelm.spec.records import GenerationBatch
+from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import EVERY_ENGINE
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 
@@ -62,7 +62,7 @@ class LifecyclePromises(ConformanceBase):
         prompts = [self.rows(backend, 3 + thread, 20 - thread, seed=thread) for thread in range(THREADS)]
         together = Barrier(THREADS)
 
-        def ask(rows: list[list[int]]) -> GenerationBatch:
+        def ask(rows: list[list[int]]) -> GenerateResult:
             together.wait(timeout=60)
             return backend.generate(rows, {"max_new_tokens": 4})
 

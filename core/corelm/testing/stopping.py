@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import Backend, LLMPolicy
-from corelm.spec.records import GenerationBatch
+from corelm.spec.records import GenerateResult
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, SURE, repeatable, seeded
 
@@ -104,7 +104,7 @@ class StoppingPromises(ConformanceBase):
     def test_abort_ends_the_request_it_names_and_no_other(self, backend: Backend) -> None:
         limit = min(backend.capabilities.max_context or 512, 512) - 8
         prompts, names, done = self.rows(backend, 4, 4), ["one", "other"], threading.Event()
-        batches: list[GenerationBatch] = []
+        batches: list[GenerateResult] = []
 
         def answer() -> None:
             try:
@@ -140,7 +140,7 @@ class StoppingPromises(ConformanceBase):
         return prompts[chances.index(best)], draws
 
 
-def _generate(backend: Backend, **sampling: object) -> GenerationBatch:
+def _generate(backend: Backend, **sampling: object) -> GenerateResult:
     prompts = backend.tokenize(OPENINGS).ids.repeat(3)
     return backend.generate(prompts, repeatable(backend, {"max_new_tokens": NEW, **sampling}), logprobs="none")
 
@@ -154,7 +154,7 @@ def _answers(backend: Backend, **sampling: object) -> list[tuple[list[int], str,
     return list(zip(ids, out["text"].response, out["finish_reason"], strict=True))
 
 
-def _assert_ended_by(batch: GenerationBatch, stop_ids: Collection[int], limit: int) -> None:
+def _assert_ended_by(batch: GenerateResult, stop_ids: Collection[int], limit: int) -> None:
     for answer, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
         assert not set(stop_ids).intersection(answer[:-1]), "an answer went on behind what ends it"
         assert bool(answer) and (answer[-1] in stop_ids) == (reason == "stop")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from corelm.spec.records import AbortRequest, WeightUpdate
-from corelm.support.event_loop import LoopThread
+from corelm.support.event_loop import EventLoopThread
 from tiny_models import CONTEXT, random_rows
 from vllm_backend.engine import AsyncEngine
 from vllm_backend.model import Model
@@ -145,7 +145,7 @@ def model_in(folder: Path | None) -> Model:
 
 @pytest.fixture
 def scripted() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(LoopThread("scripted"), Scripted(), model_in(None))
+    engine = AsyncEngine(EventLoopThread("scripted"), Scripted(), model_in(None))
     yield engine
     if not engine._closed:
         engine.close()
@@ -208,7 +208,7 @@ class Halfway(AsyncEngine):
 @pytest.mark.parametrize("error", [ArithmeticError("half of them"), KeyboardInterrupt("half of them")])
 def test_an_engine_whose_weights_were_not_all_loaded_is_not_used_again(tmp_path: Path, error: BaseException) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    engine = Halfway(LoopThread("halfway"), Scripted(), model_in(tmp_path))
+    engine = Halfway(EventLoopThread("halfway"), Scripted(), model_in(tmp_path))
     engine.error = error
     update = WeightUpdate(version="1", drain=True, state_dict={"w": torch.ones(2)})
     with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:

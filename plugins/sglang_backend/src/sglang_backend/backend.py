@@ -13,10 +13,10 @@ from corelm.spec import (
     Capabilities,
     CloseRequest,
     GenerateRequest,
-    GenerationBatch,
+    GenerateResult,
     HealthRequest,
-    ScoreBatch,
     ScoreRequest,
+    ScoreResult,
     WeightUpdate,
     hookimpl,
 )
@@ -137,11 +137,11 @@ class SGLangBackend:
         return cls(server, found.model, launched)
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return self.server.generate(request)
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         return self.server.score(request)
 
     @hookimpl

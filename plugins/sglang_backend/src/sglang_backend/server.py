@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from corelm.errors import CoreLMError
-from corelm.spec import AbortRequest, Capabilities, GenerateRequest, GenerationBatch, Ragged, ScoreBatch, ScoreRequest
+from corelm.spec import AbortRequest, Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
 from corelm.support import HttpClient
 from sglang_backend import answers, ending, sampling
 from sglang_backend.answers import Expected, Row
@@ -42,7 +42,7 @@ class Server:
         self._rids: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         wanted = request.logprobs != "none"
         limits = self._answer_limits(request)
         seeds = [None] * len(limits) if request.seeds is None else request.seeds.tolist()
@@ -53,7 +53,7 @@ class Server:
         ]
         entries = self._ask(payloads, request.request_ids, request.timeout)
         rows = [self._ended(answers.parse_answer(entry, self._expected, wanted), request) for entry in entries]
-        return GenerationBatch(
+        return GenerateResult(
             ids=Ragged.from_list([row.ids for row in rows]),
             logprobs=Ragged.from_list([row.logprobs for row in rows], torch.float32) if wanted else None,
             finish_reasons=tuple(row.reason for row in rows),
@@ -62,7 +62,7 @@ class Server:
             errors=tuple(row.error for row in rows),
         )
 
-    def score(self, request: ScoreRequest) -> ScoreBatch:
+    def score(self, request: ScoreRequest) -> ScoreResult:
         sequences, starts = request.sequences.tolist(), request.score_from.tolist()
         payloads = [answers.score_payload(ids, start) for ids, start in zip(sequences, starts, strict=True)]
         entries = self._ask(payloads, request.request_ids, request.timeout)
@@ -75,7 +75,7 @@ class Server:
         values = torch.tensor([value for row, _ in scored for value in row], dtype=torch.float32)
         mask = torch.tensor([here for _, row in scored for here in row], dtype=torch.bool)
         device = request.device or request.sequences.values.device
-        return ScoreBatch(
+        return ScoreResult(
             logprobs=Ragged(values, lengths).to(device),
             scored=Ragged(mask, lengths).to(device),
             errors=tuple(row.error for row in rows),

@@ -14,10 +14,10 @@ from corelm.spec import (
     Capabilities,
     CloseRequest,
     GenerateRequest,
-    GenerationBatch,
+    GenerateResult,
     HealthRequest,
-    ScoreBatch,
     ScoreRequest,
+    ScoreResult,
     WeightUpdate,
     hookimpl,
 )
@@ -111,7 +111,7 @@ class TransformersBackend:
         return cls(causal, _tokenizer(tokenizer, causal.base, trust_remote_code), max_batch_tokens)
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         model = self._open_model()
         if request.sampling.num_beams > 1:
             return beams.beam_search(model, request)
@@ -123,7 +123,7 @@ class TransformersBackend:
         return decoding.generate(model, self.tokenizer, request, self.max_batch_tokens)
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         return self._open_scorer().score(request)
 
     @hookimpl

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError
-from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from transformers_backend.decoding import answer_limits
 from transformers_backend.model import CausalLM, Deadline
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
 
-def beam_search(model: CausalLM, request: GenerateRequest) -> GenerationBatch:
+def beam_search(model: CausalLM, request: GenerateRequest) -> GenerateResult:
     """The best beam for every prompt. A prompt at a time: padding would count in `generate`'s lengths and limits.
 
     Raises:
@@ -50,7 +50,7 @@ def beam_search(model: CausalLM, request: GenerateRequest) -> GenerationBatch:
             answers.append(answer)
             reasons.append("stop" if int(answer[-1]) in request.stop_ids else "length")
     device = request.prompts.values.device
-    return GenerationBatch(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
+    return GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
 
 
 def _only_what_is_honoured(sampling: SamplingParams) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from transformers_backend.model import CausalLM, Deadline, micro_batches, one_encoding
 from transformers_backend.onednn import quick_head
 from transformers_backend.sampler import Sampler
@@ -32,7 +32,7 @@ class Answers:
     stopped: Tensor
 
 
-def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batch_tokens: int) -> GenerationBatch:
+def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batch_tokens: int) -> GenerateResult:
     """Answer every prompt, in as few batches as `max_batch_tokens` of prompt and answer allow.
 
     Raises:
@@ -57,7 +57,7 @@ def generate(model: CausalLM, tokenizer: Any, request: GenerateRequest, max_batc
         ids = Ragged.cat([part.ids for part in parts]).select(back).to(device)
         logprobs = Ragged.cat([part.logprobs for part in parts]).select(back).to(device)
         stopped = torch.cat([part.stopped for part in parts])[back].tolist()
-    return GenerationBatch(
+    return GenerateResult(
         ids=ids,
         logprobs=None if request.logprobs == "none" else logprobs,
         finish_reasons=tuple("stop" if stop else "length" for stop in stopped),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, ScoreBatch, ScoreRequest
+from corelm.spec import Ragged, ScoreRequest, ScoreResult
 from transformers_backend.head import Head, Way
 from transformers_backend.model import CausalLM, Deadline, one_encoding
 from transformers_backend.reading import Layout, Reader
@@ -48,7 +48,7 @@ class Scorer:
         """Find out again, at the next call, what this model's head does: its weights are others now."""
         self._head.forget()
 
-    def score(self, request: ScoreRequest) -> ScoreBatch:
+    def score(self, request: ScoreRequest) -> ScoreResult:
         """Score every position of every sequence from `score_from` on; with ``request.grad`` in the model's own mode.
 
         Raises:
@@ -60,7 +60,7 @@ class Scorer:
         with self._model.evaluating():
             return self._score(request)
 
-    def _score(self, request: ScoreRequest) -> ScoreBatch:
+    def _score(self, request: ScoreRequest) -> ScoreResult:
         sequences = request.sequences
         device = request.device or sequences.values.device
         scored = Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
@@ -70,7 +70,7 @@ class Scorer:
             logprobs.append(ours.to(device))
             logits += [piece.to(device) for piece in theirs]
         total, where = sequences.values.shape[0], torch.cat(index).to(device)
-        return ScoreBatch(
+        return ScoreResult(
             logprobs=Ragged(_spread(logprobs, where, (total,)), sequences.lengths),
             scored=scored.to(device),
             logits=Ragged(_spread(logits, where, (total, self._model.vocab_size)), sequences.lengths)

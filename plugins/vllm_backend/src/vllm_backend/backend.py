@@ -13,10 +13,10 @@ from corelm.spec import (
     AbortRequest,
     CloseRequest,
     GenerateRequest,
-    GenerationBatch,
+    GenerateResult,
     HealthRequest,
-    ScoreBatch,
     ScoreRequest,
+    ScoreResult,
     WeightUpdate,
     hookimpl,
 )
@@ -97,11 +97,11 @@ class VLLMBackend:
         return cls(start(arguments, tokenizer))
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         return self.engine.generate(request)
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         return self.engine.score(request)
 
     @hookimpl

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.spec import GenerateRequest, GenerationBatch, Ragged, SamplingParams, ScoreBatch, ScoreRequest
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
 from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 from vllm_backend.served import Served
@@ -58,7 +58,7 @@ def generation_payloads(request: GenerateRequest, served: Served) -> list[Payloa
 
 def answers(
     request: GenerateRequest, payloads: Sequence[Payload], outcomes: Sequence[Unserved | Any], tokenizer: Any
-) -> GenerationBatch:
+) -> GenerateResult:
     """Raises:
     EngineError: an answer is not one to its request.
     """
@@ -187,7 +187,7 @@ def scoring_payloads(request: ScoreRequest) -> dict[int, Payload]:
 
 def scores(
     request: ScoreRequest, payloads: Mapping[int, Payload], outcomes: Mapping[int, Unserved | Any]
-) -> ScoreBatch:
+) -> ScoreResult:
     """Raises:
     EngineError: an answer is not one to its request.
     """
@@ -206,7 +206,7 @@ def scores(
             first = start + int(starts[number])
             values[first:end] = torch.tensor(found[first - end :])
     device = request.device or sequences.values.device
-    return ScoreBatch(
+    return ScoreResult(
         logprobs=Ragged(values, sequences.lengths).to(device),
         scored=Ragged(scored, sequences.lengths).to(device),
         errors=tuple(errors) if any(errors) else None,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import AbortRequest, GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
-from corelm.support import LoopThread
+from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm.support import EventLoopThread
 from vllm_backend import requests, weights
 from vllm_backend.model import Model, describe
 from vllm_backend.outcomes import Unserved
@@ -37,11 +37,11 @@ class Engine(ABC):
         self._closed = False
         self._broken = False
 
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         rows = requests.generation_rows(request, self._model.max_context)
         return requests.answers(request, self._run(rows, request.request_ids, request.timeout))
 
-    def score(self, request: ScoreRequest) -> ScoreBatch:
+    def score(self, request: ScoreRequest) -> ScoreResult:
         rows = requests.scoring_rows(request)
         names = [request.request_ids[number] for number in rows]
         outcomes = self._run(list(rows.values()), names, request.timeout)
@@ -92,7 +92,7 @@ class Engine(ABC):
 class AsyncEngine(Engine):
     """vLLM's `AsyncLLM`, whose engine is a process of its own, behind an event loop on a thread of its own."""
 
-    def __init__(self, loop: LoopThread, llm: Any, model: Model) -> None:
+    def __init__(self, loop: EventLoopThread, llm: Any, model: Model) -> None:
         super().__init__(model)
         self._loop = loop
         self.llm = llm
@@ -103,7 +103,7 @@ class AsyncEngine(Engine):
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
-        loop = LoopThread("vllm")
+        loop = EventLoopThread("vllm")
         try:
             llm = loop.run(_start(arguments))
         except BaseException:

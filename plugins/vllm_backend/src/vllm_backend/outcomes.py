@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corelm.spec import GenerateRequest, GenerationBatch, Ragged
+from corelm.spec import GenerateRequest, GenerateResult, Ragged
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ def generation_batch(
     logprobs: Sequence[list[float]],
     reasons: Sequence[str],
     errors: Sequence[str],
-) -> GenerationBatch:
+) -> GenerateResult:
     """The answers of all rows, labelled with the distribution that their log-probs are of."""
     sampling, processed = request.sampling, request.logprobs == "processed"
     # What forbids ids is truncation as well: the distribution is no longer the model's.
     reshaped = sampling.truncates or sampling.min_new_tokens or sampling.engine_kwargs
     device = request.prompts.values.device
-    return GenerationBatch(
+    return GenerateResult(
         ids=Ragged.from_list(ids).to(device),
         logprobs=None if request.logprobs == "none" else Ragged.from_list(logprobs, torch.float32).to(device),
         finish_reasons=tuple(reasons),

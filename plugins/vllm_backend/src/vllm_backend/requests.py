@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import GenerateRequest, GenerationBatch, Ragged, ScoreBatch, ScoreRequest
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
 from vllm_backend.outcomes import Unserved, generation_batch
 from vllm_backend.sampling import parameters
 
@@ -57,7 +57,7 @@ def generation_rows(request: GenerateRequest, max_context: int) -> list[Row | Un
     return rows
 
 
-def answers(request: GenerateRequest, outcomes: Sequence[Outcome]) -> GenerationBatch:
+def answers(request: GenerateRequest, outcomes: Sequence[Outcome]) -> GenerateResult:
     sampling = request.sampling
     processed = request.logprobs == "processed"
     ids: list[list[int]] = []
@@ -110,7 +110,7 @@ def scoring_rows(request: ScoreRequest) -> dict[int, Row | Unserved]:
     return rows
 
 
-def scores(request: ScoreRequest, outcomes: Mapping[int, Outcome]) -> ScoreBatch:
+def scores(request: ScoreRequest, outcomes: Mapping[int, Outcome]) -> ScoreResult:
     sequences = request.sequences
     starts = request.score_from.clamp_min(1).cpu()
     values = torch.zeros(sequences.values.shape[0])
@@ -126,7 +126,7 @@ def scores(request: ScoreRequest, outcomes: Mapping[int, Outcome]) -> ScoreBatch
             first = start + int(starts[number])
             values[first:end] = torch.tensor(_last(outcome, end - first))
     device = request.device or sequences.values.device
-    return ScoreBatch(
+    return ScoreResult(
         logprobs=Ragged(values, sequences.lengths).to(device),
         scored=Ragged(scored, sequences.lengths).to(device),
         errors=tuple(errors) if any(errors) else None,

@@ -15,9 +15,9 @@ from corelm.spec import (
     AbortRequest,
     Capabilities,
     GenerateRequest,
-    GenerationBatch,
-    ScoreBatch,
+    GenerateResult,
     ScoreRequest,
+    ScoreResult,
     WeightUpdate,
 )
 from vllm_backend import completions, probes, weights
@@ -124,13 +124,13 @@ class Server:
             client.close()
             raise
 
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = completions.generation_payloads(request, self._served)
         outcomes, version = self._ask(payloads, request.request_ids, request.timeout)
         batch = completions.answers(request, payloads, outcomes, self.tokenizer)
         return batch if version is None else replace(batch, weight_versions=(version,) * len(payloads))
 
-    def score(self, request: ScoreRequest) -> ScoreBatch:
+    def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = completions.scoring_payloads(request)
         names = [request.request_ids[number] for number in payloads]
         outcomes, version = self._ask(list(payloads.values()), names, request.timeout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm import Capabilities, Ragged, SamplingParams, hookimpl
-from corelm.spec import GenerateRequest, GenerationBatch, ScoreBatch, ScoreRequest, WeightUpdate
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
 from toy_backend.model import Bigram
 from toy_backend.tokenizer import ByteTokenizer
 
@@ -49,13 +49,13 @@ class ToyBackend:
 
     @hookimpl
     @torch.no_grad()
-    def generate(self, request: GenerateRequest) -> GenerationBatch:
+    def generate(self, request: GenerateRequest) -> GenerateResult:
         prompts = request.prompts.tolist()
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
         answers = [self._answer(prompt, seed, request) for prompt, seed in zip(prompts, seeds.tolist(), strict=True)]
         ids, logprobs, reasons = zip(*answers, strict=True)
         sampling, processed = request.sampling, request.logprobs == "processed"
-        return GenerationBatch(
+        return GenerateResult(
             ids=Ragged.from_list(ids),
             logprobs=Ragged.from_list(logprobs, dtype=torch.float32),
             finish_reasons=reasons,
@@ -87,7 +87,7 @@ class ToyBackend:
         return any(stop in text[max(0, old - len(stop) + 1) :] for stop in sampling.stop)
 
     @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreBatch:
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
         with torch.set_grad_enabled(request.grad):
@@ -95,7 +95,7 @@ class ToyBackend:
             logits = torch.where(scored[:, None], self.model(rows.values.roll(1)), 0.0)
             chosen = (logits / request.temperature).log_softmax(-1).gather(-1, rows.values[:, None])[:, 0]
             logprobs = torch.where(scored, chosen, 0.0)
-        return ScoreBatch(
+        return ScoreResult(
             logprobs=Ragged(logprobs, rows.lengths).to(request.device),
             scored=Ragged(scored, rows.lengths).to(request.device),
             logits=Ragged(logits, rows.lengths).to(request.device) if request.return_logits else None,
