@@ -8,7 +8,7 @@ import pytest
 
 import corelm
 from corelm.backend.backend import Backend
-from tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

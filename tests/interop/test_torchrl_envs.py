@@ -12,12 +12,12 @@ from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
 
 import corelm
-import oracle
 from corelm import LLMPolicy
 from corelm.errors import InvalidRequestError
 from corelm.interop.torchrl import EnvPolicy, LossActor, ModuleTransform, from_torchrl
 from corelm.kl import KLRewardTransform, RetrieveKL
-from tiny_models import tiny_tokenizer
+from helpers import oracle
+from helpers.tiny_models import tiny_tokenizer
 
 QUESTIONS = ["Hello there, who are you?", "Hi"]
 SAMPLING = {"max_new_tokens": 6}

@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 from corelm import ChatHistory, History
 from corelm.errors import InvalidRequestError
 from corelm.interop.torchrl import from_torchrl, to_torchrl
-from tiny_models import tiny_tokenizer
+from helpers.tiny_models import tiny_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": [1, 2], "b": None}}}
 WEATHER = [

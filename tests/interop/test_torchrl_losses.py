@@ -6,12 +6,12 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
 
 import corelm
-import oracle
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError
 from corelm.interop.torchrl import LossActor, ModuleTransform
 from corelm.kl import RetrieveLogProb
 from corelm.policy.inputs import Keys
+from helpers import oracle
 
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
+from helpers.tiny_models import CONTEXT, tiny_model, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.launch import LaunchedServer
-from tiny_models import CONTEXT, tiny_model, tiny_tokenizer
 
 HERE = Path(__file__).parent
 

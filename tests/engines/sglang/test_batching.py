@@ -1,8 +1,8 @@
 """A crowd in front of a real SGLang server."""
 
 from corelm import Backend
-from crowd import check_tasks, check_threads
-from tiny_models import CONTEXT
+from helpers.crowd import check_tasks, check_threads
+from helpers.tiny_models import CONTEXT
 
 
 def test_threads_share_the_server(shared: Backend):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-import oracle as plain
 from corelm import Backend
 from corelm.testing import BackendConformance
-from tiny_models import tiny_model
+from helpers import oracle as plain
+from helpers.tiny_models import tiny_model
 
 MODEL: nn.Module = tiny_model()
 OTHER: nn.Module = tiny_model(seed=1)

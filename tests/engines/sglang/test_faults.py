@@ -17,10 +17,10 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support.http import HttpClient
-from processes import all_end, children, free_port, group, wait_until
+from helpers.processes import all_end, children, free_port, group, wait_until
+from helpers.tiny_models import random_rows
 from sglang_backend import supervisor
 from sglang_backend.launch import command_line
-from tiny_models import random_rows
 
 KEY = "the key of the server that is restarted"
 STARTUP = 300.0

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
-from tiny_models import random_rows, tiny_tokenizer
+from helpers.tiny_models import random_rows, tiny_tokenizer
 
 LENGTHS = [1, 2, 3, *range(5, 65, 2), *range(70, 460, 12)]
 NEW = 32

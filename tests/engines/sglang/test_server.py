@@ -9,10 +9,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import oracle
 from corelm import Backend, LLMPolicy
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
-from tiny_models import CONTEXT, VOCAB, random_rows
+from helpers import oracle
+from helpers.tiny_models import CONTEXT, VOCAB, random_rows
 
 # What it is found to do -----------------------------------------------------------------------------------------------
 

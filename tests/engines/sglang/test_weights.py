@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import oracle
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 
 ROWS = random_rows(5, 120)
 

@@ -24,7 +24,7 @@ import pytest
 
 import corelm
 from corelm import Backend
-from tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 from vllm_backend import VLLMBackend
 from vllm_backend.engine import AsyncEngine
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from processes import free_port
+from helpers.processes import free_port
 
 #: Seconds until a server must have come up. It takes about 30 where two processors are shared.
 PATIENCE = 300.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from corelm import Backend
-from crowd import check_tasks, check_threads
-from tiny_models import CONTEXT
+from helpers.crowd import check_tasks, check_threads
+from helpers.tiny_models import CONTEXT
 from vllm_backend.engine import AsyncEngine
 
 

@@ -20,7 +20,7 @@ from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from corelm.spec.records import AbortRequest, WeightUpdate
 from corelm.support.event_loop import EventLoopThread
-from tiny_models import CONTEXT, random_rows
+from helpers.tiny_models import CONTEXT, random_rows
 from vllm_backend.engine import AsyncEngine
 from vllm_backend.model import Model
 from vllm_backend.outcomes import Unserved

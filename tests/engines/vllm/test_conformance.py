@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-import oracle as plain
 from corelm import Backend
 from corelm.testing import BackendConformance
-from tiny_models import tiny_model
+from helpers import oracle as plain
+from helpers.tiny_models import tiny_model
 
 
 class InProcess(BackendConformance):

@@ -15,7 +15,7 @@ import pytest
 
 from corelm import Backend
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
-from tiny_models import CONTEXT, random_rows, tiny_model
+from helpers.tiny_models import CONTEXT, random_rows, tiny_model
 from vllm_backend import VLLMBackend
 from vllm_backend.sync import SyncEngine
 

@@ -8,11 +8,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import corelm
-import oracle
 from corelm import Backend, LLMPolicy, Ragged
 from corelm.errors import ProvenanceMismatchError
 from corelm.kl import KLComputation, RetrieveLogProb
-from tiny_models import tiny_model
+from helpers import oracle
+from helpers.tiny_models import tiny_model
 
 TEXTS = ["the cat", "a", "where is the sea", "it is so"]
 

@@ -11,7 +11,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from tiny_models import tiny_tokenizer
+from helpers.tiny_models import tiny_tokenizer
 
 Open = Callable[..., Backend]
 

@@ -10,7 +10,7 @@ import torch
 
 import corelm
 from corelm import Backend
-from tiny_models import random_rows
+from helpers.tiny_models import random_rows
 
 #: 64 prompts from one token to nearly the whole context, in no order.
 LENGTHS = [1 + (37 * i * i) % 440 for i in range(64)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import oracle
 from corelm import Backend, Ragged
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec.records import ScoreRequest
-from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import CONTEXT, VOCAB, random_rows, tiny_model
 from vllm_backend.engine import AsyncEngine
 
 MODEL = tiny_model(hidden_size=128)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import corelm
-import oracle as plain
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.testing import BackendConformance
 from engines.vllm.launch import PATIENCE, VLLMServer
-from tiny_models import random_rows, tiny_model, tiny_tokenizer
+from helpers import oracle as plain
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
 Open = Callable[..., Backend]
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import oracle
 from corelm import Backend
 from corelm.errors import CapabilityError, InvalidRequestError
-from tiny_models import CONTEXT, random_rows, tiny_model, tiny_tokenizer
+from helpers import oracle
+from helpers.tiny_models import CONTEXT, random_rows, tiny_model, tiny_tokenizer
 
 Open = Callable[..., Backend]
 #: Long enough to be cached.

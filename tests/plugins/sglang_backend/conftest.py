@@ -14,8 +14,8 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend
-from http_server import FaultServer, Reply, Request, json_reply
-from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from helpers.http_server import FaultServer, Reply, Request, json_reply
+from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 LIMIT = 64
 

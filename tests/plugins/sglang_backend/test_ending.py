@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from corelm import SamplingParams
+from helpers.tiny_models import tiny_tokenizer
 from sglang_backend.ending import first_stop
-from tiny_models import tiny_tokenizer
 
 NONE: frozenset[int] = frozenset()
 

@@ -18,7 +18,7 @@ import pytest
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support.http import HttpClient
-from processes import all_end, free_port, group, runs, wait_until
+from helpers.processes import all_end, free_port, group, runs, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import LaunchedServer
 

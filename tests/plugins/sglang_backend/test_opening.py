@@ -7,9 +7,9 @@ import torch
 
 import corelm
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from http_server import json_reply
+from helpers.http_server import json_reply
+from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.launch import command_line
-from tiny_models import VOCAB, tiny_tokenizer
 
 RESHAPING = {"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"}
 

@@ -14,10 +14,10 @@ import torch
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.support.http import ABORTED
-from http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
+from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
+from helpers.tiny_models import VOCAB, tiny_model
 from sglang_backend import answers
 from sglang_backend.answers import Expected
-from tiny_models import VOCAB, tiny_model
 
 Spoil = Callable[[dict[str, Any]], Any]
 

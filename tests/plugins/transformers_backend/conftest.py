@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corelm.backend.backend import Backend
-from tiny_models import tiny_tokenizer
+from helpers.tiny_models import tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-import oracle
 from corelm import Backend
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.cache import RoomyLayer, new_cache
 
 Open = Callable[..., Backend]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen2ForCausalLM
 
-import oracle
 from corelm import Backend
 from corelm.errors import InvalidRequestError
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = random_rows(20, 7, 20)

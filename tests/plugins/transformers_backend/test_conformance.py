@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor, nn
 
 import corelm
-import oracle as plain
 from corelm import Backend
 from corelm.testing import BackendConformance
-from tiny_models import tiny_model, tiny_tokenizer
+from helpers import oracle as plain
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
 class TestTransformers(BackendConformance):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import oracle
 from corelm import Backend
-from tiny_models import FAMILIES, random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import FAMILIES, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 PROMPTS = random_rows(1, 40, 3, 17, 3)

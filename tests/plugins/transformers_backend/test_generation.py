@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-import oracle
 from corelm import Backend, Ragged
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec.sampling import SamplingParams
-from tiny_models import random_rows, tiny_model, tiny_tokenizer
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend.decoding import Ending
 
 Open = Callable[..., Backend]

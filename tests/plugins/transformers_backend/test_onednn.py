@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import oracle
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.onednn import quick_head
 
 Open = Callable[..., Backend]

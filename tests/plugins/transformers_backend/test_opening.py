@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import corelm
-import oracle
 from corelm import Backend
 from corelm.errors import BackendClosedError, CapabilityError, EngineError, InvalidRequestError
-from tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
+from helpers import oracle
+from helpers.tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]

@@ -9,10 +9,10 @@ import peft
 import pytest
 import torch
 
-import oracle
 from corelm import Backend
 from corelm.errors import CapabilityError
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = random_rows(1, 40, 9)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import oracle
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
-from tiny_models import CONTEXT, random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import CONTEXT, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = [*random_rows(30, 1, 200, 2, 57), [0, 0, 0, 0], [2, 0, 2]]

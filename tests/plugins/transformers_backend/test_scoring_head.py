@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
-import oracle
 from corelm import Backend
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.tiles import LinearHead
 
 Open = Callable[..., Backend]

@@ -10,11 +10,11 @@ import torch
 import transformers
 from torch import nn
 
-import oracle
 from corelm import Backend
 from corelm.errors import EngineError
 from corelm.tensors.ragged import Ragged
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.batches import packed_batches, padded_batches
 from transformers_backend.packing import Segment
 

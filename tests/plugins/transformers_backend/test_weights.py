@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import oracle
 from corelm import Backend
 from corelm.errors import CoreLMError, InvalidRequestError
-from tiny_models import random_rows, tiny_model
+from helpers import oracle
+from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
 (IDS,) = random_rows(20)

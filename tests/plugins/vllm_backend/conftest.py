@@ -12,8 +12,8 @@ import pytest
 
 import corelm
 from corelm import Backend
-from http_server import FaultServer, Reply, Request, json_reply
-from tiny_models import tiny_tokenizer
+from helpers.http_server import FaultServer, Reply, Request, json_reply
+from helpers.tiny_models import tiny_tokenizer
 from vllm_backend.completions import EXPLICIT, NEUTRAL
 
 VOCAB, CONTEXT = 512, 64

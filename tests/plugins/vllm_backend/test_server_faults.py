@@ -14,8 +14,8 @@ import torch
 import corelm
 from corelm import Backend
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from http_server import FaultServer, Reply, Request, hang, json_reply, raw, reset
-from tiny_models import tiny_model, tiny_tokenizer
+from helpers.http_server import FaultServer, Reply, Request, hang, json_reply, raw, reset
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 Connect = Callable[..., Backend]
 

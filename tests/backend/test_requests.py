@@ -1,0 +1,255 @@
+"""What a backend refuses before the engine sees it, what it skips, and what it sends."""
+
+import numpy as np
+import pytest
+import torch
+
+import corelm
+from corelm import Backend, Ragged
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "says"),
+    [
+        ([[1], [VOCAB]], (1,), f"row 1: id {VOCAB} at position 0 is outside the vocabulary of {VOCAB}"),
+        ([[1, -1], [1]], (0,), "row 0: id -1 at position 1"),
+        ([[], [1], []], (0, 2), "row 0: has no tokens"),
+        ([[1] * (CONTEXT - 1), [1]], (0,), "row 0: 11 tokens + 2 new do not fit the context of 12"),
+        ([[1], ["x"]], (1,), "row 1: expected a list of token ids"),
+        ([[1], [1.5]], (1,), "row 1: expected a list of token ids"),
+        ([[1], [True]], (1,), "row 1: expected a list of token ids"),
+        ([[1], 3], (1,), "row 1: expected a list of token ids"),
+        ([[99], [], [1], [-5]], (0, 1, 3), "row 3"),
+    ],
+)
+def test_bad_prompts_are_all_found_before_anything_runs(prompts, rows, says):
+    backend = fake()
+    with pytest.raises(InvalidRequestError, match="prompts") as error:
+        backend.generate(prompts, SHORT)
+    assert error.value.rows == rows and error.value.field == "prompts"
+    assert says in str(error.value)
+    assert sent(backend) == []
+
+
+def test_ids_too_large_for_int64_are_refused_and_not_wrapped():
+    with pytest.raises(InvalidRequestError, match="int64"):
+        fake().generate([[2**70]], SHORT)
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)]
+)
+def test_a_tensor_of_another_kind_is_refused(ids):
+    with pytest.raises(InvalidRequestError, match="prompts"):
+        fake().generate(ids, SHORT)
+
+
+def test_a_message_spells_out_a_few_rows_and_the_error_holds_all():
+    with pytest.raises(InvalidRequestError, match="and 95 more rows") as error:
+        fake().generate([[]] * 100, SHORT)
+    assert error.value.rows == tuple(range(100))
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[1, 3], [4]], [torch.tensor([1, 3]), torch.tensor([4])], Ragged.from_list([[1, 3], [4]])]
+)
+def test_lists_tensors_and_ragged_are_the_same_prompts(prompts):
+    out = fake().generate(prompts, SHORT)
+    assert out.ids.tolist() == [[3, 3], [4, 4]]
+
+
+def test_a_context_may_be_filled_to_the_last_token_but_not_over():
+    backend = fake()
+    assert len(backend.generate([[1] * (CONTEXT - 2)], SHORT).ids) == 1
+    assert len(backend.generate([[1] * (CONTEXT - 1)], {"max_new_tokens": None}).ids) == 1
+    with pytest.raises(InvalidRequestError, match="12 tokens"):
+        backend.generate([[1] * CONTEXT], {"max_new_tokens": None})
+    # A scored row may be exactly as long as the context.
+    assert len(backend.score_logprobs([[1] * CONTEXT]).logprobs) == 1
+    with pytest.raises(InvalidRequestError, match="13 tokens"):
+        backend.score_logprobs([[1] * (CONTEXT + 1)])
+
+
+def test_a_parameter_the_engine_does_not_honour_is_refused():
+    with pytest.raises(CapabilityError, match=r"does not honour top_k=3; it honours: stop, temperature") as error:
+        fake().generate([[1]], {"top_k": 3, **SHORT})
+    assert error.value.capability == "top_k"
+    with pytest.raises(InvalidRequestError, match=r"takes 0.0 to 2.0, got 2.5"):
+        fake().generate([[1]], {"temperature": 2.5, **SHORT}, logprobs="none")
+    with pytest.raises(InvalidRequestError, match="stop_token_ids: 99"):
+        fake().generate([[1]], {"stop_token_ids": [99], **SHORT})
+    with pytest.raises(CapabilityError, match="lacks per_answer_seeds"):
+        fake(per_answer_seeds=False).generate([[1]], {"seed": 1, **SHORT})
+    assert fake(per_answer_seeds=False).generate([[1]], SHORT).ids.tolist() == [[1, 1]]
+
+
+def test_log_probs_are_converted_only_where_that_is_exact():
+    backend = fake()
+    assert backend.generate([[1]], SHORT, logprobs="processed").mode == "processed"
+    for other in ({"temperature": 0.5}, {"temperature": 0}):
+        with pytest.raises(CapabilityError, match="returns no processed log-probs"):
+            backend.generate([[1]], {**SHORT, **other}, logprobs="processed")
+    beams = fake(sampling={"num_beams": None}, generation_modes=frozenset({"raw"}))
+    with pytest.raises(CapabilityError, match="beam"):
+        beams.generate([[1]], {**SHORT, "num_beams": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "capability"),
+    [
+        ({"temperature": 0.5}, "score_temperature"),
+        ({"return_logits": True}, "logits"),
+        ({"grad": True}, "gradients"),
+    ],
+)
+def test_scoring_asks_for_capabilities(options, capability):
+    with pytest.raises(CapabilityError) as error:
+        fake().score_logprobs([[1, 2]], **options)
+    assert error.value.capability == capability
+
+
+@pytest.mark.parametrize("temperature", [0, -1, float("nan"), "1"])
+def test_scoring_needs_a_positive_temperature(temperature):
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        fake(score_temperature=True).score_logprobs([[1, 2]], temperature=temperature)
+
+
+def test_stop_ids_are_eos_and_the_callers_own():
+    backend = fake()
+    for sampling, expected in [({}, {EOS}), ({"stop_token_ids": [5]}, {EOS, 5}), ({"ignore_eos": True}, set())]:
+        backend.generate([[1]], {**SHORT, **sampling})
+        assert sent(backend)[-1].stop_ids == expected
+    listed = fake(eos_token_ids=frozenset({7, 8}))
+    listed.generate([[1]], SHORT)
+    assert sent(listed)[-1].stop_ids == {7, 8}
+
+
+def test_samples_are_expanded_by_core_unless_the_engine_has_its_own():
+    for native in (False, True):
+        backend = fake(native_samples=native)
+        out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
+        assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
+        request = sent(backend)[-1]
+        assert len(request.prompts) == (2 if native else 4)
+        assert request.sampling.num_samples == (2 if native else None)
+        assert len(set(request.seeds.tolist())) == 4
+
+
+def test_seeds_belong_to_the_rows_whatever_else_is_skipped():
+    backend = fake()
+    backend.generate([[1], [3], [4]], {"seed": 5, **SHORT})
+    whole = sent(backend)[-1].seeds.tolist()
+    backend.generate([[99], [3], [4]], {"seed": 5, **SHORT}, on_error="skip")
+    assert sent(backend)[-1].seeds.tolist() == whole[1:]
+
+
+def test_torch_governs_the_answers_when_no_seed_is_given():
+    backend = fake()
+    for _ in range(2):
+        torch.manual_seed(3)
+        backend.generate([[1]], SHORT)
+    backend.generate([[1]], SHORT)
+    first, second, third = (request.seeds.tolist() for request in sent(backend))
+    assert first == second != third
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda b: b.generate(None), "prompts"),
+        (lambda b: b.generate(5), "prompts"),
+        (lambda b: b.generate("text"), "prompts"),
+        (lambda b: b.generate([[1]], SHORT, request_ids=["a", "b"]), "request_ids"),
+        (lambda b: b.generate([[1]], SHORT, request_ids="a"), "request_ids"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[0.5]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[1, 2]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, seeds=[-1]), "seeds"),
+        (lambda b: b.generate([[1]], SHORT, timeout=-1), "timeout"),
+        (lambda b: b.generate([[1]], SHORT, timeout=float("nan")), "timeout"),
+        (lambda b: b.generate([[1]], 5), "sampling_params"),
+        (lambda b: b.generate([[1]], logprobs="cooked"), "logprobs"),
+        (lambda b: b.generate([[1]], on_error="ignore"), "on_error"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from="abc"), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from=[1, 2]), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], score_from=1.5), "score_from"),
+        (lambda b: b.score_logprobs([[1, 2]], device="nowhere"), "device"),
+        (lambda b: b.score_logprobs([[1, 2]], temperature=10**400), "temperature"),
+        (lambda b: b.score_logprobs([[1, 2]], temperature=True), "temperature"),
+        (lambda b: b.tokenize(None), "texts"),
+        (lambda b: b.tokenize(["1", 2]), "texts"),
+        (lambda b: b.update_weights({}, version=7), "version"),
+        (lambda b: Backend(Fake(), "fake", retry="3"), "retry"),
+        (lambda b: Backend(Fake(), "fake", timeout=0), "timeout"),
+        (lambda b: corelm.get_backend(None), "name"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(call, field):
+    with pytest.raises(InvalidRequestError) as error:
+        call(fake())
+    assert error.value.field == field
+
+
+def test_arrays_are_ids_too():
+    assert fake().generate(np.array([[1, 3], [4, 5]]), SHORT).ids.tolist() == [[3, 3], [5, 5]]
+    assert fake().generate([np.array([1, 3]), [np.int64(4)]], SHORT).ids.tolist() == [[3, 3], [4, 4]]
+
+
+# Skipping bad rows ---------------------------------------------------------------------------------------------------
+
+
+def test_skipping_serves_the_other_rows_in_place():
+    out = fake().generate([[99], [3], [], [4]], SHORT, on_error="skip")
+    assert out.ids.tolist() == [[], [3, 3], [], [4, 4]]
+    assert out.logprobs.tolist() == [[], [-1.0, -1.0], [], [-1.0, -1.0]]
+    assert out.finish_reasons == ("error", "length", "error", "length")
+    assert "99" in out.errors[0] and "no tokens" in out.errors[2] and out.errors[1] == out.errors[3] == ""
+    sampled = fake().generate([[99], [3]], {"num_samples": 2, **SHORT}, on_error="skip")
+    assert sampled.ids.tolist() == [[], [], [3, 3], [3, 3]]
+    assert sampled.finish_reasons == ("error", "error", "length", "length")
+
+
+def test_skipped_rows_take_their_request_ids_along():
+    backend = fake()
+    backend.generate([[1], [99], [3]], SHORT, request_ids=["a", "b", "c"], on_error="skip")
+    assert sent(backend)[-1].request_ids == ("a", "c")
+    backend.score_logprobs([[1, 2], [99, 1]], request_ids=["a", "b"], on_error="skip")
+    assert sent(backend)[-1].request_ids == ("a",)
+
+
+def test_skipping_in_scoring_keeps_every_row_as_long_as_its_sequence():
+    out = fake().score_logprobs([[1, 99], [1, 3, 4]], on_error="skip")
+    assert out.logprobs.tolist() == [[0.0, 0.0], [0.0, -1.0, -1.0]]
+    assert out.scored.tolist() == [[False, False], [False, True, True]]
+    assert "99" in out.errors[0] and out.errors[1] == ""
+
+
+def test_no_answers_are_truncated_ones_too_if_they_would_have_been():
+    backend = fake(sampling={"top_k": None}, generation_modes=frozenset({"processed"}))
+    assert backend.generate([], {"top_k": 2, **SHORT}, logprobs="processed").support == "truncated"
+
+
+def test_the_engine_is_not_called_for_nothing():
+    backend = fake()
+    assert len(backend.generate([], SHORT).ids) == 0
+    assert len(backend.generate([[99]], SHORT, on_error="skip").ids) == 1
+    assert len(backend.score_logprobs([]).logprobs) == 0
+    assert sent(backend) == []
+
+
+# Opening -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_option_the_plugin_does_not_know_is_named_with_the_nearest_it_does():
+    with pytest.raises(InvalidRequestError, match=r"max_contxt.*did you mean 'max_context'") as error:
+        corelm.get_backend("toy", max_contxt=64)
+    assert error.value.field == "max_contxt"
+    with corelm.get_backend("toy", max_context=64) as backend:
+        assert backend.capabilities.max_context == 64
+
+
+def test_an_engine_that_does_not_open_says_why(tmp_path):
+    with pytest.raises(EngineError, match=r"'toy' \(corelm-toy-backend .*FileNotFoundError") as error:
+        corelm.get_backend("toy", tmp_path / "nothing")
+    assert isinstance(error.value.__cause__, FileNotFoundError) and error.value.usable is False

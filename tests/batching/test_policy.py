@@ -1,0 +1,286 @@
+"""`LLMPolicy(batching=True)` and `aforward`: policies that share a batcher, and tasks that share its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import corelm
+from corelm import Backend, LLMPolicy
+from corelm.backend.seeds import answer_seeds
+from corelm.batching import DynamicBatcher, QueueFullError
+from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
+from helpers.batching_fakes import LONG, Held, answer, can, until
+from helpers.fakes import SHORT
+
+QUESTIONS = ["Where is the cat?", "Is the tea hot?", "Who sings in the tree?", "When is it dark?"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [each for each in threading.enumerate() if each not in before and each.name.startswith("corelm")]
+    for thread in left:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, LONG))
+
+
+def held_policy(engine, **options):
+    return LLMPolicy(Backend(engine, "held"), input_mode="tokens", sampling_params=SHORT, inplace=False, **options)
+
+
+def tokens(*rows):
+    return TensorDict(tokens=torch.tensor(rows), batch_size=[len(rows)])
+
+
+def said(td):
+    return corelm.ragged(td, ("tokens", "response")).tolist()
+
+
+def expected(prompt, seed):
+    return answer(prompt, int(answer_seeds(seed, [0])), 2, 1.0)
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_threads_get_the_answers_they_would_get_alone(mode):
+    with corelm.get_backend("toy") as backend:
+        alone = LLMPolicy(backend, input_mode=mode, sampling_params={"max_new_tokens": 8}, num_samples=2)
+        shared = alone.replace(batching=True, max_batch_size=16)
+
+        def prompt(n):
+            if mode == "text":
+                return TensorDict(text=[QUESTIONS[n % 4]], batch_size=[1])
+            return TensorDict(tokens=torch.tensor([[n % 256, 65 + n % 7]]), batch_size=[1])
+
+        with ThreadPoolExecutor(16) as pool:
+            outs = list(pool.map(lambda n: shared(prompt(n), seed=n), range(48)))
+        for n, out in enumerate(outs):
+            own = alone(prompt(n), seed=n)
+            assert said(out) == said(own)
+            assert set(out.keys(include_nested=True)) == set(own.keys(include_nested=True))
+            torch.testing.assert_close(
+                corelm.ragged(out, ("log_probs", "full")).values, corelm.ragged(own, ("log_probs", "full")).values
+            )
+            assert out["log_probs"].provenance == own["log_probs"].provenance
+        scorer, reference = (policy.replace(generate=False) for policy in (shared, alone))
+        with ThreadPoolExecutor(4) as pool:
+            texts = [TensorDict(text=[q], batch_size=[1]) if mode == "text" else prompt(3) for q in QUESTIONS]
+            for td, out in zip(texts, pool.map(lambda td: scorer(td.clone()), texts), strict=True):
+                own = reference(td.clone())["log_probs"].full
+                assert [row.tolist() for row in out["log_probs"].full] == [row.tolist() for row in own]
+        assert shared.get_batching_state().batches < 48 + 4
+        shared.cleanup_batching()
+
+
+def test_gradients_reach_the_model_through_a_batcher():
+    model = corelm.get_backend("toy")._engine.model
+    with LLMPolicy("toy", model=model, input_mode="tokens", generate=False, batching=True) as policy:
+        policy.log_prob(TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1]))[0].sum().backward()
+        assert model.table.grad is not None and bool(model.table.grad.any())
+        assert policy.get_dist(TensorDict(tokens=torch.tensor([[65, 66]]), batch_size=[1])).logits.shape[-1] == 260
+
+
+def test_variants_share_the_batcher():
+    engine = Held(permits=0)
+    policy = held_policy(engine, batching=True, min_batch_size=2, batching_timeout=60.0)
+    other = policy.replace(on_error="skip").get_new_version(pad_output=True)
+    assert isinstance(policy.backend, DynamicBatcher) and other.backend is policy.backend
+    with ThreadPoolExecutor(2) as pool:
+        outs = [pool.submit(each, tokens([n, 5]), seed=n) for n, each in ((3, policy), (4, other))]
+        engine.free()
+        assert [said(out.result(LONG)) for out in outs] == [[expected([3, 5], 3)], [expected([4, 5], 4)]]
+    assert [len(call.prompts) for call in engine.calls] == [2]
+    plain = policy.replace(batching=False)
+    assert plain.backend is policy.backend.backend and plain.get_batching_state() is None
+    plain.cleanup_batching()
+    policy.close()
+    for each in (policy, other, plain):
+        with pytest.raises(BackendClosedError):
+            each(tokens([3]))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"min_batch_size": 2}, "min_batch_size"),
+        ({"max_queue": 2, "batching": False}, "max_queue"),
+        ({"batching": True, "max_batch_size": 0}, "max_batch_size"),
+        ({"batching": True, "min_batch_size": 9, "max_batch_size": 4}, "min_batch_size"),
+        ({"batching": True, "max_batch_tokens": 1.5}, "max_batch_tokens"),
+        ({"batching": True, "batching_timeout": -1}, "batching_timeout"),
+        ({"batching": True, "on_full": "drop"}, "on_full"),
+        ({"batching": "yes"}, "batching"),
+    ],
+)
+def test_an_argument_that_is_not_legal_is_named_and_nothing_is_opened(options, field):
+    with pytest.raises(InvalidRequestError) as error:
+        LLMPolicy("a backend that is not there", **options)
+    assert error.value.field == field
+    with pytest.raises(InvalidRequestError) as error:
+        held_policy(Held(), **options)
+    assert error.value.field == field
+
+
+def test_a_batcher_that_was_given_keeps_its_limits():
+    with DynamicBatcher(Backend(Held(), "held")) as made:
+        options = {"input_mode": "tokens", "sampling_params": SHORT}
+        for policy in (LLMPolicy(made, **options), LLMPolicy(made, batching=True, **options)):
+            assert policy.backend is made and policy.get_batching_state().queued == 0
+        with pytest.raises(InvalidRequestError, match="max_batch_size") as error:
+            LLMPolicy(made, batching=True, max_batch_size=3, **options)
+        assert error.value.field == "max_batch_size"
+
+
+def test_cleanup_answers_or_refuses_what_waits():
+    engine = Held(permits=0)
+    policy = held_policy(engine, batching=True)
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(policy, tokens([3]))
+        engine.wait_for_calls(1)
+        waiting = pool.submit(policy, tokens([4]))
+        until(lambda: policy.get_batching_state().queued > 0)
+        assert policy.get_batching_state().to_dict()["in_flight"] == 1
+        cleaning = pool.submit(policy.cleanup_batching, flush=False)
+        with pytest.raises(BackendClosedError):
+            waiting.result(LONG)
+        engine.free()
+        cleaning.result(LONG)
+        assert running.result(LONG)["finish_reason"]
+    assert policy.get_batching_state().threads == 0
+    assert policy(tokens([5]))["finish_reason"]
+    policy.close()
+
+
+# Tasks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_share_calls_and_no_thread_waits_for_each():
+    engine = Held(permits=0)
+    policy = held_policy(engine, batching=True)
+
+    async def main():
+        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9, n % 7]), seed=n)) for n in range(64)]
+        while (state := policy.get_batching_state()).queued + state.in_flight < 64:
+            await asyncio.sleep(0.001)
+        ours = [each for each in threading.enumerate() if each.name.startswith("corelm")]
+        assert len(ours) == 1
+        engine.free()
+        return await asyncio.gather(*tasks)
+
+    outs = run(main())
+    for n, out in enumerate(outs):
+        assert said(out) == [expected([3 + n % 9, n % 7], n)]
+    assert len(engine.calls) <= 4
+    policy.close()
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_sixty_four_tasks_are_in_an_engine_with_batching_of_its_own_at_once(batching):
+    engine = Held(permits=0, **can(concurrent_calls=True))
+    policy = held_policy(engine, batching=batching)
+
+    async def main():
+        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9]), seed=n)) for n in range(64)]
+        await asyncio.to_thread(engine.wait_for, lambda: engine.inside == 64)
+        engine.free()
+        return await asyncio.gather(*tasks)
+
+    for n, out in enumerate(run(main())):
+        assert said(out) == [expected([3 + n % 9], n)]
+    policy.close()
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_cancelling_a_task_aborts_its_request_in_an_engine_that_can(batching):
+    engine = Held(permits=0, **can(concurrent_calls=True))
+    policy = held_policy(engine, batching=batching)
+
+    async def main():
+        dropped = asyncio.create_task(policy.aforward(tokens([3], [4])))
+        await asyncio.to_thread(engine.wait_for_calls, 1)
+        kept = asyncio.create_task(policy.aforward(tokens([5]), seed=1))
+        await asyncio.to_thread(engine.wait_for_calls, 2)
+        dropped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+        await asyncio.to_thread(engine.wait_for, lambda: len(engine.aborted) == 2)
+        engine.free()
+        return await kept
+
+    assert said(run(main())) == [expected([5], 1)]
+    assert engine.aborted == set(engine.calls[0].request_ids)
+    policy.close()
+
+
+def test_cancelling_a_task_takes_its_request_out_of_the_queue():
+    engine = Held(permits=0)
+    policy = held_policy(engine, batching=True)
+
+    async def main():
+        running = asyncio.create_task(policy.aforward(tokens([3]), seed=0))
+        await asyncio.to_thread(engine.wait_for_calls, 1)
+        dropped = asyncio.create_task(policy.aforward(tokens([4]), seed=0))
+        while policy.get_batching_state().queued < 1:
+            await asyncio.sleep(0.001)
+        dropped.cancel()
+        await asyncio.wait([dropped])
+        assert policy.get_batching_state().queued == 0
+        with pytest.raises(BackendTimeoutError):
+            await policy.aforward(tokens([4]), timeout=0.01)
+        engine.free()
+        return await running
+
+    assert said(run(main())) == [expected([3], 0)]
+    assert len(engine.calls) == 1
+    policy.close()
+
+
+@pytest.mark.parametrize("on_full", ["block", "raise"])
+def test_a_full_queue_keeps_tasks_waiting_or_refuses_them_and_never_blocks_their_loop(on_full):
+    engine = Held(permits=0)
+    policy = held_policy(engine, batching=True, max_queue=1, on_full=on_full)
+
+    async def main():
+        first = asyncio.create_task(policy.aforward(tokens([3]), seed=0))
+        await asyncio.to_thread(engine.wait_for_calls, 1)
+        more = [asyncio.create_task(policy.aforward(tokens([n]), seed=0)) for n in (4, 5, 6)]
+        if on_full == "raise":
+            while sum(task.done() for task in more) < 2:
+                await asyncio.sleep(0.001)
+        else:
+            while policy.get_batching_state().outside < 2:
+                await asyncio.sleep(0.001)
+        engine.free()
+        return [await first, *await asyncio.gather(*more, return_exceptions=True)]
+
+    outs = run(main())
+    refused = [out for out in outs if isinstance(out, QueueFullError)]
+    assert len(refused) == (2 if on_full == "raise" else 0)
+    policy.close()
+
+
+def test_a_task_scores_and_its_mistakes_are_its_own():
+    with LLMPolicy("toy", input_mode="tokens", generate=False, batching=True) as policy:
+        td = TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1])
+
+        async def main():
+            good = policy.aforward(td.clone())
+            bad = policy.aforward(TensorDict(tokens=torch.tensor([[999]]), batch_size=[1]))
+            return await asyncio.gather(good, bad, return_exceptions=True)
+
+        good, bad = run(main())
+        assert isinstance(bad, InvalidRequestError)
+        assert torch.equal(good["log_probs"].full[0], policy(td.clone())["log_probs"].full[0])

@@ -1,0 +1,239 @@
+"""The `corelm` command, with the toy backend: its answers are known in closed form."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lazy_loader
+import pytest
+import torch
+from toy_backend import Bigram, ByteTokenizer
+
+import corelm
+from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, write_prompts
+
+COMMAND = Path(sys.executable).parent / "corelm"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write_prompts(tmp_path)
+
+
+def greedy(prompt: list[int], new: int) -> list[int]:
+    """The most likely next byte, `new` times, from the table itself; without an end of turn."""
+    best, ids = Bigram.of_talk().table.argmax(-1), list(prompt)
+    for _ in range(new):
+        ids.append(int(best[ids[-1]]))
+    return ids[len(prompt) :]
+
+
+# ---------------------------------------------------------------- backends
+
+
+def test_backends_lists_what_is_installed():
+    result = corelm_command("backends")
+    assert result.exit_code == 0
+    assert re.search(r"^toy +corelm-toy-backend +0\.1\.0 .* yes", result.stdout, re.MULTILINE)
+    assert re.search(r"^transformers +core-transformers-backend", result.stdout, re.MULTILINE)
+
+
+def test_backends_as_json():
+    listed = json.loads(corelm_command("backends", "--json").stdout)
+    assert [row["name"] for row in listed] == [info.name for info in corelm.list_backends()]
+    assert {"distribution", "version", "requires_core", "engine_available", "problem"} <= set(listed[0])
+
+
+def test_backends_says_what_is_wrong(fabricate):
+    (fabricate("torn", "1", {"torn": "m:P"}, site="a") / "METADATA").write_bytes(b"\xff")
+    fabricate("newer", "1", {"newer": "m:P"}, requires=["core>=99"], site="b")
+    result = corelm_command("backends")
+    assert result.exit_code == 0 and "asks for core>=99" in result.stdout
+    assert re.search(r"skipped.*torn-1\.dist-info", result.stderr)
+
+
+def test_backends_without_any_says_how_to_get_one(monkeypatch):
+    monkeypatch.setenv("CORELM_BACKENDS", "")
+    assert 'pip install "core[transformers]"' in corelm_command("backends").stdout
+
+
+@pytest.mark.parametrize("arguments", [["backends"], ["--help"], ["generate", "--help"], ["--version"]])
+def test_what_needs_no_model_imports_no_torch(arguments):
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", COMMAND, *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "corelm" in loaded and result.stdout
+    assert not loaded & {"torch", "tensordict", "numpy", "transformers", "toy_backend", "transformers_backend"}
+
+
+def test_without_its_libraries_it_says_what_to_install(tmp_path):
+    """In an interpreter that sees the standard library and what `import corelm` needs, and nothing else."""
+    for package in (corelm, lazy_loader):
+        (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)
+    code = "from corelm.cli import main; main()"
+    environment = {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert result.stderr == 'the corelm command needs typer and rich: pip install "core[cli]"\n'
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_answers_are_the_models_and_in_the_order_of_the_input(files):
+    result = generate(files, "--temperature", 0, "--return-tokens", "--log-probs", "raw", "--batch-size", 2)
+    assert result.exit_code == 0, result.output
+    assert "5 answers written, 0 were there already" in result.stderr
+    answers = rows(files[1])
+    assert [(row["id"], row["line"]) for row in answers] == [(1, 1), ("chat", 2), ("sea", 3), (10, 4), ("bird", 5)]
+    tokenizer, table = ByteTokenizer(), Bigram.of_talk().table.log_softmax(-1)
+    for line, row in zip(LINES, answers, strict=True):
+        if "prompt" in line:
+            text, special = line["prompt"], True
+        else:
+            text, special = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True), False
+        prompt = tokenizer([text], add_special_tokens=special)["input_ids"][0]
+        assert row["token_ids"] == greedy(prompt, 9)
+        assert row["response"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+        assert (row["finish_reason"], row["tokens"]) == ("length", 9)
+        expected = table[[prompt[-1], *row["token_ids"][:-1]], row["token_ids"]]
+        torch.testing.assert_close(torch.tensor(row["log_probs"]), expected)
+        assert row["provenance"]["backend"] == "toy" and row["provenance"]["mode"] == "raw"
+
+
+def test_tokens_and_log_probs_are_left_out_unless_asked_for(files):
+    generate(files)
+    first, _, third, *_ = rows(files[1])
+    assert set(first) == {"id", "line", "prompt_hash", "response", "finish_reason", "tokens", "settings"}
+    assert set(third) == {*first, "metadata"} and third["metadata"] == LINES[2]["metadata"]
+
+
+def test_the_hash_of_a_prompt_is_that_of_its_canonical_json(files):
+    generate(files)
+    asked = [b'{"prompt":"The cat"}', b'{"messages":[{"content":"Where is the cat?","role":"user"}]}']
+    assert [row["prompt_hash"] for row in rows(files[1])][:2] == [hashlib.sha256(a).hexdigest()[:16] for a in asked]
+
+
+def test_a_stop_string_and_an_engine_option_reach_the_engine(files):
+    result = generate(files, "--temperature", 0, "--stop", "is", "--option", "max_context=25")
+    answers = rows(files[1])
+    assert result.exit_code == 1
+    assert rows(files[1].with_name("answers.errors.jsonl"))[0]["id"] == "chat"
+    assert "line 2: " in result.stderr and "do not fit the context of 25" in result.stderr
+    assert len(answers) == 4 and not any("is" in row["response"] for row in answers)
+
+
+def test_a_seed_and_a_line_make_an_answer_whatever_the_batch(files, tmp_path):
+    generate(files, "--seed", 5, "--batch-size", 1)
+    other = tmp_path / "other.jsonl"
+    generate((files[0], other), "--seed", 5, "--batch-size", 4)
+    assert rows(files[1]) == rows(other)
+    different = tmp_path / "different.jsonl"
+    generate((files[0], different), "--seed", 6)
+    assert [row["response"] for row in rows(different)] != [row["response"] for row in rows(other)]
+
+
+def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
+    fabricate("faulty", "1", {"faulty": "faulty_template:Faulty"}, {"faulty_template": FAULTY})
+    with files[0].open("a") as file:
+        file.write(json.dumps({"id": "bad", "messages": [{"role": "user", "content": "bad"}]}))
+    result = generate(files, backend="faulty")
+    (fault,) = rows(files[1].with_name("answers.errors.jsonl"))
+    assert result.exit_code == 1 and fault["id"] == "bad" and "not in my template" in fault["error"]
+    assert len(rows(files[1])) == 5
+
+
+def test_an_engine_that_fails_on_the_way_leaves_its_answers(files, fabricate, monkeypatch):
+    fabricate("faulty", "1", {"faulty": "faulty_engine:Faulty"}, {"faulty_engine": FAULTY})
+    monkeypatch.setenv("FAIL_AT", "2")
+    result = generate(files, "--batch-size", 2, backend="faulty")
+    assert result.exit_code == 3 and "out of memory" in result.stderr and "goes on" in result.stderr
+    assert len(rows(files[1])) == 2
+    monkeypatch.delenv("FAIL_AT")
+    assert generate(files, "--batch-size", 2, backend="faulty").exit_code == 0
+    assert len(rows(files[1])) == 5
+
+
+def test_an_engine_that_does_not_open_leaves_nothing_to_go_on_with(files, fabricate):
+    fabricate("faulty", "1", {"faulty": "faulty_opening:Faulty"}, {"faulty_opening": FAULTY})
+    result = generate(files, "--model", "broken", backend="faulty")
+    assert result.exit_code == 3 and "no such model" in result.stderr
+    assert "goes on" not in result.stderr and not files[1].exists()
+
+
+def test_a_failed_call_is_tried_again_if_asked(files, fabricate, monkeypatch):
+    fabricate("faulty", "1", {"faulty": "faulty_once:Faulty"}, {"faulty_once": FAULTY})
+    monkeypatch.setenv("FAIL_AT", "1")
+    assert generate(files, "--retry", 2, "--timeout", 30, backend="faulty").exit_code == 0
+    assert len(rows(files[1])) == 5
+
+
+def test_the_files_come_before_the_engine(files, fabricate, tmp_path):
+    fabricate("faulty", "1", {"faulty": "faulty_first:Faulty"}, {"faulty_first": FAULTY})
+    source, target = files
+    for paths in ((source, tmp_path / "nowhere" / "a.jsonl"), (tmp_path / "nowhere.jsonl", target), (tmp_path, target)):
+        result = generate(paths, "--model", "broken", backend="faulty")
+        assert result.exit_code == 2 and str(tmp_path) in result.stderr
+
+
+def test_tools_reach_the_template(files, fabricate, tmp_path):
+    """None, equal ones and others in one batch. The toy's answers depend on the last letter of the prompt."""
+    listing = """
+from toy_backend import ByteTokenizer, ToyBackend
+
+class Listing(ByteTokenizer):
+    def apply_chat_template(self, conversation, tools=(), **options):
+        return super().apply_chat_template(conversation, **options) + " ".join(tool["name"] for tool in tools)
+
+class Tooled(ToyBackend):
+    @classmethod
+    def open(cls, model=None):
+        return super().open(tokenizer=Listing())
+"""
+    fabricate("tooled", "1", {"tooled": "tooled:Tooled"}, {"tooled": listing})
+    names = ["sea", None, "bird", "sea", "", "The cat is", None]
+    with files[0].open("w") as file:
+        for name in names:
+            tools = {} if name is None else {"tools": [{"name": word} for word in name.split()]}
+            file.write(json.dumps({"messages": CHAT, **tools}) + "\n")
+    result = generate(files, "--temperature", 0, "--return-tokens", backend="tooled")
+    assert result.exit_code == 0, result.output
+    rendered = ByteTokenizer().apply_chat_template(CHAT, add_generation_prompt=True)
+    expected = [greedy(list((rendered + (name or "")).encode()), 9) for name in names]
+    assert [row["token_ids"] for row in rows(files[1])] == expected
+    assert expected[0] != expected[1] != expected[2] != expected[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--backend", "tyo"], "Did you mean 'toy'"),
+        (["--backend", "vllm"], r'pip install "core\[vllm\]"'),
+        (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--option", "max_contxt=5"], "did you mean 'max_context'"),
+        (["--option", "novalue"], "expected KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_done_is_said(files, uninstalled, more, message):
+    uninstalled("core-vllm-backend")
+    result = generate(files, *more)
+    assert result.exit_code == 2 and re.search(message, result.stderr)
+    assert not files[1].exists()
+
+
+@pytest.mark.parametrize(
+    "name", [p for p, what in inspect.signature(corelm.get_backend).parameters.items() if what.kind != what.VAR_KEYWORD]
+)
+def test_what_is_not_the_engines_is_no_option(files, name):
+    """Of get_backend's own arguments, `tokenizer` alone goes to the engine; 5 is none, as the engine finds."""
+    result = generate(files, "--option", f"{name}=5")
+    refused = f"{name} is not the engine's; " in " ".join(result.stderr.replace("│", " ").split())
+    assert (result.exit_code, refused) == ((3, False) if name == "tokenizer" else (2, True))

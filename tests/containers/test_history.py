@@ -1,0 +1,354 @@
+"""`Message` and `History`: what goes in comes out, whatever tensordict does in between."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from corelm.containers.history import History
+from corelm.errors import InvalidRequestError, TemplateError
+from corelm.spec.message import Message
+from helpers import chat_templates as ct
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": {"of": "Italy"}}}
+
+
+def chat(number: int, length: int = 2) -> list[dict[str, Any]]:
+    """Number `number`, of `length` messages, every second one sampled."""
+    return [
+        {"role": "assistant", "content": f"{number}.{turn}", "token_ids": [number, turn]}
+        if turn % 2
+        else {"role": "user", "content": f"{number}.{turn}"}
+        for turn in range(length)
+    ]
+
+
+RICH = [
+    {"role": "system", "content": "Answer."},
+    {"role": "user", "content": "Italy?", "name": "ann", "weight": None},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm", "token_ids": [5, 6, 2]},
+    {"role": "tool", "content": "Rome", "tool_call_id": "c1", "name": "capital", "meta": {"cost": [1, 2.5]}},
+]
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_read_and_written_without_loss() -> None:
+    messages = [Message.from_dict(message) for message in RICH]
+    assert [message.to_dict() for message in messages] == RICH
+    assert messages[2].token_ids == (5, 6, 2)
+    assert messages[3].extra == {"meta": {"cost": [1, 2.5]}}
+    assert Message.from_dict({"role": "assistant"}) == Message("assistant")
+
+
+def test_a_template_sees_no_ids_and_no_key_without_a_value() -> None:
+    assert Message.from_dict(RICH[1]).for_template() == {"role": "user", "content": "Italy?", "name": "ann"}
+    assert Message.from_dict(RICH[2]).for_template() == {
+        "role": "assistant",
+        "tool_calls": [CALL],
+        "reasoning_content": "hm",
+    }
+
+
+@pytest.mark.parametrize("ids", [[5, 6], torch.tensor([5, 6]), np.array([5, 6]), (np.int64(5), torch.tensor(6))])
+def test_ids_become_a_tuple_of_ints(ids: Any) -> None:
+    got = Message("assistant", "x", token_ids=ids).token_ids
+    assert got == (5, 6)
+    assert all(type(i) is int for i in got)
+
+
+def test_nothing_is_shared_with_what_was_given() -> None:
+    given = deepcopy(RICH)
+    history = History.from_chats(given)
+    given[2]["tool_calls"][0]["function"]["name"] = "other"
+    given[3]["meta"]["cost"].append(3)
+    given.append({"role": "user", "content": "more"})
+    message = Message.from_dict(given[3])
+    message.to_dict()["meta"]["cost"].append(5)
+    given[3]["meta"]["cost"].append(6)
+    assert message.extra == {"meta": {"cost": [1, 2.5, 3]}}
+    history.to_chats()[3]["meta"]["cost"].append(4)
+    assert history.to_chats() == RICH
+
+
+# The shape of a batch -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chats", "shape"),
+    [
+        (chat(0), ()),
+        ([chat(0)], (1,)),
+        ([chat(0, 1), chat(1, 3), RICH], (3,)),
+        # Two chats of two messages: a batch of two, not two by two.
+        ([chat(0), chat(1)], (2,)),
+        ([[chat(0), chat(1)], [chat(2, 1), chat(3)]], (2, 2)),
+        ([[[chat(0)], [chat(1)]]], (1, 2, 1)),
+        ([], (0,)),
+        ([[], []], (2,)),
+        ([[], chat(1)], (2,)),
+    ],
+)
+def test_chats_in_chats_out(chats: list[Any], shape: tuple[int, ...]) -> None:
+    history = History.from_chats(chats)
+    assert tuple(history.batch_size) == shape
+    assert history.to_chats() == chats
+    assert len(history.chats) == math.prod(shape)
+    again = History.of(history.chats, shape)
+    assert again.to_chats() == chats
+
+
+def test_messages_and_dicts_may_be_mixed_and_chats_be_tuples() -> None:
+    history = History.from_chats([(Message("user", "a"), {"role": "assistant", "content": "b"})])
+    assert history.chats == ((Message("user", "a"), Message("assistant", "b")),)
+
+
+@pytest.mark.parametrize(
+    ("chats", "match"),
+    [
+        ([[chat(0)], chat(1)], "equally many"),
+        ([[chat(0), chat(1)], [chat(2)]], "equally many"),
+        ("hello", "list of messages.*str"),
+        (["hello"], "list of messages.*str"),
+        ({"role": "user", "content": "x"}, "list of messages.*dict"),
+    ],
+)
+def test_lists_of_another_shape_are_refused(chats: Any, match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        History.from_chats(chats)
+
+
+def test_every_conversation_at_fault_is_named() -> None:
+    image = [{"type": "image", "url": "x"}]
+    chats = [
+        chat(0),
+        [{"role": "user", "content": image}],
+        [*chat(2), {"content": "x"}],
+        [chat(3)[0], {"role": 3, "content": "x"}],
+        [{"role": "assistant", "content": "x", "token_ids": ["a"]}],
+        [{"role": "assistant", "content": "x", "token_ids": [1, -2]}],
+        [{"role": "assistant", "tool_calls": "capital()"}],
+        [*chat(7), "hello"],
+    ]
+    with pytest.raises(InvalidRequestError) as caught:
+        History.from_chats(chats)
+    problems = caught.value.problems
+    assert caught.value.rows == (1, 2, 3, 4, 5, 6, 7)
+    assert "message 0: content" in problems[1] and "images" in problems[1]
+    assert "message 2: role is missing" in problems[2]
+    assert "message 1: role" in problems[3]
+    assert "message 0: token_ids" in problems[4] and "message 0: token_ids" in problems[5]
+    assert "message 0: tool_calls" in problems[6]
+    assert "message 2: message" in problems[7]
+    with pytest.raises(InvalidRequestError, match="2 conversations do not fill a batch of"):
+        History.of([chat(0), chat(1)], (3,))
+
+
+# Under tensordict -----------------------------------------------------------------------------------------------------
+
+GRID = [[chat(0), chat(1, 1), chat(2)], [chat(3), chat(4, 3), chat(5)]]
+
+
+@pytest.mark.parametrize(
+    "index", [0, -1, slice(1), (1, 2), (slice(None), 1), (slice(None), slice(1, None)), (1, slice(None, None, 2))]
+)
+def test_indexing_picks_the_conversations_a_nested_list_would(index: Any) -> None:
+    numbers = np.arange(6).reshape(2, 3)[index]
+    flat = [chat for row in GRID for chat in row]
+    picked = History.from_chats(GRID)[index]
+    assert isinstance(picked, History)
+    assert tuple(picked.batch_size) == numbers.shape
+    assert [list(map(Message.to_dict, c)) for c in picked.chats] == [flat[n] for n in np.ravel(numbers)]
+
+
+def test_indexing_with_tensors() -> None:
+    history = History.from_chats(GRID[1])
+    assert history[torch.tensor([2, 0, 0])].to_chats() == [GRID[1][2], GRID[1][0], GRID[1][0]]
+    assert history[torch.tensor([True, False, True])].to_chats() == [GRID[1][0], GRID[1][2]]
+    assert history[:0].to_chats() == []
+    assert tuple(history[:0].batch_size) == (0,)
+
+
+def test_shapes_change_and_conversations_stay() -> None:
+    history = History.from_chats(GRID)
+    flat = [chat for row in GRID for chat in row]
+    assert history.reshape(-1).to_chats() == flat
+    assert history.permute(1, 0).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
+    assert history[0].unsqueeze(0).to_chats() == [GRID[0]]
+    assert history[0, 0].expand(2).to_chats() == [GRID[0][0]] * 2
+    assert [part.to_chats() for part in history.unbind(0)] == GRID
+    assert history.clone().to_chats() == GRID
+    assert history.to("cpu").to_chats() == GRID
+
+
+@pytest.mark.parametrize("join", [torch.stack, lazy_stack])
+def test_stacking(join: Any) -> None:
+    rows = [History.from_chats(row) for row in GRID]
+    assert join(rows).to_chats() == GRID
+    assert join(rows, 1).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
+    one = [History.from_chats(chat(n)) for n in range(3)]
+    assert join(one).to_chats() == [chat(n) for n in range(3)]
+
+
+def test_concatenation_with_nothing_in_it() -> None:
+    full, none = History.from_chats(GRID[0]), History.from_chats([])
+    assert torch.cat([full, full]).to_chats() == GRID[0] * 2
+    assert torch.cat([none, full]).to_chats() == GRID[0]
+
+
+def test_assigning_a_row_leaves_the_source_alone() -> None:
+    history, other = History.from_chats(GRID[0]), History.from_chats(GRID[1])
+    history[1] = other[2]
+    assert history.to_chats() == [GRID[0][0], GRID[1][2], GRID[0][2]]
+    assert other.to_chats() == GRID[1]
+
+
+def test_inside_tensordicts_dense_and_lazy() -> None:
+    td = TensorDict({"history": {"prompt": History.from_chats(GRID[0])}, "reward": torch.zeros(3)}, (3,))
+    assert td["history", "prompt"].to_chats() == GRID[0]
+    assert td[1]["history", "prompt"].to_chats() == GRID[0][1]
+    stacked = lazy_stack([td[2], td[0]])
+    got = stacked["history", "prompt"]
+    assert isinstance(got, History)
+    assert got.to_chats() == [GRID[0][2], GRID[0][0]]
+    stacked["history", "prompt"] = got.append({"role": "user", "content": "more"})
+    assert stacked[0]["history", "prompt"].chats[0][-1] == Message("user", "more")
+
+
+# Kept and sent --------------------------------------------------------------------------------------------------------
+
+SAVED = [GRID, [RICH, RICH[:1]], RICH, []]
+
+
+@pytest.mark.parametrize("chats", SAVED)
+def test_pickle_and_torch_save(chats: list[Any]) -> None:
+    history = History.from_chats(chats)
+    assert pickle.loads(pickle.dumps(history)).to_chats() == chats
+    file = io.BytesIO()
+    torch.save(TensorDict({"history": history}, history.batch_size), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False)["history"].to_chats() == chats
+
+
+@pytest.mark.parametrize("chats", SAVED)
+def test_memmap_writes_data_and_no_pickle(chats: list[Any], tmp_path: Path) -> None:
+    history = History.from_chats(chats)
+    TensorDict({"history": history}, history.batch_size).memmap(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = TensorDict.load_memmap(tmp_path, allow_pickle=False)["history"]
+    assert isinstance(loaded, History)
+    assert tuple(loaded.batch_size) == tuple(history.batch_size)
+    assert loaded.to_chats() == chats
+    assert loaded.append({"role": "user", "content": "more"}).chats == tuple(
+        (*one, Message("user", "more")) for one in history.chats
+    )
+
+
+def test_rows_written_into_a_memmapped_storage(tmp_path: Path) -> None:
+    """As a replay buffer does it."""
+    rows = TensorDict({"history": History.from_chats(GRID[0])}, (3,))
+    storage = rows[0].expand(5).clone().memmap_like(tmp_path)
+    storage[1:4] = rows
+    assert storage[1:4]["history"].to_chats() == GRID[0]
+
+
+# Growing --------------------------------------------------------------------------------------------------------------
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def test_append_gives_a_new_history_and_keeps_the_ids() -> None:
+    history = History.from_chats(GRID[0])
+    longer = history.append(HELLO)
+    assert longer.to_chats() == [[*c, HELLO] for c in GRID[0]]
+    assert history.to_chats() == GRID[0]
+    each = history.append([Message("user", str(n)) for n in range(3)])
+    assert [c[-1].content for c in each.chats] == ["0", "1", "2"]
+    assert [c[:-1] for c in each.chats] == list(history.chats)
+    nested = History.from_chats(GRID).append([[Message("user", f"{r}{c}") for c in range(3)] for r in range(2)])
+    assert [c[-1].content for c in nested.chats] == ["00", "01", "02", "10", "11", "12"]
+
+
+def test_append_in_place() -> None:
+    history = History.from_chats(GRID[0])
+    before = history.clone(False)
+    assert history.append(HELLO, inplace=True) is history
+    assert history.to_chats() == [[*c, HELLO] for c in GRID[0]]
+    assert before.to_chats() == GRID[0]
+    single = History.from_chats([])
+    assert single.append(HELLO, inplace=True).to_chats() == []
+
+
+def test_extend() -> None:
+    history = History.from_chats(GRID[0])
+    assert history.extend([HELLO, HELLO]).to_chats() == [[*c, HELLO, HELLO] for c in GRID[0]]
+    each = [chat(7, 1), [], chat(8, 3)]
+    expected = [[*a, *b] for a, b in zip(GRID[0], each, strict=True)]
+    assert history.extend(each).to_chats() == expected
+    assert history.extend(History.from_chats(each)).to_chats() == expected
+    assert history.extend([]).to_chats() == GRID[0]
+    assert History.from_chats(RICH).extend([HELLO]).to_chats() == [*RICH, HELLO]
+    history.extend(each, inplace=True)
+    assert history.to_chats() == expected
+
+
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda h: h.append([HELLO, HELLO]),
+        lambda h: h.append([[HELLO], [HELLO], [HELLO]]),
+        lambda h: h[0].append([HELLO]),
+        lambda h: h.append({"content": "no role"}),
+        lambda h: h.extend([[HELLO], [HELLO]]),
+        lambda h: h.extend(History.from_chats([[HELLO]])),
+        lambda h: h.extend(HELLO),
+    ],
+)
+def test_messages_that_do_not_fit_are_refused(grow: Any) -> None:
+    history = History.from_chats(GRID[0])
+    with pytest.raises(InvalidRequestError):
+        grow(history)
+    assert history.to_chats() == GRID[0]
+
+
+# The template ---------------------------------------------------------------------------------------------------------
+
+
+def test_apply_chat_template_is_the_tokenizers_own_row_by_row() -> None:
+    tokenizer = ct.tokenizer()
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    chats = [[[question], [question, answer]], [[question, answer, question], [answer, question]]]
+    history = History.from_chats(chats).append([[answer, question], [question, question]])
+    expected = [
+        [
+            tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True, chat_template=ct.LLAMA)
+            for c in row
+        ]
+        for row in history.to_chats()
+    ]
+    options = {"add_generation_prompt": True, "chat_template": ct.LLAMA}
+    assert history.apply_chat_template(tokenizer, **options) == expected
+    assert history[0].apply_chat_template(tokenizer, **options) == expected[0]
+    assert history[0, 0].apply_chat_template(tokenizer, **options) == expected[0][0]
+    assert history[:0].apply_chat_template(tokenizer, **options) == []
+    ids = history[0, 0].apply_chat_template(tokenizer, tokenize=True, return_dict=False, **options)
+    assert tokenizer.decode(ids) == expected[0][0]
+
+
+def test_apply_chat_template_names_the_conversations_that_fail() -> None:
+    history = History.from_chats([chat(0), [HELLO, HELLO], []])
+    with pytest.raises(TemplateError, match=r"conversation 1: .*roles must alternate") as caught:
+        history.apply_chat_template(ct.tokenizer(), chat_template=ct.STRICT)
+    assert caught.value.rows == (1, 2)

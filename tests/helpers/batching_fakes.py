@@ -1,0 +1,177 @@
+"""Engines that stop where a test wants them to, and whose answers say whose they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from corelm import Backend, Ragged, hookimpl
+from corelm.batching import DynamicBatcher
+from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from helpers.fakes import SHORT, VOCAB, Fake
+
+#: Seconds after which a test that waits has failed. Nothing takes that long.
+LONG = 20.0
+SEEDED = {**SHORT, "seed": 7}
+#: A prompt that begins with this id makes the call fail that it is in.
+POISON = 13
+
+
+def answer(prompt: list[int], seed: int, new: int, temperature: float) -> list[int]:
+    """What `Held` says: ids that tell prompt, seed and temperature apart; none is EOS."""
+    mixed = sum((i + 1) * token for i, token in enumerate(prompt)) + seed % 1009 + round(10 * temperature)
+    return [3 + (mixed + step) % (VOCAB - 3) for step in range(new)]
+
+
+class Held(Fake):
+    """Each call waits for a permit; `release` gives some, `free` gives them for ever.
+
+    Attributes:
+        calls: the requests, in the order they came in. inside: how many calls are under way now.
+    """
+
+    def __init__(self, permits: int | None = None, error: Exception | None = None, **capabilities: Any) -> None:
+        super().__init__(**capabilities)
+        self.calls: list[GenerateRequest | ScoreRequest] = []
+        self.inside = self.most_inside = 0
+        self.aborted: set[str] = set()
+        self.alive = True
+        self.error = error or RuntimeError("poisoned")
+        self._permits, self._free = permits or 0, permits is None
+        self._changed = threading.Condition()
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        cut = self._pass(request)
+        prompts, sampling = request.prompts.tolist(), request.sampling
+        seeds = [0] * len(prompts) if request.seeds is None else request.seeds.tolist()
+        new = sampling.max_new_tokens or 1
+        ids = [
+            [] if name in cut else answer(prompt, seed, new, sampling.temperature)
+            for prompt, seed, name in zip(prompts, seeds, request.request_ids, strict=True)
+        ]
+        rows = Ragged.from_list(ids)
+        return GenerateResult(
+            ids=rows,
+            logprobs=Ragged(-rows.values.float(), rows.lengths),
+            finish_reasons=tuple("abort" if name in cut else "length" for name in request.request_ids),
+        )
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        self._pass(request)
+        rows = request.sequences
+        scored = rows.positions >= request.score_from[rows.row_index]
+        values = torch.where(scored, -rows.values.float() / request.temperature, 0.0)
+        if request.grad:
+            values = values * torch.ones((), requires_grad=True)
+        return ScoreResult(
+            logprobs=Ragged(values, rows.lengths),
+            scored=Ragged(scored, rows.lengths),
+            mode="raw" if request.temperature == 1.0 else "processed",
+            temperature=request.temperature,
+        )
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        with self._changed:
+            self.aborted |= set(request.request_ids)
+            self._changed.notify_all()
+        return True
+
+    @hookimpl
+    def health(self, request: Any) -> bool:
+        return self.alive
+
+    def release(self, permits: int = 1) -> None:
+        with self._changed:
+            self._permits += permits
+            self._changed.notify_all()
+
+    def free(self) -> None:
+        with self._changed:
+            self._free = True
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, LONG), "the engine was not asked"
+
+    def wait_for_calls(self, count: int) -> None:
+        self.wait_for(lambda: len(self.calls) >= count)
+
+    def _pass(self, request: GenerateRequest | ScoreRequest) -> set[str]:
+        """Wait for a permit; the names of the rows that were aborted meanwhile."""
+        names = set(request.request_ids)
+        rows = request.prompts if isinstance(request, GenerateRequest) else request.sequences
+        with self._changed:
+            self.calls.append(request)
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._free or self._permits > 0 or names <= self.aborted, LONG)
+                if not self._free and not names <= self.aborted:
+                    self._permits -= 1
+            finally:
+                self.inside -= 1
+                self._changed.notify_all()
+        if any(row[0] == POISON for row in rows.tolist()):
+            raise self.error
+        return names & self.aborted
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def batcher(engine: Held, **options: Any) -> Iterator[DynamicBatcher]:
+    """A batcher in front of the engine. At the end, whatever happened: no thread, no future pending."""
+    with DynamicBatcher(Backend(engine, "held"), **options) as made:
+        try:
+            yield made
+        finally:
+            engine.free()
+    assert not made._dispatcher.threads() and not made._dispatcher._calls and not made._dispatcher.in_flight
+
+
+def ids(result: Future | object) -> list[list[int]]:
+    batch = result.result(LONG) if isinstance(result, Future) else result
+    return batch.ids.tolist()
+
+
+def hold_one(engine: Held, made: DynamicBatcher) -> Future:
+    """A request that is in the engine and stays there, so that what comes next has to queue."""
+    first = made.submit_generate([[3]], SEEDED)
+    engine.wait_for_calls(1)
+    return first
+
+
+def rows_of(call: GenerateRequest | ScoreRequest) -> list[list[int]]:
+    return (call.prompts if isinstance(call, GenerateRequest) else call.sequences).tolist()
+
+
+def can(**capabilities: Any) -> dict[str, Any]:
+    """Everything `Held` does."""
+    return {"abort": True, "gradients": True, "score_temperature": False, **capabilities}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """For what nobody announces."""
+    end, pause = time.monotonic() + LONG, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        pause.wait(0.001)

@@ -1,0 +1,41 @@
+"""The conformance suite of the toy backend; its oracle is the closed form of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from toy_backend import Bigram
+
+import corelm
+from corelm import Backend
+from corelm.testing import BackendConformance
+
+#: Drawn, not counted: no two log-probs are alike, so none can stand in for another.
+TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
+
+
+class ToyConformance(BackendConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls) -> Callable[[], Backend]:
+        return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()))
+
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return of_table(TABLE, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (TABLE[ids[-1]] / temperature).log_softmax(-1)
+
+    def new_weights(self) -> tuple[dict[str, Tensor], Callable[[list[int], float], Tensor]]:
+        return {"table": OTHER}, lambda ids, temperature: of_table(OTHER, ids, temperature)
+
+
+def of_table(table: Tensor, ids: list[int], temperature: float) -> Tensor:
+    """The log-probability of every id after the one before it."""
+    rows = torch.tensor(ids)
+    out = torch.zeros(len(ids))
+    out[1:] = (table / temperature).log_softmax(-1)[rows[:-1], rows[1:]]
+    return out

@@ -1,0 +1,108 @@
+"""Keys, stacks and saved batches of the KL modules, and batches without rows."""
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictSequential
+
+from corelm import History
+from corelm.kl import KLComputation, KLRewardTransform, PerToken, RetrieveKL, RetrieveLogProb
+from corelm.policy.inputs import Keys
+from helpers.kl_cases import COEFF, LAYOUTS, QUESTIONS, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of
+
+gen, ref = gen_policy, ref_policy
+
+
+def test_keys_are_parameters_and_true(gen, ref):
+    keys = Keys(tokens=("a", "ids"), masks=("a", "masks"), log_probs=("a", "logp"), text="words")
+    policy = gen.replace(keys=keys)
+    td = policy(TensorDict(words=QUESTIONS[:3]), seed=4)
+    td["a", "r"] = torch.zeros(3, 1)
+    module = RetrieveKL(
+        ref,
+        coeff=COEFF,
+        tokens_key=keys.tokens,
+        masks_key=keys.masks,
+        gen_log_probs_key=(*keys.log_probs, "full"),
+        ref_log_probs_key=("b", "logp", "full"),
+        kl_key=("b", "kl"),
+        reward_key=("a", "r"),
+    )
+    assert module.in_keys == [
+        ("a", "ids", "full"),
+        ("a", "logp", "full"),
+        ("a", "masks", "all_assistant_mask"),
+        ("a", "r"),
+    ]
+    assert module.out_keys == [("b", "logp", "full"), ("b", "logp", "scored_mask"), ("b", "kl"), ("a", "r")]
+    before = set(td.keys(include_nested=True))
+    module(td)
+    assert set(module.out_keys) <= set(td.keys(include_nested=True))
+    assert {key[:2] for key in set(td.keys(include_nested=True)) - before} <= {"b", ("b", "logp"), ("b", "kl")}
+    plain = RetrieveKL(ref, coeff=COEFF)(rollout(gen).set("reward", torch.zeros(3, 1)))
+    torch.testing.assert_close(td["a", "r"], plain["reward"])
+
+
+def test_in_a_sequence_after_the_policy(gen, ref):
+    module = TensorDictSequential(gen.replace(inplace=True), RetrieveLogProb(ref), KLComputation(add_to_reward=False))
+    td = module(TensorDict(text=QUESTIONS[:2]))
+    assert_rows(rows_of(td, "kl_penalty"), by_hand(td))
+
+
+@LAYOUTS
+def test_rows_from_a_buffer_are_as_good_as_a_batch(gen, ref, pad):
+    td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
+    td["reward"] = torch.arange(3.0)
+    kept = lazy_stack(list(td.clone().unbind(0)))[torch.tensor([2, 0])]
+    KLComputation("k1", COEFF)(td)
+    KLComputation("k1", COEFF)(kept)
+    for row, original in zip(kept.unbind(0), (2, 0), strict=True):
+        torch.testing.assert_close(row["reward"], td["reward"][original])
+    whole = RetrieveLogProb(ref)(lazy_stack(list(rollout(gen, (3,), pad).unbind(0))))
+    KLComputation(add_to_reward=False)(whole)
+    assert_rows(rows_of(whole, "kl_penalty"), by_hand(whole))
+    # What is written is stacked, sliced and saved as the rest is.
+    again = lazy_stack([whole[1], whole[0]])
+    assert_rows(rows_of(again, "kl_penalty"), by_hand(again))
+
+
+def test_dense_batches_of_different_widths_stacked_are_read_row_by_row(gen, ref):
+    one, two = rollout(gen, (1,), True), rollout(gen, (4,), True)
+    assert one["tokens"].full.shape[-1] != two["tokens"].full.shape[-1]
+    both = lazy_stack([*RetrieveLogProb(ref)(one).unbind(0), *RetrieveLogProb(ref)(two).unbind(0)])
+    KLComputation(add_to_reward=False)(both)
+    assert_rows(both["kl_penalty"].full, by_hand(both))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+def test_values_of_rows_can_be_saved_and_sent(gen, ref, shape, tmp_path):
+    td = RetrieveKL(ref, add_to_reward=False)(rollout(gen, shape))
+    sent = pickle.loads(pickle.dumps(td))
+    td.memmap(tmp_path / "saved")
+    for again in (sent, TensorDict.load_memmap(tmp_path / "saved"), td.clone(), td.to(torch.device("cpu"))):
+        assert_rows(rows_of(again, "kl_penalty"), by_hand(td))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+def test_no_rows_are_no_error(gen, ref, shape, pad):
+    history = History.of([], shape)
+    td = gen.replace(input_mode="history", pad_output=pad)(TensorDict(history=history))
+    td["reward"] = torch.zeros(shape)
+    KLRewardTransform(ref)(td)
+    assert td["reward"].shape == shape and tuple(td["kl_penalty"].shape[: len(shape)]) == shape
+    if not pad:
+        td["reward"] = td["kl_penalty"].clone()
+        KLComputation()(td)
+        assert isinstance(td["reward"], PerToken) and tuple(td["reward"].batch_size) == shape
+
+
+@LAYOUTS
+def test_an_answer_that_was_never_made_costs_nothing(gen, ref, pad):
+    long = "x" * 600
+    td = gen.replace(pad_output=pad, on_error="skip")(TensorDict(text=[QUESTIONS[0], long]), seed=0)
+    td["reward"] = torch.ones(2)
+    KLRewardTransform(ref.replace(on_error="skip"), COEFF)(td)
+    assert float(td["reward"][1]) == 1.0 and float(td["reward"][0]) != 1.0

@@ -1,0 +1,173 @@
+"""What the KL modules refuse: a number that would be wrong, named by row."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+import corelm
+from corelm import LogProbs, Masks, Ragged
+from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
+from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
+from helpers.kl_cases import LAYOUTS, REF, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of, said
+
+gen, ref = gen_policy, ref_policy
+
+
+@LAYOUTS
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("side", ["log_probs", "ref_log_probs"])
+def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison, side):
+    td = RetrieveLogProb(ref)(rollout(gen, (2, 2), pad))
+    container = td[side]
+    last = corelm.ragged(td, ("tokens", "full")).lengths[2] - 1
+    if pad:
+        at = td["masks"].all_attention_mask[1, 0].nonzero()[last, 0]
+        container.full[1, 0, at] = poison
+    else:
+        container.full[1][0][last] = poison
+    with pytest.raises(
+        InvalidRequestError, match=rf"row 2: \('{side}', 'full'\) is -?(nan|inf) at position {last}"
+    ) as e:
+        KLComputation(add_to_reward=False)(td)
+    assert e.value.rows == (2,)
+
+
+@LAYOUTS
+def test_what_is_not_finite_does_not_matter_where_nothing_counts(gen, ref, pad):
+    td = RetrieveLogProb(ref)(rollout(gen, pad=pad))
+    expected = by_hand(td)
+    for name in ("log_probs", "ref_log_probs"):
+        full = td[name].full
+        for row in full:
+            row[0] = float("nan")
+    KLComputation(add_to_reward=False)(td)
+    assert_rows(rows_of(td, "kl_penalty"), expected)
+
+
+@LAYOUTS
+def test_log_probs_of_another_distribution_are_refused_unless_allowed(gen, ref, pad):
+    sampling = {"max_new_tokens": 9, "temperature": 0.7}
+    hot = rollout(gen, pad=pad, sampling_params=sampling, log_probs_mode="processed")
+    with pytest.raises(ProvenanceMismatchError, match=r"row 0: .*temperature=0.7.*allow_mismatch=True"):
+        RetrieveKL(ref, add_to_reward=False)(hot)
+    RetrieveKL(ref, add_to_reward=False, allow_mismatch=True)(hot)
+    # The same way on both sides is no mismatch; nor is another weight version or another temperature of sampling.
+    same = ref.replace(sampling_params={"temperature": 0.7}, log_probs_mode="processed")
+    RetrieveKL(same, add_to_reward=False)(hot)
+    RetrieveKL(ref, add_to_reward=False)(rollout(gen, pad=pad, sampling_params=sampling))
+    with pytest.raises(CapabilityError):
+        RetrieveKL(ref.replace(sampling_params={"top_k": 3}, log_probs_mode="processed"), add_to_reward=False)(hot)
+
+
+def test_rows_of_several_distributions_are_compared_row_by_row(gen, ref):
+    sampling = {"max_new_tokens": 9, "temperature": 0.7}
+    hot = rollout(gen, sampling_params=sampling, log_probs_mode="processed")
+    RetrieveLogProb(ref.replace(sampling_params={"temperature": 0.7}, log_probs_mode="processed"))(hot)
+    cold = RetrieveLogProb(ref)(rollout(gen))
+    both = lazy_stack([*hot.unbind(0)[:1], *cold.unbind(0)[1:]])
+    assert len(both["log_probs"].provenance) == 2
+    KLComputation(add_to_reward=False)(both)
+    both[2]["ref_log_probs"].set("provenance", hot[2]["ref_log_probs"].provenance)
+    with pytest.raises(ProvenanceMismatchError, match="row 2"):
+        KLComputation(add_to_reward=False)(both)
+
+
+def test_layouts_that_differ_are_refused_by_row(gen, ref):
+    rows, dense = rollout(gen, pad=False), rollout(gen, pad=True)
+    td = RetrieveLogProb(ref)(rows.clone())
+    longer = rollout(gen, seed=5, sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+    td["ref_log_probs"] = RetrieveLogProb(ref)(longer)["ref_log_probs"]
+    differ = corelm.ragged(td, ("log_probs", "full")).lengths != corelm.ragged(td, ("ref_log_probs", "full")).lengths
+    with pytest.raises(InvalidRequestError, match=r"has \d+ tokens and \('ref_log_probs', 'full'\) \d+") as caught:
+        KLComputation(add_to_reward=False)(td)
+    assert caught.value.rows == tuple(differ.nonzero().flatten().tolist()) != ()
+    td["ref_log_probs"] = RetrieveLogProb(ref)(dense.clone())["ref_log_probs"]
+    with pytest.raises(InvalidRequestError, match="laid out differently: one row a sample and dense"):
+        KLComputation(add_to_reward=False)(td)
+    td = RetrieveLogProb(ref)(dense.clone())
+    td["ref_log_probs"] = LogProbs(full=td["ref_log_probs"].full[:, :-1], batch_size=3)
+    with pytest.raises(InvalidRequestError, match=r"expected \[3, \d+\], as wide as the masks; got \[3, \d+\]"):
+        KLComputation(add_to_reward=False)(td)
+    td = TensorDict(dense)
+    td["ref_log_probs"] = RetrieveLogProb(ref)(rollout(gen, (3, 1), True))["ref_log_probs"]
+    with pytest.raises(InvalidRequestError, match=r"batches \(3,\) and \(3, 1\)"):
+        KLComputation(add_to_reward=False)(td)
+
+
+def test_dense_log_probs_in_other_columns_are_noticed(gen, ref):
+    # As wide as the sampler's, but all padded on the right.
+    td = rollout(gen, pad=True)
+    ids = corelm.ragged(td, ("tokens", "full"))
+    width = td["tokens"].full.shape[-1]
+    values = Ragged(torch.cat([said(REF, row).float() for row in ids.tolist()]), ids.lengths)
+    scored = Ragged(values.positions > 0, ids.lengths)
+    td["ref_log_probs"] = LogProbs(
+        full=values.to_padded(0.0, "right", width), scored_mask=scored.to_padded(False, "right", width), batch_size=3
+    )
+    with pytest.raises(InvalidRequestError, match="its columns are others") as caught:
+        KLComputation(add_to_reward=False)(td)
+    assert caught.value.rows
+
+
+def test_dense_log_probs_that_are_off_by_one_column_are_noticed(gen, ref):
+    # One prompt is a token longer than the other, and both answers are of one length: scored from the texts, padded on
+    # the right, the second row moves by one column and the width stays.
+    td = rollout(gen, (2,), True, sampling_params={"max_new_tokens": 4, "ignore_eos": True}, texts=["Whoa", "Who"])
+    scored = ref.replace(pad_output=True, inplace=False)(TensorDict(text=td["text"].full))
+    assert scored["log_probs"].full.shape == td["log_probs"].full.shape
+    assert not bool((scored["log_probs"].scored_mask & ~td["masks"].all_attention_mask).any()), "at no pad"
+    td["ref_log_probs"] = scored["log_probs"]
+    with pytest.raises(InvalidRequestError, match="scored at the first token, so its columns are others") as caught:
+        KLComputation(add_to_reward=False)(td)
+    assert caught.value.rows == (1,)
+    # Where neither says which it scored, there is nothing to notice it by.
+    td["ref_log_probs"] = LogProbs(full=scored["log_probs"].full, batch_size=2)
+    KLComputation(add_to_reward=False)(td)
+
+
+def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    marks = td["ref_log_probs"].scored_mask
+    td["ref_log_probs"].scored_mask = [marks[0][:-1], torch.cat([marks[1], marks[1][-1:]]), marks[2]]
+    with pytest.raises(InvalidRequestError, match=r"row 0: .* tokens and its scored_mask \d+") as caught:
+        KLComputation(add_to_reward=False)(td)
+    assert caught.value.rows == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "k4"}, "'k1', 'k2', 'k3', 'abs'"),
+        ({"coeff": float("nan")}, "coeff: expected a finite number"),
+        ({"coeff": "much"}, "coeff: expected a finite number"),
+    ],
+)
+def test_arguments_that_are_not_legal_are_refused_at_once(options, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        KLComputation(**options)
+
+
+def test_keys_that_lead_nowhere(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    with pytest.raises(MissingKeyError, match=r"no \('old',\)"):
+        KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
+    for key in (("ref_log_probs", "response"), "ref_log_probs", "full"):
+        with pytest.raises(InvalidRequestError, match="expected the key of a LogProbs and 'full'"):
+            RetrieveKL(ref, ref_log_probs_key=key)
+    td["old"] = TensorDict(full=torch.zeros(3, 4), batch_size=3)
+    with pytest.raises(InvalidRequestError, match=r"expected a LogProbs, got TensorDict.*LogProbs\(full=tensor"):
+        KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
+
+
+def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen, pad=True))
+    compute = KLComputation(add_to_reward=False)
+    td["masks"] = rollout(gen, pad=False)["masks"]
+    with pytest.raises(InvalidRequestError, match=r"need an attention mask of that shape.*got none that is dense"):
+        compute(td)
+    td["masks"] = Masks(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
+    with pytest.raises(InvalidRequestError, match=r"expected \[3, 2\], as wide as the masks"):
+        compute(td)
+    td["masks"] = TensorDict(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
+    with pytest.raises(InvalidRequestError, match="expected Masks, got TensorDict"):
+        compute(td)

@@ -1,0 +1,149 @@
+"""Rewards of every shape lose what the tables say: coeff · KL of the token, or of all that count."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+import corelm
+from corelm import Ragged
+from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.kl import KLComputation, PerToken, RetrieveKL, RetrieveLogProb
+from helpers.kl_cases import (
+    COEFF,
+    LAYOUTS,
+    SHAPES,
+    assert_rows,
+    by_hand,
+    flat_rows,
+    gen_policy,
+    ref_policy,
+    rollout,
+    rows_of,
+    token_rewards,
+)
+
+gen, ref = gen_policy, ref_policy
+
+
+@LAYOUTS
+@SHAPES
+@pytest.mark.parametrize("form", ["scalar", "sequence", "sequence of one step", "token", "token with a last dimension"])
+def test_dense_rewards_lose_the_kl(gen, ref, shape, pad, form):
+    td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
+    kl, rewards = by_hand(td), token_rewards(td)
+    if form.startswith("token"):
+        prompts, responses = (corelm.ragged(td, ("tokens", name)) for name in ("prompt", "response"))
+        at = torch.cat([prompts.mask("left"), responses.mask("right")], -1)
+        reward = torch.zeros(at.shape).masked_scatter(at, torch.cat(rewards)).reshape(*shape, -1)
+        td["reward"] = reward.unsqueeze(-1) if form != "token" else reward
+    else:
+        count = torch.Size(shape).numel()
+        sizes = {"scalar": (), "sequence": (1,), "sequence of one step": (1, 1)}
+        td["reward"] = torch.arange(count, dtype=torch.float32).reshape((*shape, *sizes[form]))
+    given = td["reward"].clone()
+    KLComputation("k1", COEFF)(td)
+    assert td["reward"].shape == given.shape and td["reward"].dtype == torch.float32
+    if form.startswith("token"):
+        found = td["reward"].reshape(at.shape)
+        assert not bool(found[~at].any())
+        assert_rows(Ragged(found[at], at.sum(-1)).split(), [r - COEFF * k for r, k in zip(rewards, kl, strict=True)])
+    else:
+        sums = torch.stack([row.sum() for row in kl]).reshape(given.shape)
+        torch.testing.assert_close(td["reward"].double(), given - COEFF * sums, atol=1e-4, rtol=1e-5)
+
+
+@LAYOUTS
+@SHAPES
+@pytest.mark.parametrize("form", ["token", "token with a last dimension", "sequence"])
+def test_rewards_row_by_row_lose_the_kl_and_stay_rows(gen, ref, shape, pad, form):
+    td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
+    kl, rewards = by_hand(td), token_rewards(td)
+    if form == "sequence":
+        rewards = [row.sum().reshape(1) for row in rewards]
+    elif form != "token":
+        rewards = [row.unsqueeze(-1) for row in rewards]
+    level = [TensorDict(reward=row) for row in rewards]
+    for width in reversed(shape):
+        level = [lazy_stack(level[at : at + width]) for at in range(0, len(level), width)]
+    td["next"] = level[0]
+    KLComputation("k1", COEFF)(td)
+    expected = [
+        r - COEFF * (k.sum() if form == "sequence" else k).reshape(r.shape) for r, k in zip(rewards, kl, strict=True)
+    ]
+    assert_rows([row["reward"] for row in flat_rows(td["next"])], expected)
+
+
+@LAYOUTS
+@SHAPES
+def test_rewards_in_a_container_of_rows_come_back_in_one(gen, ref, shape, pad):
+    td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
+    rewards = token_rewards(td)
+    # What KLComputation writes for rows is a container that it also takes.
+    rows = rollout(gen, shape, False)
+    RetrieveKL(ref, add_to_reward=False)(rows)
+    td["reward"] = rows["kl_penalty"].clone()
+    for row, value in zip(flat_rows(td["reward"]._tensordict), rewards, strict=True):
+        row["full"] = value
+    KLComputation("k1", COEFF)(td)
+    assert isinstance(td["reward"], PerToken)
+    assert_rows(rows_of(td, "reward"), [r - COEFF * k for r, k in zip(rewards, by_hand(td), strict=True)])
+
+
+@LAYOUTS
+@SHAPES
+def test_single_rewards_in_a_container_lose_the_sums(gen, ref, shape, pad):
+    td = RetrieveKL(ref, add_to_reward=False)(rollout(gen, shape, False))
+    td["reward"] = td["kl_penalty"].clone()
+    for number, row in enumerate(flat_rows(td["reward"]._tensordict)):
+        row["full"] = torch.tensor([float(number)])
+    given, sums = td["reward"], [row.sum() for row in by_hand(td)]
+    if pad:
+        td = RetrieveLogProb(ref)(rollout(gen, shape, True)).set("reward", given)
+    KLComputation("k1", COEFF)(td)
+    found = [row["full"] for row in flat_rows(td["reward"]._tensordict)]
+    assert_rows(found, [number - COEFF * kl[None] for number, kl in enumerate(sums)])
+    numbers = [[float(number)] for number in range(len(sums))]
+    assert [row["full"].tolist() for row in flat_rows(given._tensordict)] == numbers, "the caller's stay as they were"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64])
+def test_rewards_keep_their_precision_and_whole_numbers_become_float32(gen, ref, dtype):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    td["reward"] = torch.tensor([1, 0, 1]).to(dtype)
+    given = td["reward"]
+    KLComputation(coeff=COEFF)(td)
+    assert td["reward"].dtype == (dtype if dtype.is_floating_point else torch.float32)
+    sums = torch.stack([row.sum() for row in by_hand(td)])
+    torch.testing.assert_close(td["reward"].double(), given.double() - COEFF * sums, atol=0.2, rtol=0.02)
+    assert torch.equal(given, torch.tensor([1, 0, 1]).to(dtype)), "the caller's tensor is not written to"
+
+
+def test_a_reward_in_float64_is_penalised_in_float64(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    td["reward"] = torch.full((3,), 1e9 + 0.25, dtype=torch.float64)
+    KLComputation(coeff=COEFF)(td)
+    sums = torch.stack([row.sum() for row in by_hand(td)])
+    torch.testing.assert_close(td["reward"], 1e9 + 0.25 - COEFF * sums, atol=1e-4, rtol=0)
+
+
+@LAYOUTS
+def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, pad):
+    td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
+    with pytest.raises(MissingKeyError, match=r"no 'reward'.*add_to_reward=False"):
+        KLComputation()(td)
+    for shape in [(3, 2), (3, 2, 1), (3, 4, 5)]:
+        td["reward"] = torch.zeros(shape)
+        with pytest.raises(InvalidRequestError, match=r"expected a reward a sequence, \[3\] or \[3, 1\]"):
+            KLComputation()(td)
+    td["next"] = lazy_stack([TensorDict(reward=torch.zeros(size)) for size in (1, 2, 3)])
+    with pytest.raises(InvalidRequestError, match=r"row 1: expected \d+ rewards, one a token") as caught:
+        KLComputation()(td)
+    assert caught.value.rows == (1, 2)
+    assert "kl_penalty" not in td.keys() and "kl_penalty" not in td["next"].keys()
+
+
+def test_a_reward_before_the_step_is_not_the_one_after_it(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    td["reward"], td["next"] = torch.zeros(3), TensorDict(done=torch.ones(3, dtype=torch.bool), batch_size=3)
+    with pytest.raises(MissingKeyError, match="no 'reward'"):
+        KLComputation()(td)

@@ -1,0 +1,102 @@
+"""What a policy reads: bare and nested, dense and ragged, with masks and without, and no rows at all."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError
+from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
+
+
+def test_bare_and_nested_inputs_are_the_same_prompts(backend):
+    for mode, bare, inner in (
+        ("text", QUESTIONS[:2], QUESTIONS[:2]),
+        ("history", History.from_chats([chat(q) for q in QUESTIONS[:2]]), None),
+        ("tokens", torch.tensor([[72, 105], [72, 111]]), None),
+    ):
+        policy = LLMPolicy(backend, input_mode=mode, sampling_params=SAMPLING)
+        one = policy(TensorDict({mode: bare}), seed=1)
+        two = policy(
+            TensorDict({mode: TensorDict(prompt=bare if inner is None else inner, batch_size=[2])}, batch_size=[2]),
+            seed=1,
+        )
+        assert tuple(one.batch_size) == tuple(two.batch_size) == (2,)
+        assert one["text"].response == two["text"].response
+
+
+def test_a_single_prompt_has_no_batch(backend):
+    out = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(TensorDict(text=QUESTIONS[0]))
+    assert out.batch_size == () and isinstance(out["text"].response, str) and out["tokens"].response.ndim == 1
+    assert isinstance(out["finish_reason"], str)
+
+
+def test_tokens_with_a_mask_leave_the_pads_out(backend):
+    tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
+    td = TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): mask}, batch_size=[2])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, pad_output=True, inplace=False)
+    out = policy(td)
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
+    assert torch.equal(out["masks"].all_attention_mask, mask)
+    assert out["log_probs"].scored_mask.tolist() == [[False, False, False, True], [False, True, True, False]]
+
+
+def test_masks_of_zeros_and_ones_are_masks_and_others_are_refused(backend):
+    tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
+    whole = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    out = policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole}, batch_size=[2]))
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
+    with pytest.raises(InvalidRequestError, match="their attention mask is"):
+        policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("generate", [True, False])
+def test_what_is_written_to_the_input_afterwards_does_not_show(backend, padded, generate):
+    ids = [[65, 66, 67], [70, 71]]
+    given = TensorDict(tokens=torch.tensor([[65, 66, 67], [70, 71, 72]]), batch_size=[2])
+    if not padded:
+        given = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ids])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=generate, sampling_params=SAMPLING, inplace=False)
+    part = "prompt" if generate else "full"
+    out = policy(given)
+    rows = [given["tokens"]] if padded else given.get("tokens", as_list=True)
+    expected = [row.tolist() for row in (rows[0] if padded else rows)]
+    for row in rows:
+        row.zero_()
+    assert [row.tolist() for row in getattr(out["tokens"], part)] == expected
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("pad", [True, False])
+def test_no_rows_stay_no_rows_in_every_mode(backend, shape, mode, pad):
+    out = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
+    scorer = LLMPolicy(backend, input_mode=mode, generate=False, pad_output=pad, inplace=False)
+    assert tuple(scorer(out).batch_size) == shape
+    assert tuple(scorer.get_dist(out).batch_shape[:-1]) == shape
+
+
+def test_bare_rows_of_different_lengths_are_read_in_place(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
+    out = policy(TensorDict(tokens=[[72], [72, 105]]))
+    assert tuple(out.batch_size) == (2,) and [len(p) for p in out["tokens"].prompt] == [1, 2]
+    stacked = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ([72], [72, 105])])
+    assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("generate", [True, False])
+def test_a_callers_inference_mode_changes_nothing(backend, mode, generate):
+    with mode():
+        out = LLMPolicy(backend, input_mode="text", generate=generate, sampling_params=SAMPLING)(
+            TensorDict(text=["Hi"])
+        )
+        batch = backend.score_logprobs([[72, 105], [999]], on_error="skip")
+    for tensor in (out["tokens"].full[0], out["log_probs"].full[0], out["masks"].all_attention_mask[0]):
+        assert not tensor.is_inference()
+        tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
+    assert not batch.logprobs.values.is_inference()

@@ -1,0 +1,166 @@
+"""What a policy refuses, by name and before anything is sampled, and what it skips."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+from toy_backend import ByteTokenizer
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError, MissingKeyError
+from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("generate", [True, False])
+def test_a_missing_key_is_named_beside_those_that_are_there(backend, mode, generate):
+    part = "prompt" if generate else "full"
+    policy = LLMPolicy(backend, input_mode=mode, generate=generate)
+    with pytest.raises(MissingKeyError, match=rf"no '{mode}.{part}'; it has: reward") as error:
+        policy(TensorDict(reward=torch.zeros(2)))
+    assert isinstance(error.value, KeyError) and error.value.field == f"{mode}.{part}"
+    with pytest.raises(MissingKeyError, match=part):
+        policy(TensorDict({mode: TensorDict(other=torch.zeros(2, 3), batch_size=[2])}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"input_mode": "txt"}, "input_mode"),
+        ({"log_probs_mode": "cooked"}, "log_probs_mode"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"truncation": "right"}, "truncation"),
+        ({"inplace": "full"}, "inplace"),
+        ({"inplace": True, "num_samples": 2}, "inplace"),
+        ({"num_samples": 2, "sampling_params": {"n": 3}}, "num_samples"),
+        ({"generate": False, "num_samples": 2}, "num_samples"),
+        ({"generate": False, "return_log_probs": False}, "return_log_probs"),
+        ({"input_mode": "text", "return_history": True}, "return_history"),
+        ({"model": "twice"}, "model"),
+        ({"sampling_params": {"temprature": 1}}, "temprature"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_by_name(backend, arguments, field):
+    with pytest.raises(InvalidRequestError) as error:
+        LLMPolicy(backend, **arguments)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [("text", [3]), ("text", torch.zeros(2)), ("history", ["hello"]), ("tokens", torch.zeros(2, 2)), ("tokens", ["a"])],
+)
+def test_a_value_of_another_kind_is_refused(backend, mode, value):
+    with pytest.raises(InvalidRequestError, match=mode):
+        LLMPolicy(backend, input_mode=mode)(TensorDict({mode: value}))
+
+
+def test_a_batch_that_contradicts_the_tensordict_is_refused(backend):
+    td = TensorDict(history=History.from_chats([[chat(q)] for q in QUESTIONS[:2]]), batch_size=[2])
+    with pytest.raises(InvalidRequestError, match=r"its batch is \(2, 1\), but the TensorDict's is \(2,\)"):
+        LLMPolicy(backend)(td)
+    bare = TensorDict(text=QUESTIONS[:2], reward=torch.zeros(3))
+    with pytest.raises(InvalidRequestError, match="does not fit the input"):
+        LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(bare)
+
+
+def test_unknown_arguments_are_errors(backend):
+    with pytest.raises(TypeError, match="pad_outputs"):
+        LLMPolicy(backend, pad_outputs=True)
+    with pytest.raises(TypeError, match="pad_outputs"):
+        LLMPolicy(backend).replace(pad_outputs=True)
+
+
+def test_a_bad_row_is_skipped_in_place_and_the_others_are_served(backend):
+    tokens = TensorDict(tokens=torch.tensor([[72, 105], [72, 999], [72, 111]]), batch_size=[3])
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING, inplace=False)
+    with pytest.raises(InvalidRequestError, match="row 1: id 999"):
+        policy(tokens)
+    out = policy.replace(on_error="skip", return_text=False)(tokens, seed=1)
+    alone = policy(TensorDict(tokens=tokens["tokens"][:1], batch_size=[1]), seed=1)
+    assert list(out["finish_reason"])[1] == "error" and "999" in list(out["errors"])[1]
+    assert len(out["tokens"].response[1]) == 0 and out["errors"][0] == ""
+    assert torch.equal(out["tokens"].response[0], alone["tokens"].response[0])
+    scored = policy.replace(on_error="skip", generate=False, return_text=False)(tokens)
+    assert not scored["log_probs"].scored_mask[1].any() and scored["log_probs"].scored_mask[2].tolist() == [False, True]
+    assert "999" in list(scored["errors"])[1]
+
+
+def test_skipping_serves_the_rows_that_can_be_read(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    mixed = TensorDict(text=NonTensorStack("Hi", 3, "Ho"))
+    with pytest.raises(InvalidRequestError, match="row 1: expected a str, got int"):
+        policy(mixed)
+    out = policy.replace(on_error="skip")(mixed, seed=1)
+    assert out["finish_reason"][1] == "error" and "expected a str" in out["errors"][1]
+    assert out["text"].response[2] and out["errors"][0] == out["errors"][2] == ""
+
+    class Picky(ByteTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            if not conversation:
+                raise ValueError("nothing was said")
+            return super().apply_chat_template(conversation, **options)
+
+    with corelm.get_backend("toy", tokenizer=Picky()) as picky:
+        chats = TensorDict(history=History.of([chat("Hi"), [], chat("Ho")], (3,)))
+        out = LLMPolicy(picky, sampling_params=SAMPLING, inplace=False, on_error="skip")(chats)
+        assert out["finish_reason"][1] == "error" and "nothing was said" in out["errors"][1]
+        assert len(out["tokens"].response[1]) == 0 and len(out["tokens"].response[2]) > 0
+        scored = LLMPolicy(picky, generate=False, inplace=False, on_error="skip")(chats)
+        assert "nothing was said" in scored["errors"][1] and scored["log_probs"].scored_mask[2].any()
+
+
+def test_a_parser_that_fails_loses_no_answer_when_rows_are_skipped(backend):
+    def parser(text):
+        if not text:
+            raise KeyError("empty")
+        return {"role": "assistant", "content": text}
+
+    chats = TensorDict(history=History.of([chat("Where?"), chat("Who")], (2,)))
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False, response_parser=lambda text: {}["answer"])
+    with pytest.raises(InvalidRequestError, match="response_parser: row 0: KeyError") as error:
+        policy(chats)
+    assert error.value.rows == (0, 1)
+    out = policy.replace(on_error="skip")(chats)
+    assert all("KeyError" in text for text in out["errors"])
+    assert [c[-1].content for c in out["history"].full.chats] == out["text"].response
+
+
+def test_nothing_is_sampled_for_results_that_have_no_place(backend):
+    calls = []
+
+    class Watch:
+        @corelm.hookimpl(wrapper=True)
+        def generate(self, request):
+            calls.append(request)
+            return (yield)
+
+    with corelm.get_backend("toy", wrappers=[Watch()]) as watched:
+        policy = LLMPolicy(watched, input_mode="text", sampling_params=SAMPLING)
+        with pytest.raises(InvalidRequestError, match="locked"):
+            policy(TensorDict(text=["Hi"]).lock_())
+        with pytest.raises(InvalidRequestError, match="does not fit"):
+            policy(TensorDict(text=["Hi"], reward=torch.zeros(3)))
+        with pytest.raises(InvalidRequestError, match="leave no room"):
+            policy.replace(truncation="left", sampling_params={"max_new_tokens": 600})(TensorDict(text=["Hi"]))
+        with pytest.raises(InvalidRequestError, match="expected a TensorDict"):
+            policy({"text": ["Hi"]})
+        with pytest.raises(InvalidRequestError, match="seed"):
+            policy.replace(generate=False)(TensorDict(text=["Hi"]), seed=1)
+        assert calls == []
+
+
+def test_it_keeps_what_it_was_given_and_not_what_became_of_it(backend):
+    sampling = {"max_new_tokens": 3}
+    policy = LLMPolicy(backend, sampling_params=sampling)
+    sampling["max_new_tokens"] = 7
+    assert policy.replace(pad_output=True).sampling_params.max_new_tokens == 3
+
+
+def test_an_open_engine_is_not_copied(backend):
+    for copier in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copier(LLMPolicy(backend))

@@ -1,0 +1,78 @@
+"""A policy that scores what a policy sampled: the same ids in the same places, turn after turn."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.policy.inputs import Keys
+from helpers.toy_prompts import QUESTIONS, SAMPLING, chat, prompts
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("samples", [None, 2])
+def test_what_was_generated_is_what_is_scored(backend, pad, samples):
+    td, _ = prompts("history", (3,))
+    policy = LLMPolicy(backend, pad_output=pad, num_samples=samples, sampling_params=SAMPLING)
+    out = policy(td, seed=1)
+    by_tokens = policy.replace(input_mode="tokens", generate=False, inplace=False)(out)
+    by_history = policy.replace(generate=False, inplace=False)(out)
+    sampled, answered = corelm.ragged(out, ("log_probs", "full")), corelm.ragged(out, ("log_probs", "scored_mask"))
+    for scored in (by_tokens, by_history):
+        assert corelm.ragged(scored, ("tokens", "full")).tolist() == corelm.ragged(out, ("tokens", "full")).tolist()
+        again = corelm.ragged(scored, ("log_probs", "full"))
+        torch.testing.assert_close(again.values[answered.values], sampled.values[answered.values], atol=1e-5, rtol=0)
+        assert corelm.ragged(scored, ("masks", "all_assistant_mask")).tolist() == answered.tolist()
+    # A history that stands beside its own tokens keeps their split and, if they are dense, their columns.
+    for scored in (by_tokens, by_history):
+        assert scored["log_probs"].prompt is not None
+        if pad:
+            assert torch.equal(scored["tokens"].full, out["tokens"].full)
+            assert torch.equal(scored["masks"].all_attention_mask, out["masks"].all_attention_mask)
+            assert torch.equal(scored["tokens"].response, out["tokens"].response)
+    alone = policy.replace(generate=False, inplace=False)(out.select("history"))
+    assert alone["log_probs"].prompt is None
+    told = History.of(
+        [[*c[:-1], {"role": "assistant", "content": "Else."}] for c in out["history"].full.chats], out.shape
+    )
+    stale = policy.replace(generate=False, inplace=False)(out.copy().set("history", told))
+    assert stale["log_probs"].prompt is None
+
+
+def test_scoring_in_place_keeps_what_generation_wrote(backend):
+    policy = LLMPolicy(backend, pad_output=True, sampling_params=SAMPLING)
+    out = policy(prompts("history", (3,))[0], seed=1)
+    before = out["tokens"].response.clone()
+    reference = policy.replace(generate=False, keys=Keys(log_probs="ref_log_probs"))(out)
+    assert reference is out and torch.equal(out["tokens"].response, before)
+    assert out["masks"].all_response_mask is not None
+    mask = out["log_probs"].scored_mask
+    torch.testing.assert_close(out["ref_log_probs"].full[mask], out["log_probs"].full[mask], atol=1e-5, rtol=0)
+    dist = policy.replace(generate=False).get_dist(out, mask="response")
+    assert torch.equal(dist.mask, out["masks"].all_response_mask)
+
+
+def test_three_turns_never_change_an_id(backend):
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 20}, inplace=False)
+    history = History.from_chats([chat(q) for q in QUESTIONS])
+    before = [[]] * len(QUESTIONS)
+    for turn in range(3):
+        out = policy(TensorDict(history=history), seed=turn)
+        full = corelm.ragged(out, ("tokens", "full")).tolist()
+        for earlier, now in zip(before, corelm.ragged(out, ("tokens", "prompt")).tolist(), strict=True):
+            assert now[: len(earlier)] == earlier
+        scored = policy.replace(generate=False)(TensorDict(history=out["history"].full))
+        assert corelm.ragged(scored, ("tokens", "full")).tolist() == full
+        before = full
+        history = out["history"].full.append({"role": "user", "content": "And then?"})
+
+
+def test_rendering_sampled_turns_from_their_text_is_said(backend):
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 4, "ignore_eos": True}, inplace=False)
+    first = policy(TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS[:2]])), seed=1)
+    assert "retokenized" not in first.keys() and "retokenized" not in policy.out_keys
+    again = policy.replace(prefer_tokens=False, generate=False)
+    assert "retokenized" in again.out_keys
+    mixed = History.of([first["history"].full.chats[0], first["history"].prompt.chats[1]], (2,))
+    assert again(TensorDict(history=mixed))["retokenized"].tolist() == [True, False]

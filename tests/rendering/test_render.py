@@ -1,0 +1,235 @@
+"""Rendering of conversations, against the tokenizer's own rendering, ids and assistant mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corelm.spec.records import TokenizeResult
+from helpers import chat_templates as ct
+from helpers.rendering import (
+    ANSWER,
+    EOS_IDS,
+    MORE,
+    QUESTION,
+    TOKENIZER,
+    VOCABULARY,
+    ids_of,
+    own,
+    rendered,
+    sampled,
+    tokenize,
+)
+
+# What is not sampled: as the tokenizer itself would -------------------------------------------------------------------
+
+contents = st.text(alphabet=st.sampled_from("ab 1?.\n\té🙂the"), max_size=12)
+
+
+@st.composite
+def plain_chats(draw: st.DrawFn) -> list[dict[str, str]]:
+    """Nothing sampled, no special tokens: maybe a system's turn, then user and assistant by turns."""
+    chat = [{"role": "system", "content": draw(contents)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        chat += [{"role": "user", "content": draw(contents)}, {"role": "assistant", "content": draw(contents)}]
+    return chat[:-1] if draw(st.booleans()) else chat
+
+
+@pytest.mark.parametrize("name", [*ct.MARKED])
+@given(chat=plain_chats(), prompt=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_ids_and_mask_are_the_tokenizers_own(name: str, chat: list[dict[str, str]], prompt: bool) -> None:
+    template = ct.MARKED[name]
+    oracle = own(chat, template, prompt, return_assistant_tokens_mask=True)
+    ours = rendered([chat], template, prompt)
+    assert ours.ids.tolist() == [oracle["input_ids"]]
+    assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
+    assert ours.texts == (TOKENIZER.decode(oracle["input_ids"]),)
+
+
+@pytest.mark.parametrize("name", [*ct.UNMARKED])
+@given(chat=plain_chats(), prompt=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_without_markers_the_mask_is_what_markers_would_have_said(
+    name: str, chat: list[dict[str, str]], prompt: bool
+) -> None:
+    oracle = own(chat, ct.MARKED[name], prompt, return_assistant_tokens_mask=True)
+    ours = rendered([chat], ct.UNMARKED[name], prompt)
+    assert ours.ids.tolist() == [oracle["input_ids"]]
+    assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
+
+
+def test_thinking_that_a_template_drops_once_it_is_past_is_in_no_mask() -> None:
+    chat = [QUESTION, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nParis."}, MORE]
+    oracle = own(chat, ct.THINKING_MARKED, True, return_assistant_tokens_mask=True)
+    ours = rendered([chat], ct.THINKING, True)
+    assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
+    assert TOKENIZER.decode(ours.ids.values[ours.assistant.values]) == "Paris.<|im_end|>"
+
+
+def test_a_turn_that_says_nothing_is_in_no_mask() -> None:
+    template = "{% for m in messages %}t{% generation %}{{ m.content }}{% endgeneration %}h{% endfor %}"
+    ours = rendered([[{"role": "assistant", "content": ""}], [{"role": "assistant", "content": " and "}]], template)
+    # One token stands on both sides of where nothing is said.
+    assert TOKENIZER.tokenize("th") == ["th"] and ours.ids.tolist()[0] == TOKENIZER("th")["input_ids"]
+    silent, spoken = ours.assistant.tolist()
+    assert silent == [False] and any(spoken)
+
+
+def test_a_conversation_that_the_assistant_opens() -> None:
+    chat = [{"role": "assistant", "name": "ann", "content": "Hello."}, MORE]
+    named = ct.CHATML_MARKED.replace("{{ m.role }}", "{{ m.role }} {{ m.name }}")
+    oracle = own(chat, named, return_assistant_tokens_mask=True)
+    assert rendered([chat], ct.unmarked(named)).assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
+
+
+def test_tool_calls_and_results_reach_the_template() -> None:
+    call = {"type": "function", "function": {"name": "capital", "arguments": {"of": "Italy"}}}
+    result = {"role": "tool", "content": "Rome", "tool_call_id": "7", "name": "capital"}
+    chat = [MORE, {"role": "assistant", "tool_calls": [call]}, result]
+    oracle = own(chat, ct.THINKING_MARKED, True, return_assistant_tokens_mask=True)
+    for template in (ct.THINKING_MARKED, ct.THINKING):
+        ours = rendered([chat], template, True)
+        assert ours.ids.tolist() == [oracle["input_ids"]]
+        assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
+    assert '{"name": "capital", "arguments": {"of": "Italy"}}' in ours.texts[0]
+
+
+def test_the_template_and_its_arguments() -> None:
+    quiet = {"enable_thinking": False}
+    expected = own([QUESTION], ct.THINKING, True, **quiet)["input_ids"]
+    assert ids_of([QUESTION], ct.THINKING, True, template_kwargs=quiet) == expected
+    assert rendered([[QUESTION]]).ids.tolist() == [own([QUESTION], TOKENIZER.chat_template)["input_ids"]]
+
+
+def test_rows_do_not_mix_and_texts_are_tokenized_in_one_call() -> None:
+    calls: list[int] = []
+
+    def counted(texts: Sequence[str], **options: Any) -> TokenizeResult:
+        calls.append(len(texts))
+        return tokenize(texts, **options)
+
+    chats = [
+        [QUESTION],
+        [QUESTION, sampled("Paris.<|im_end|>"), MORE, ANSWER],
+        [MORE, ANSWER],
+        [QUESTION, ANSWER, MORE],
+    ]
+    together = rendered(chats, ct.CHATML_MARKED, True, tokenize=counted)
+    assert len(calls) == 1
+    alone = [rendered([chat], ct.CHATML_MARKED, True) for chat in chats]
+    assert together.ids.tolist() == [one.ids.tolist()[0] for one in alone]
+    assert together.assistant.tolist() == [one.assistant.tolist()[0] for one in alone]
+    assert together.texts == tuple(one.texts[0] for one in alone)
+
+
+def test_no_conversations() -> None:
+    none = rendered([], ct.CHATML)
+    assert (len(none.ids), len(none.assistant), none.texts, none.retokenized) == (0, 0, (), ())
+
+
+# What is sampled: id for id -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[int]:
+    """Any ids, special ones among them; most end with an EOS, some were cut off, some are nothing but it."""
+    ids = draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
+    return [*ids, draw(st.sampled_from(sorted(EOS_IDS)))] if draw(st.integers(0, 3)) else ids
+
+
+turns = st.tuples(answers(), st.sampled_from(["user", "tool"]), contents)
+
+
+@pytest.mark.parametrize("template", [*ct.MARKED.values(), *ct.UNMARKED.values()], ids=[*ct.MARKED, *ct.UNMARKED])
+@given(opening=contents, told=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
+@settings(max_examples=20, deadline=None)
+def test_turn_after_turn_no_id_changes(template: str, opening: str, told: bool, later: list[Any]) -> None:
+    chat: list[dict[str, Any]] = [{"role": "user", "content": opening}]
+    if told:
+        chat = [QUESTION, ANSWER, *chat]
+    prompt = own(chat, template, True)["input_ids"]
+    known = rendered([chat], template, True).assistant.tolist()[0]
+    for answer, role, content in later:
+        assert ids_of(chat, template, True) == prompt
+        chat.append({"role": "assistant", "content": TOKENIZER.decode(answer), "token_ids": answer})
+        scored = rendered([chat], template)
+        assert scored.ids.tolist() == [prompt + answer]
+        assert scored.assistant.tolist() == [known + [True] * len(answer)]
+        chat.append({"role": role, "content": content})
+        following = rendered([chat], template, True)
+        longer, mask = following.ids.tolist()[0], following.assistant.tolist()[0]
+        assert longer[: len(prompt) + len(answer)] == prompt + answer
+        assert mask == known + [True] * len(answer) + [False] * (len(longer) - len(prompt) - len(answer))
+        prompt, known = longer, mask
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "between"),
+    [
+        # An EOS of its own: the template's is left out, and the space that one template writes before it.
+        (ct.CHATML, "Paris.<|im_end|>", "\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
+        (ct.INSTRUCT, "Paris.<|im_end|>", "[INST] And of Italy? [/INST]"),
+        # Cut off: the template closes the turn.
+        (ct.CHATML, "Par", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
+        (ct.INSTRUCT, "Par", " <|im_end|>[INST] And of Italy? [/INST]"),
+        # Another EOS than the template's is not a copy of it.
+        (ct.CHATML, "Par<|eot|>", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
+        # A last id that the template happens to write next, without being an end.
+        (ct.BARE, "Par\n", "\nuser: And of Italy?\nassistant: "),
+    ],
+    ids=["own EOS", "own EOS after a space", "cut off", "cut off before a space", "another EOS", "no EOS"],
+)
+def test_what_stands_between_a_sampled_turn_and_the_next(template: str, answer: str, between: str) -> None:
+    turn = sampled(answer)
+    before = own([QUESTION], template, True)["input_ids"]
+    after = ids_of([QUESTION, turn, MORE], template, True)
+    assert after[: len(before) + len(turn["token_ids"])] == before + turn["token_ids"]
+    assert TOKENIZER.decode(after[len(before) + len(turn["token_ids"]) :]) == between
+
+
+def test_an_end_that_is_not_a_special_token() -> None:
+    newline = TOKENIZER("\n")["input_ids"]
+    after = ids_of([QUESTION, sampled("Par\n"), MORE], ct.BARE, True, eos_ids=frozenset(newline))
+    assert TOKENIZER.decode(after).endswith("assistant: Par\nuser: And of Italy?\nassistant: ")
+
+
+def test_a_thinking_template_keeps_what_was_thought() -> None:
+    """It would drop the thinking of turn 1 once there is a turn 2, and add an empty block to an answer without one."""
+    first, second = sampled("<think>\nhm\n</think>\n\nParis.<|im_end|>"), sampled("Rome.<|im_end|>")
+    ids = ids_of([QUESTION, first, MORE, second], ct.THINKING)
+    assert TOKENIZER.decode(ids) == (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nParis.<|im_end|>\n"
+        "<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\nRome.<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", "hm"])
+def test_a_sampled_turn_that_was_parsed_stands_for_its_calls_and_thinking(content: str | None) -> None:
+    call = {"type": "function", "function": {"name": "capital", "arguments": {}}}
+    words = '<think>hm</think>\n<tool_call>{"name": "capital"}</tool_call><|im_end|>'
+    turn = {**sampled(words), "content": content, "tool_calls": [call], "reasoning_content": "hm"}
+    chat = [MORE, turn, {"role": "tool", "content": "Rome"}]
+    ours = rendered([chat], ct.THINKING, True)
+    text = TOKENIZER.decode(ours.ids.values)
+    assert text == (
+        f"<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n{words}\n"
+        "<|im_start|>tool\nRome<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ours.texts == (text,)
+
+
+def test_prefer_tokens_false_renders_the_text_and_says_so() -> None:
+    chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
+    plain = [{key: m[key] for key in ("role", "content")} for m in chat]
+    oracle = own(plain, ct.CHATML_MARKED, True, return_assistant_tokens_mask=True)
+    ours = rendered([chat, plain], ct.CHATML_MARKED, True, prefer_tokens=False)
+    assert ours.ids.tolist() == [oracle["input_ids"]] * 2
+    assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]] * 2
+    assert ours.retokenized == (True, False)
+    assert rendered([chat, plain], ct.CHATML_MARKED, True).retokenized == (False, False)

@@ -1,0 +1,223 @@
+"""The HTTP client against a real server: answers, aborting, closing, and what it is opened with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from corelm.errors import BackendClosedError, CoreLMError, EngineError, InvalidRequestError
+from corelm.support.http import ABORTED, HttpClient
+from helpers.http_clients import KEY, Connect, Waits, echo
+from helpers.http_server import Reply, Request, hang, held, json_reply, raw, reset
+
+# What goes well ------------------------------------------------------------------------------------------------------
+
+
+def test_get_and_post_give_decoded_json(connect: Connect, serve: Any) -> None:
+    server = serve()
+    client = connect(server)
+    assert client.get("/a") == {"you said": None}
+    assert client.post("/b", {"x": [1, 2.5, "ä"]}) == {"you said": {"x": [1, 2.5, "ä"]}}
+    assert [(request.method, request.path) for request in server.requests] == [("GET", "/a"), ("POST", "/b")]
+    assert server.requests[1].headers["Content-Type"] == "application/json"
+
+
+def test_a_path_of_the_base_url_comes_first(connect: Connect, serve: Any) -> None:
+    server = serve()
+    connect(server.url + "/behind/").get("/a")
+    assert server.paths() == ["/behind/a"]
+
+
+def test_an_answer_that_is_no_json_is_given_as_text_where_that_is_expected(connect: Connect, serve: Any) -> None:
+    client = connect(serve(lambda request: raw(b"done")))
+    assert client.post("/flush", {}, expect_json=False) == "done"
+
+
+def test_answers_come_in_the_order_of_their_payloads(connect: Connect, serve: Any) -> None:
+    # The later a payload, the sooner its answer.
+    gates = [threading.Event() for _ in range(5)]
+    server = serve(lambda request: held(echo(request), gates[request.body]))
+    client = connect(server)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(client.post_each, "/x", list(range(5)), names=list("abcde"), timeout=30)
+        for gate in reversed(gates):
+            server.wait_for(lambda: server.in_flight >= 1)
+            gate.set()
+        assert future.result() == [{"you said": number} for number in range(5)]
+
+
+def test_no_payloads_are_no_requests(connect: Connect, serve: Any) -> None:
+    server = serve()
+    assert connect(server).post_each("/x", [], names=[], timeout=1) == [] and server.requests == []
+
+
+def test_many_threads_share_one_bound_on_what_is_in_flight(connect: Connect, serve: Any) -> None:
+    gate = threading.Event()
+    server = serve(lambda request: held(echo(request), gate))
+    client = connect(server, max_in_flight=3)
+
+    def ask(thread: int) -> list[Any]:
+        return client.post_each("/x", [[thread, row] for row in range(5)], names=["r"] * 5, timeout=30)
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(ask, thread) for thread in range(4)]
+        server.wait_for(lambda: server.in_flight == 3)
+        gate.set()
+        for thread, future in enumerate(futures):
+            assert future.result() == [{"you said": [thread, row]} for row in range(5)]
+    assert server.peak == 3 and len(server.requests) == 20
+
+
+# Abort, health and the end -------------------------------------------------------------------------------------------
+
+
+def test_abort_ends_exactly_the_requests_it_names(connect: Connect, serve: Any) -> None:
+    gate = threading.Event()
+    server = serve(lambda request: hang() if request.body == "hangs" else held(echo(request), gate))
+    client = connect(server)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(client.post_each, "/x", ["hangs", 1], names=["a", "ab"], timeout=30)
+        two = pool.submit(client.post_each, "/x", [2, "hangs"], names=["aa", "a"], timeout=30)
+        server.wait_for(lambda: server.in_flight == 4)
+        client.abort(["a", "nobody"])
+        server.wait_for(lambda: server.given_up == 2)
+        gate.set()
+        assert one.result() == [ABORTED, {"you said": 1}] and two.result() == [{"you said": 2}, ABORTED]
+    client.abort(["a"])
+    assert client.post_each("/x", [3], names=["a"], timeout=30) == [{"you said": 3}]
+
+
+def test_with_grace_what_was_sent_may_answer_and_what_waits_may_not(connect: Connect, serve: Any) -> None:
+    gate = threading.Event()
+    server = serve(lambda request: held(echo(request), gate))
+    client = connect(server, max_in_flight=1)
+    with ThreadPoolExecutor(2) as pool:
+        rows = pool.submit(client.post_each, "/x", [0, 1], names=["sent", "waits"], timeout=30)
+        server.wait_for(lambda: server.in_flight == 1)
+        abort = pool.submit(client.abort, ["sent", "waits"], grace=30)
+        client.abort(["waits"])
+        gate.set()
+        assert rows.result() == [{"you said": 0}, ABORTED] and abort.result() is None
+    assert len(server.requests) == 1
+
+
+def test_grace_is_over_when_it_is_over(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: hang())
+    client = connect(server)
+    with ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(client.post_each, "/x", [0], names=["a"], timeout=30)
+        server.wait_for(lambda: server.in_flight == 1)
+        client.abort(["a"], grace=0.01)
+        assert rows.result() == [ABORTED]
+
+
+def test_answers_says_whether_the_server_does_and_never_raises(connect: Connect, serve: Any, waits: Waits) -> None:
+    server = serve(echo, raw(b""), raw(b"", 503), reset(), raw(b"", 302, {"Location": "/a"}))
+    client = connect(server)
+    assert [client.answers("/health") for _ in range(5)] == [True, False, False, False, True]
+    server.answer = lambda request: hang()
+    assert not client.answers("/health", timeout=0.05)
+    assert waits == []
+    client.close()
+    assert not client.answers("/health")
+
+
+def test_closing_ends_what_is_in_flight_with_a_typed_error(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: hang())
+    client = connect(server)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [
+            pool.submit(client.post_each, "/x", [0, 1], names=["a", "b"], timeout=None),
+            pool.submit(client.get, "/a"),
+            pool.submit(client.post, "/b", {}),
+        ]
+        server.wait_for(lambda: server.in_flight == 4)
+        client.close()
+        for future in waiting:
+            with pytest.raises(BackendClosedError):
+                future.result(30)
+    server.wait_for(lambda: server.given_up == 4)
+    client.close()
+    with pytest.raises(BackendClosedError):
+        client.post_each("/x", [0], names=["a"], timeout=1)
+
+
+# What it is opened with ----------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_sent_and_never_told(
+    connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tell(request: Request) -> Reply:
+        status = {"/401": 401, "/400": 400, "/500": 500, "/307": 307, "/200": 200}[request.path]
+        return raw(f"you are {request.headers['Authorization']}".encode(), status, {"Location": f"http://{KEY}.x/"})
+
+    server = serve(tell)
+    client = connect(server, api_key=KEY, max_retries=1)
+    with caplog.at_level("INFO"):
+        for path in ("/401", "/400", "/500", "/307", "/200"):
+            with pytest.raises(CoreLMError) as caught:
+                client.get(path)
+            assert KEY not in str(caught.value) + repr(caught.value)
+    assert {request.headers["Authorization"] for request in server.requests} == {f"Bearer {KEY}"}
+    assert KEY not in repr(client) + caplog.text
+    monkeypatch.setenv("A_KEY_OF_THIS_TEST", KEY)
+    assert "Bearer" in connect(server, key_variable="A_KEY_OF_THIS_TEST").post("/200", {}, expect_json=False)
+    assert server.requests[-1].headers["Authorization"] == f"Bearer {KEY}"
+
+
+def test_a_refused_key_says_so(connect: Connect, serve: Any) -> None:
+    with pytest.raises(EngineError, match="api_key"):
+        connect(serve(lambda request: json_reply({"error": "Unauthorized"}, 401))).get("/a")
+
+
+def test_the_environments_proxy_is_not_asked_for_this_machine(
+    connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, server = serve(), serve()
+    for name in ("ALL_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    connect(server).get("/a")
+    assert proxy.requests == [] and len(server.requests) == 1
+    connect("http://server.invalid", max_retries=0).get("/a")
+    assert len(proxy.requests) == 1
+
+
+def test_without_httpx_the_command_to_type_is_said() -> None:
+    code = "import sys; sys.modules['httpx'] = None; import corelm.support.http"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "BackendNotInstalledError" in ended.stderr and 'pip install "core[http]"' in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "127.0.0.1:80", "ftp://host", "http://", "http://user:hidden-word@host", "http://h?x=1", "http://h:port", 7],
+)
+def test_a_base_url_that_is_none_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        HttpClient(url)
+    assert caught.value.field == "base_url" and "hidden-word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("connect_timeout", 0),
+        ("read_timeout", -1),
+        ("max_in_flight", 0),
+        ("max_retries", -1),
+        ("api_key", "a\nb-secret"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        HttpClient("http://127.0.0.1:1", **{field: value})
+    assert caught.value.field == field and "b-secret" not in str(caught.value)

@@ -1,0 +1,199 @@
+"""The HTTP client against a real server that misbehaves: what is repeated, what is not, and what callers get."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from helpers.http_clients import KEY, Connect, Waits, echo
+from helpers.http_server import FaultServer, Reply, Request, hang, json_reply, raw, reset, truncated
+
+# What is repeated ----------------------------------------------------------------------------------------------------
+
+PASSING = {
+    "429": json_reply({"error": "busy"}, 429),
+    "500": json_reply({"error": "oh"}, 500),
+    "502": raw(b"<html>bad gateway</html>", 502),
+    "503": raw(b"", 503),
+    "504": raw(b"", 504),
+    "garbage": raw(b"\xff\xfe not json {"),
+    "empty": raw(b""),
+    "truncated": truncated({"a": "long answer that is cut"}),
+    "half-json": raw(b'{"a": [1, 2'),
+    "bad-gzip": raw(b"this is not gzip", headers={"Content-Encoding": "gzip"}),
+    "reset": reset(),
+    "closed": raw(b"{}", headers={"Content-Length": "100", "Connection": "close"}),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_may_pass_is_tried_again(connect: Connect, serve: Any, waits: Waits, fault: str) -> None:
+    server = serve(echo, PASSING[fault], PASSING[fault])
+    if fault in ("truncated", "closed"):
+        # The connection must end for the client to see it.
+        server.first = [closing(reply) for reply in server.first]
+    assert connect(server).post_each("/x", [7], names=["a"], timeout=30) == [{"you said": 7}]
+    assert len(server.requests) == 3 and len(waits) == 2
+    assert 0 < waits[0] < waits[1]
+
+
+def closing(reply: Reply) -> Reply:
+    def write(handler: Any) -> None:
+        reply(handler)
+        handler.close_connection = True
+
+    return write
+
+
+@pytest.mark.parametrize("fault", ["429", "garbage", "reset"])
+def test_get_is_tried_again_and_post_only_if_that_is_safe(connect: Connect, serve: Any, fault: str) -> None:
+    server = serve(echo, PASSING[fault])
+    client = connect(server)
+    assert client.get("/a") == {"you said": None}
+    server.first.append(PASSING[fault])
+    with pytest.raises(EngineError):
+        client.post("/b", {})
+    assert server.paths() == ["/a", "/a", "/b"]
+    server.first.append(PASSING[fault])
+    assert client.post("/c", 1, retry=True) == {"you said": 1}
+
+
+def test_after_the_last_try_a_row_has_its_error_and_the_others_their_answers(
+    connect: Connect, serve: Any, waits: Waits
+) -> None:
+    def answer(request: Request) -> Reply:
+        return json_reply({"error": {"message": "step failed"}}, 500) if request.body == 1 else echo(request)
+
+    server = serve(answer)
+    found = connect(server, max_retries=3).post_each("/x", [0, 1, 2], names=list("abc"), timeout=30)
+    assert found[0] == {"you said": 0} and found[2] == {"you said": 2}
+    assert isinstance(found[1], EngineError)
+    for part in ("POST /x", server.url, "500", "step failed"):
+        assert part in str(found[1])
+    assert len(server.requests) == 2 + 4 and len(waits) == 3
+
+
+def test_a_refused_connection_is_an_engine_error_that_says_where(connect: Connect, waits: Waits) -> None:
+    with FaultServer(echo) as server:
+        url = server.url
+    with pytest.raises(EngineError, match=url) as caught:
+        connect(url, max_retries=2).get("/a")
+    assert caught.value.usable is False and len(waits) == 2
+
+
+def test_a_server_that_comes_back_serves_the_rows_that_waited_for_it(connect: Connect) -> None:
+    with FaultServer(echo) as server:
+        port = server.port
+    asleep, back = threading.Event(), threading.Event()
+
+    async def sleep(seconds: float) -> None:
+        asleep.set()
+        await asyncio.get_running_loop().run_in_executor(None, back.wait, 30)
+
+    client = connect(f"http://127.0.0.1:{port}", sleep=sleep)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(client.post_each, "/x", [1, 2], names=["a", "b"], timeout=30)
+        assert asleep.wait(30)
+        with FaultServer(echo, port=port):
+            back.set()
+            assert future.result() == [{"you said": 1}, {"you said": 2}]
+
+
+def test_retry_after_is_granted_within_reason(connect: Connect, serve: Any, waits: Waits) -> None:
+    later = email.utils.formatdate(time.time() + 40, usegmt=True)
+    replies = [json_reply({}, 429, {"Retry-After": text}) for text in ("7", later, "86400", "soon", "-3", "nan")]
+    connect(serve(echo, *replies), max_retries=6).get("/a")
+    assert waits[0] == 7 and 30 < waits[1] <= 40 and waits[2] == 60
+    # What cannot be read leaves the usual wait: 0.5, 1, 2, 4, … and up to half a second.
+    assert 4 <= waits[3] <= 4.5 and 8 <= waits[4] <= 8.5 and 15 <= waits[5] <= 15.5
+
+
+def test_every_repetition_is_logged(connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "corelm.support.http"):
+        connect(serve(echo, PASSING["500"])).get("/a")
+    (record,) = caplog.records
+    assert "GET /a" in record.getMessage() and "500" in record.getMessage()
+
+
+# What is not ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_a_refused_row_has_the_servers_words_and_the_others_their_answers(
+    connect: Connect, serve: Any, waits: Waits, status: int
+) -> None:
+    bodies = [{"error": {"message": "too long by 3", "code": 1}}, {"message": "too long by 3"}, "too long by 3"]
+
+    def answer(request: Request) -> Reply:
+        return echo(request) if request.body is None else json_reply(request.body, status)
+
+    found = connect(serve(answer)).post_each("/x", [None, *bodies, {"detail": "no"}], names=list("abcde"), timeout=30)
+    assert found[0] == {"you said": None}
+    for entry in found[1:4]:
+        assert isinstance(entry, InvalidRequestError)
+        assert str(status) in str(entry) and str(entry).endswith(": too long by 3")
+    assert str(found[4]).endswith(": no") and waits == []
+
+
+def test_a_long_message_is_cut(connect: Connect, serve: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        connect(serve(lambda request: json_reply({"message": "x" * 5000}, 400))).get("/a")
+    assert 300 <= str(caught.value).count("x") < 310
+
+
+def test_redirects_are_not_followed(connect: Connect, serve: Any, waits: Waits) -> None:
+    elsewhere = serve()
+    server = serve(lambda request: raw(b"", 307, {"Location": elsewhere.url + "/b"}))
+    with pytest.raises(EngineError, match="not followed") as caught:
+        connect(server, api_key=KEY).post("/a", {}, retry=True)
+    assert elsewhere.url in str(caught.value)
+    assert elsewhere.requests == [] and len(server.requests) == 1 and waits == []
+
+
+def test_a_server_that_hangs_is_a_timeout_and_not_asked_again(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: hang())
+    client = connect(server, read_timeout=0.05)
+    with pytest.raises(BackendTimeoutError, match="hangs"):
+        client.get("/a")
+    found = client.post_each("/x", [0, 1], names=["a", "b"], timeout=30)
+    assert [type(entry) for entry in found] == [BackendTimeoutError] * 2
+    server.wait_for(lambda: server.given_up == 3)
+    assert len(server.requests) == 3
+
+
+def test_the_time_of_a_call_ends_all_that_is_in_flight(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: hang() if request.body else echo(request))
+    client = connect(server)
+    with pytest.raises(BackendTimeoutError, match="3 of 3") as caught:
+        client.post_each("/x", [1, 2, 3], names=list("abc"), timeout=2.0)
+    assert server.url in str(caught.value) and isinstance(caught.value, TimeoutError)
+    # The connections are closed, so the server knows that nobody waits any more.
+    server.wait_for(lambda: server.given_up == 3 and server.in_flight == 0)
+    assert client.post_each("/x", [0], names=["a"], timeout=30) == [{"you said": 0}]
+
+
+def test_the_time_of_a_call_counts_the_waits_between_tries(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: raw(b"", 503, {"Retry-After": "50"}))
+    client = connect(server, sleep=asyncio.sleep)
+    for ask in (
+        lambda: client.get("/a", timeout=0.2),
+        lambda: client.post_each("/x", [1], names=["a"], timeout=0.2),
+        lambda: client.post("/a", 1, retry=True, timeout=0.2),
+    ):
+        with pytest.raises(BackendTimeoutError):
+            ask()
+
+
+def test_what_json_cannot_say_is_refused_before_anything_is_sent(connect: Connect, serve: Any) -> None:
+    server = serve()
+    for payload in (float("nan"), {1, 2}):
+        with pytest.raises(InvalidRequestError, match="JSON"):
+            connect(server).post_each("/x", [1, payload], names=["a", "b"], timeout=30)
+    assert server.requests == []

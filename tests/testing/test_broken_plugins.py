@@ -1,0 +1,136 @@
+"""Every defect is found: a broken plugin fails the tests of the kit that its line in the table names, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import (
+    broken_plugins,
+    toy_conformance,  # noqa: F401  # The inner runs forget what they import: import it for all of them.
+)
+
+pytest_plugins = "pytester"
+
+#: Wherever the log-probs of answers are held against the oracle.
+TRUE_ANSWERS = """
+    test_the_first_response_token_has_its_log_prob
+    test_every_sampled_token_has_its_log_prob
+    test_raw_log_probs_are_the_models_own_at_every_temperature
+    test_raw_log_probs_are_the_models_own_whatever_the_sampling
+    test_processed_log_probs_are_those_of_the_temperature
+    test_good_prompts_are_served_beside_a_bad_one
+    test_a_bad_generation_never_reaches_its_user
+    test_generating_uses_the_new_weights
+    test_eight_threads_at_once_each_get_their_own_answers
+"""
+TABLE = {
+    "ToyBackend": "",
+    "Abortable": "",
+    "Scaled": "",
+    "CutThoughScaled": "test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_cut",
+    "AbortEndsTheCall": "test_abort_ends_the_request_it_names_and_no_other",
+    "FirstLogProbZeroed": f"""{TRUE_ANSWERS}
+        test_processed_log_probs_are_those_of_what_is_left
+        test_an_answer_ends_with_its_eos_and_keeps_it
+        test_sampling_and_scoring_agree_on_the_response""",
+    "PadsCounted": f"""{TRUE_ANSWERS}
+        test_greedy_takes_the_likeliest_token_at_every_step
+        test_an_answer_does_not_depend_on_the_other_rows
+        test_no_limit_fills_the_context
+        test_sampling_and_scoring_agree_on_the_response""",
+    "RowsSwapped": f"""{TRUE_ANSWERS}
+        test_greedy_takes_the_likeliest_token_at_every_step
+        test_an_answer_does_not_depend_on_the_other_rows""",
+    "ScoresSwapped": """
+        test_every_token_but_the_first_is_scored
+        test_scores_are_those_of_the_temperature
+        test_every_id_of_the_vocabulary_can_be_scored
+        test_sampling_and_scoring_agree_on_the_response""",
+    "ProcessedCalledRaw": """
+        test_raw_log_probs_are_the_models_own_at_every_temperature
+        test_raw_log_probs_are_the_models_own_whatever_the_sampling""",
+    "SupportUnsaid": """
+        test_a_processed_log_prob_says_what_was_sampled_from
+        test_processed_log_probs_are_those_of_what_is_left""",
+    "SeedIgnored": """
+        test_the_same_seed_gives_the_same_answers
+        test_an_answer_does_not_depend_on_the_other_rows
+        test_an_answer_does_not_depend_on_the_number_of_samples
+        test_log_probs_change_no_answer
+        test_a_text_and_its_ids_are_the_same_prompt""",
+    "SeedOfTheCall": """
+        test_an_answer_does_not_depend_on_the_other_rows
+        test_the_samples_of_a_prompt_differ
+        test_samples_follow_the_model
+        test_later_tokens_follow_the_model_too
+        test_samples_follow_the_temperature
+        test_top_k_keeps_the_k_likeliest
+        test_an_answer_ends_with_its_eos_and_keeps_it
+        test_an_eos_that_is_ignored_is_a_token_like_any_other""",
+    "EosDropped": "test_an_answer_ends_with_its_eos_and_keeps_it",
+    "EosAlwaysEnds": """
+        test_an_eos_that_is_ignored_is_a_token_like_any_other""",
+    "EveryEndIsAStop": """
+        test_an_answer_that_nothing_ends_is_as_long_as_its_limit
+        test_no_limit_fills_the_context
+        test_an_answer_ends_with_its_eos_and_keeps_it
+        test_an_eos_that_is_ignored_is_a_token_like_any_other
+        test_an_answer_ends_with_its_stop_id_and_keeps_it
+        test_a_stop_string_ends_text_and_ids_in_step""",
+    "StopStringIgnored": """
+        test_a_stop_string_ends_text_and_ids_in_step
+        test_no_stop_string_ends_an_answer_before_its_least_length""",
+    "FieldMissing": """
+        test_generating_writes_every_promised_field_and_no_other
+        test_generating_scores_the_response_and_nothing_else
+        test_masks_follow_from_lengths
+        test_scoring_tokens_keeps_their_split""",
+    "TopKIgnored": """
+        test_top_k_keeps_the_k_likeliest
+        test_processed_log_probs_are_those_of_what_is_left""",
+    "PenaltyIgnored": "test_a_presence_penalty_is_taken_from_every_id_of_the_answer_once",
+    "TemperatureIgnoredWhileScoring": "test_scores_are_those_of_the_temperature",
+    "OneRowFailsAll": """
+        test_a_row_may_be_as_long_as_the_context
+        test_no_limit_fills_the_context""",
+    "OldWeights": """
+        test_generating_uses_the_new_weights
+        test_scoring_uses_the_new_weights
+        test_weights_that_do_not_fit_change_nothing""",
+}
+
+QUICKLY = ("-q", "--assert=plain", "--tb=line", "-pno:cacheprovider", "-pno:hypothesispytest", "-pno:logging")
+SUITE = """
+import pytest
+import torch
+from helpers import toy_conformance
+from helpers.broken_plugins import {name}
+from corelm import Backend
+from toy_backend import Bigram
+
+torch.manual_seed(0)  # for the calls that give no seed
+
+
+class TestPlugin(toy_conformance.ToyConformance):
+    draws = 500  # The defects are coarse.
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls):
+        return lambda: Backend({name}.open(Bigram(toy_conformance.TABLE.clone())), "{name}")
+"""
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_kit_finds_the_defect_and_nothing_else(pytester: pytest.Pytester, name: str) -> None:
+    pytester.makepyfile(SUITE.format(name=name))
+    run = pytester.inline_run(*QUICKLY)
+    reports = run.getreports("pytest_runtest_logreport")
+    failed = {report.location[2].partition(".")[2].partition("[")[0] for report in reports if report.failed}
+    assert failed == set(TABLE[name].split())
+    assert len(reports) > 300, "the suite was not collected"
+
+
+def test_every_plugin_is_in_the_table() -> None:
+    plugins = {name for name, value in vars(broken_plugins).items() if hasattr(value, "requires_api")}
+    assert plugins == set(TABLE)

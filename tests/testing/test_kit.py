@@ -1,0 +1,230 @@
+"""The conformance kit itself, run by pytest in pytest: what counts as left out, what does not apply, what is told."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  # must not be imported anew by the inner runs, which forget what they imported
+
+import corelm.testing
+from corelm.testing import BackendConformance, ConformanceBase
+from corelm.testing.plugin import META_TEST, standard_tests
+
+pytest_plugins = "pytester"
+
+ROOT = Path(__file__).parents[2]
+
+SUITE = """
+import pytest
+import corelm
+from corelm.testing import BackendConformance, needs
+from helpers.toy_conformance import TABLE, of_table
+from toy_backend import Bigram
+
+class TestToy(BackendConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls):
+        return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()))
+
+    def oracle(self, ids, temperature):
+        return of_table(TABLE, ids, temperature)
+"""
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Run:
+    """``run(lines, *arguments)``: the toy suite with these lines in its class."""
+
+    def run(lines: str = "", *arguments: str) -> pytest.RunResult:
+        body = "".join(f"    {line}\n" for line in lines.strip("\n").splitlines())
+        pytester.makepyfile(test_suite=SUITE + body)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--strict-markers", *arguments)
+
+    return run
+
+
+@pytest.fixture
+def meta(run: Run) -> Run:
+    """``meta(lines)`` runs the check of the standard tests alone."""
+    return lambda lines: run(lines, "-k", META_TEST)
+
+
+def test_a_suite_that_changes_nothing_is_complete(meta: Run) -> None:
+    meta("").assert_outcomes(passed=1, deselected=len_of_toy() - 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("test_text_survives_tokenizing = None", "test_text_survives_tokenizing is deleted by TestToy"),
+        ("def test_closing_twice_is_fine(self): pass", "test_closing_twice_is_fine is overridden by TestToy without"),
+        (
+            "@pytest.mark.skip(reason='slow')\ndef test_closing_twice_is_fine(self): pass",
+            "test_closing_twice_is_fine is overridden by TestToy without",
+        ),
+        (
+            "@pytest.mark.xfail\ndef test_closing_twice_is_fine(self): pass",
+            "test_closing_twice_is_fine is overridden by TestToy without an xfail that has a reason",
+        ),
+        (f"def {META_TEST}(self): pass\ntest_closing_twice_is_fine = None", "test_closing_twice_is_fine is deleted"),
+    ],
+    ids=["deleted", "overridden", "skipped", "xfail-without-reason", "the-check-itself-overridden"],
+)
+def test_a_standard_test_cannot_be_left_out(meta: Run, lines: str, complaint: str) -> None:
+    result = meta(lines)
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines([f"*{complaint}*"])
+
+
+def test_a_test_that_is_left_out_further_up_is_missed_too(pytester: pytest.Pytester) -> None:
+    between = "\nclass TestMine(TestToy):\n    pass\n"
+    pytester.makepyfile(test_suite=SUITE + "    test_closing_twice_is_fine = None\n" + between)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", f"TestMine and {META_TEST}")
+    result.assert_outcomes(failed=1, deselected=2 * (len_of_toy() - 1) - 1)
+
+
+def test_an_xfail_with_a_reason_may_stand_in(run: Run) -> None:
+    lines = """
+@pytest.mark.xfail(reason="this engine reads NaN as a pad")
+def test_closing_twice_is_fine(self):
+    raise AssertionError
+"""
+    run(lines, "-k", f"{META_TEST} or closing_twice").assert_outcomes(passed=1, xfailed=1, deselected=len_of_toy() - 2)
+
+
+def test_what_does_not_apply_says_which_capability_is_missing(run: Run) -> None:
+    lines = """
+@needs("abort")
+def test_claim_one(self): raise AssertionError
+@needs("score", "sampling:min_p")
+def test_claim_two(self): raise AssertionError
+@needs("mode:raw", "score", "sampling:top_k")
+def test_claim_three(self): pass
+"""
+    result = run(lines, "-rs", "-k", "test_claim")
+    result.assert_outcomes(passed=1, skipped=2, deselected=len_of_toy())
+    result.stdout.fnmatch_lines(["*not applicable: abort", "*not applicable: sampling:min_p"], consecutive=False)
+    result.stdout.fnmatch_lines(["corelm conformance: 1 passed, 2 not applicable (TestToy)"])
+
+
+def test_a_misspelt_capability_is_an_error(run: Run) -> None:
+    for name in ("scores", "sampling:top_q"):
+        result = run(f"@needs({name!r})\ndef test_one(self): pass", "-k", "test_one")
+        assert result.parseoutcomes()["errors"] == 1
+
+
+def test_a_suite_without_a_backend_says_what_to_write(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("from corelm.testing import BackendConformance\nclass TestMine(BackendConformance): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "closing_twice")
+    result.stdout.fnmatch_lines(["*NotImplementedError: define the fixture `open_backend`*"])
+
+
+def test_the_report_holds_every_outcome(run: Run, pytester: pytest.Pytester) -> None:
+    lines = """
+tolerance = 0.0
+@pytest.mark.parametrize("case", [1, 2])
+def test_good(self, case): pass
+def test_bad(self): assert 1 == 2, "one|two"
+@needs("abort")
+def test_absent(self): pass
+@pytest.mark.xfail(reason="not yet")
+def test_later(self): raise AssertionError
+@pytest.fixture
+def broken(self): raise KeyError("torn")
+def test_broken(self, broken): pass
+"""
+    choice = "good or bad or absent or later or broken or twice"
+    result = run(lines, "--corelm-report=reports/toy.json", "-k", f"({choice}) and not prompt and not bad_ and not row")
+    written = json.loads((pytester.path / "reports/toy.json").read_text())
+    (suite,) = written["suites"]
+    assert written["corelm"] == corelm.__version__ and suite["backend"] == "toy"
+    found = {(test["test"], test["case"]): test for test in suite["tests"]}
+    outcomes = {key: test["outcome"] for key, test in found.items()}
+    assert outcomes["test_good", "1"] == outcomes["test_good", "2"] == "passed"
+    assert outcomes["test_bad", ""] == outcomes["test_broken", ""] == "failed"
+    assert outcomes["test_absent", ""] == "not applicable" and found["test_absent", ""]["reason"] == "abort"
+    assert outcomes["test_later", ""] == "xfailed" and found["test_later", ""]["reason"] == "not yet"
+    assert found["test_closing_twice_is_fine", ""]["theme"] == "lifecycle"
+    assert "one|two" in found["test_bad", ""]["reason"]
+    told = result.parseoutcomes()
+    assert Counter(outcomes.values()) == Counter(suite["counts"])
+    assert suite["counts"]["passed"] == told["passed"] and suite["counts"]["failed"] == told["failed"] + told["errors"]
+    table = (pytester.path / "reports/toy.md").read_text()
+    assert "| lifecycle | closing twice is fine | passed |" in table
+    assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort |" in table
+
+
+def test_the_least_a_backend_can_do_passes_with_the_rest_not_applicable(pytester: pytest.Pytester) -> None:
+    suite = SUITE.replace(
+        'corelm.get_backend("toy", Bigram(TABLE.clone()))',
+        'corelm.Backend(Modest.open(Bigram(TABLE.clone())), "modest")',
+    )
+    modest = """
+from toy_backend import ToyBackend
+
+class Modest(ToyBackend):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.capabilities = corelm.Capabilities(vocab_size=260, max_context=None)
+"""
+    head, _, body = suite.partition("class TestToy")
+    pytester.makepyfile(test_suite=f"{head}{modest}\nclass TestToy{body}")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--corelm-report=modest")
+    (suite,) = json.loads((pytester.path / "modest.json").read_text())["suites"]
+    wrong = [test for test in suite["tests"] if test["outcome"] not in ("passed", "not applicable")]
+    assert not wrong
+    reasons = {test["reason"] for test in suite["tests"] if test["outcome"] == "not applicable"}
+    assert {"score", "generation_modes", "per_answer_seeds", "update_weights", "abort", "max_context"} <= reasons
+    assert suite["counts"]["passed"] > 50
+
+
+def test_every_theme_is_in_the_suite_and_none_hides_another() -> None:
+    names = [module.name for module in pkgutil.iter_modules(corelm.testing.__path__, "corelm.testing.")]
+    themes = {
+        value
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, type) and issubclass(value, ConformanceBase) and value.__module__ == name
+    }
+    assert themes == {c for c in BackendConformance.__mro__ if issubclass(c, ConformanceBase)}
+    defined = Counter(test for theme in themes for test in vars(theme) if test.startswith("test_"))
+    assert set(defined) == set(standard_tests(BackendConformance)) and max(defined.values()) == 1
+    assert {name.rpartition(".")[2] for name in names} >= set(corelm.testing.THEMES)
+
+
+def test_the_readme_says_how_many_tests_there_are() -> None:
+    (told,) = re.findall(r"The kit has (\d+) tests", (ROOT / "README.md").read_text())
+    assert int(told) == len_of_toy()
+
+
+def test_without_pytest_the_kit_says_what_to_install() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import corelm.testing"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1 and "ImportError: the conformance kit runs on pytest: pip install" in result.stderr
+
+
+@functools.cache
+def len_of_toy() -> int:
+    """How many tests the toy suite has, counted by collecting it in a fresh interpreter."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, str(ROOT / "tests/testing/test_conformance_toy.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return int(re.findall(r"test_conformance_toy\.py: (\d+)", result.stdout)[0])
