@@ -1,6 +1,15 @@
-"""What several backends share: the HTTP client of a server behind a URL, and an event loop on a thread.
+"""What several plugins need, written once. All of it is public.
 
-The names are listed in ``__init__.pyi`` and imported on first use: the HTTP client needs httpx (``core[http]``).
+- `StopStrings`, `text_before_stop`: which token completes a stop string, and the text before it.
+- `Deadline`: how much time a call has left.
+- `generate_result`, `score_result`, `RowFailure`: the result of a call from what became of its rows.
+- `logprob_label`: which distribution the log-probs of an answer are of.
+- `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
+- `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
+- `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
+- `EventLoopThread`: an asyncio event loop on a thread.
+
+The names are listed in ``__init__.pyi`` and imported on first use.
 """
 
 import lazy_loader

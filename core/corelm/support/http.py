@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import tenacity
 
@@ -33,7 +32,7 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from corelm.support.event_loop import EventLoopThread
-from corelm.support.http_errors import TransientError
+from corelm.support.http_errors import ABORTED, Aborted, TransientError
 
 try:
     import httpx
@@ -43,13 +42,6 @@ except ImportError as error:
 T = TypeVar("T")
 
 
-class Aborted(Enum):
-    """What stands in the place of an answer that `HttpClient.abort` ended."""
-
-    ABORTED = "aborted"
-
-
-ABORTED: Final = Aborted.ABORTED
 Send = Callable[..., Coroutine[Any, Any, Any]]
 Entry = Any | CoreLMError | Aborted
 

@@ -1,0 +1,186 @@
+"""Do new weights fit the model that is open? Compared by name and shape, before the engine sees any of them.
+
+Many engines load what they are given name by name and in place: a tensor that does not fit stops them half way, and the
+model is then part old and part new. So a plugin compares first.
+
+- The engine reads a folder (another process, a server): `weights_folder` does all of it.
+- The model is in this process: compare the shapes with `shape_problems`, add other problems, then `refuse_weights`.
+
+Only headers are read, never tensors. This module needs safetensors, which a plugin that uses it has to require.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from corelm.errors import InvalidRequestError
+from corelm.spec.records import WeightUpdate
+
+#: Tensor names with their shapes.
+Shapes = Mapping[str, tuple[int, ...]]
+
+#: How many problems a message spells out.
+_SPELLED_OUT = 5
+
+
+@contextmanager
+def weights_folder(request: WeightUpdate, checkpoint: Path | None) -> Iterator[Path]:
+    """Give the folder with the safetensors of `request`, once they have been found to fit.
+
+    A state dict is written to a temporary folder, which is deleted at the end of the ``with`` block. The second name of
+    a tied tensor is left out, as in a checkpoint.
+
+    Args:
+        checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`). None if it
+            cannot be read on this machine: then the weights are only read and not compared, and must be a path.
+
+    Raises:
+        InvalidRequestError: there is no readable checkpoint at the path, or the tensors have other names or shapes.
+            `field` is ``path`` or ``state_dict``.
+    """
+    if request.state_dict is not None:
+        if checkpoint is None:
+            raise InvalidRequestError(
+                "state_dict: there is no checkpoint on this machine to compare it with; save it to a folder with "
+                "save_pretrained and pass the path",
+                field="state_dict",
+            )
+        expected = tensor_shapes(checkpoint)
+        given = without_tied_copies(request.state_dict, expected)
+        refuse_weights(shape_problems(shapes_of(given), expected), "state_dict")
+        with TemporaryDirectory(prefix="corelm-weights-") as folder:
+            _save(given, Path(folder, "model.safetensors"))
+            yield Path(folder)
+        return
+    assert request.path is not None
+    found = tensor_shapes(request.path)
+    if checkpoint is not None:
+        refuse_weights(shape_problems(found, tensor_shapes(checkpoint)), "path")
+    yield request.path.resolve()
+
+
+def local_checkpoint(model: str | Path, *, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
+    """Return the folder on this machine that holds the safetensors of `model`; None if there is none.
+
+    Nothing is downloaded.
+
+    Args:
+        model: a folder, or the name of a model on the Hugging Face hub that has been downloaded before.
+        revision: the version on the hub. cache_dir: where downloads were put; None for the hub client's default.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(model), revision=revision, cache_dir=cache_dir, local_files_only=True))
+        except (OSError, ValueError):
+            # Not downloaded, or not the name of a model: engines also load from buckets, for example.
+            return None
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of the safetensors checkpoint in `folder`.
+
+    An index (``model.safetensors.index.json``) decides which files belong to it; without one all do.
+
+    Raises:
+        InvalidRequestError: no such folder, no checkpoint in it, or a broken one; the field is ``path``.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        raise InvalidRequestError(
+            f"path: there is no folder {folder} on this machine; give a folder with .safetensors files", field="path"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in _files(folder):
+            with safe_open(file, framework="pt") as tensors:
+                shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise InvalidRequestError(
+            f"path: no safetensors checkpoint can be read in {folder} ({type(error).__name__}: {error}); "
+            "save the model with save_pretrained and give that folder",
+            field="path",
+        ) from error
+    return shapes
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of a state dict."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shape_problems(given: Shapes, expected: Shapes) -> list[str]:
+    """Return what is wrong with the tensors given, one text for each: unexpected, missing, or of another shape.
+
+    >>> shape_problems({"embed": (4, 2), "head": (4, 2)}, {"embed": (5, 2), "norm": (2,)})
+    ["unexpected 'head'", "missing 'norm'", "'embed' is (4, 2), expected (5, 2)"]
+    """
+    return [
+        *(f"unexpected {name!r}" for name in sorted(given.keys() - expected.keys())),
+        *(f"missing {name!r}" for name in sorted(expected.keys() - given.keys())),
+        *(
+            f"{name!r} is {given[name]}, expected {expected[name]}"
+            for name in sorted(given.keys() & expected.keys())
+            if given[name] != expected[name]
+        ),
+    ]
+
+
+def refuse_weights(problems: Sequence[str], field: str) -> None:
+    """Raise one `InvalidRequestError` for all `problems`; return if there are none.
+
+    Args:
+        field: what the caller gave: ``state_dict`` or ``path``.
+    """
+    if not problems:
+        return
+    more = f"; and {len(problems) - _SPELLED_OUT} more" if len(problems) > _SPELLED_OUT else ""
+    raise InvalidRequestError(
+        f"{field} does not fit the model, which keeps its weights: {'; '.join(problems[:_SPELLED_OUT])}{more}. "
+        "Give every tensor of this model, under the names of its checkpoint",
+        field=field,
+    )
+
+
+def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
+    """Return `given` without the second name of a tied tensor.
+
+    A state dict has both names of weights that are tied (input embeddings and head, for example), a checkpoint one. A
+    name that is not `expected` is left out if an expected one holds the same tensor or an equal one.
+    """
+
+    def is_copy(name: str) -> bool:
+        tensor = given[name]
+        alike = (given[other] for other in expected if other in given and given[other].shape == tensor.shape)
+        return any(torch.equal(tensor.to("cpu"), other.to("cpu")) for other in alike)
+
+    return {name: tensor for name, tensor in given.items() if name in expected or not is_copy(name)}
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError("it holds no .safetensors files")
+    return files
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    # Copies, since safetensors refuses tensors that share memory.
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, file, metadata={"format": "pt"})

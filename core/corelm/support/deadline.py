@@ -1,0 +1,44 @@
+"""`Deadline`: how much time a call has left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Deadline:
+    """The end of one call, counted from the moment this is made.
+
+    A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of its own
+    work, or passes `left` on to whatever it waits for.
+
+    >>> now = iter([100.0, 101.5])
+    >>> Deadline(2.0, clock=lambda: next(now)).left()
+    0.5
+
+    Args:
+        timeout: seconds from now, or None for a call without a limit.
+        clock: returns the current time in seconds. Tests pass their own, so that they need not sleep.
+    """
+
+    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout = timeout
+        self._clock = clock
+        self._end = None if timeout is None else clock() + timeout
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, always more than 0, or None where the call has no limit.
+
+        Raises:
+            TimeoutError: the time is over. Core turns it into a `BackendTimeoutError` that names backend and hook.
+        """
+        if self._end is None:
+            return None
+        seconds = self._end - self._clock()
+        if seconds <= 0:
+            raise TimeoutError(f"not done within {self.timeout:g} s; allow more time or ask for less at once")
+        return seconds
+
+    def check(self) -> None:
+        """Raise a `TimeoutError` if the time is over, as `left` does."""
+        self.left()

@@ -1,0 +1,170 @@
+"""From what became of each row to the result of the whole call.
+
+Many engines answer row by row, and a row may fail alone. A plugin turns what came back for a row into a `RowAnswer`
+(or, of a scored row, its log-probs) or a `RowFailure`. These functions then lay out the tensors and label them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.spec.provenance import Mode, Support
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.sampling import SamplingParams
+from corelm.support.http_errors import ABORTED
+from corelm.tensors.ragged import Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """The answer to one prompt.
+
+    Attributes:
+        ids: the sampled ids, with the one that ended the answer.
+        logprobs: one number for each id; empty if none were asked for.
+        finish_reason: ``stop``, ``length`` or ``abort``.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """A row that has no answer.
+
+    Attributes:
+        why: the reason, in words that help the caller.
+        aborted: the row was aborted before it had an answer. Nothing went wrong, so a generated row gets the finish
+            reason ``abort`` and no error.
+    """
+
+    why: str
+    aborted: bool = False
+
+
+def row_failure(entry: Any) -> RowFailure | None:
+    """Return why there is no answer in an entry of `HttpClient.post_each`; None if the server answered."""
+    if entry is ABORTED:
+        return RowFailure("the request was aborted", aborted=True)
+    return RowFailure(str(entry)) if isinstance(entry, CoreLMError) else None
+
+
+def raise_if_none_was_served(entries: Sequence[Any]) -> None:
+    """Raise the failure that all entries of `HttpClient.post_each` have in common.
+
+    A server that is gone or hangs fails all requests alike: that is a failure of the call and not of its rows. Requests
+    that the server refused (`InvalidRequestError`) are each their own row's fault.
+
+    Raises:
+        CoreLMError: the first failure, if every row failed and not all of them were refused.
+    """
+    failures = [entry for entry in entries if isinstance(entry, CoreLMError)]
+    others = [error for error in failures if not isinstance(error, InvalidRequestError)]
+    if others and len(failures) == len(entries):
+        raise others[0]
+
+
+class LogprobLabel(TypedDict):
+    """The fields of a `GenerateResult` that say which distribution its log-probs are of."""
+
+    mode: Mode
+    temperature: float
+    support: Support
+
+
+def logprob_label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogprobLabel:
+    """Return the label of log-probs that an engine returns as the request asked for them.
+
+    Processed ones are of the distribution sampled from. Its support is truncated by top-k, top-p and min-p, by
+    ``min_new_tokens`` (which forbids the stop ids for a while), and possibly by ``engine_kwargs``.
+
+    >>> logprob_label("processed", SamplingParams(temperature=0.5, top_k=3))
+    {'mode': 'processed', 'temperature': 0.5, 'support': 'truncated'}
+
+    Args:
+        logprobs: ``request.logprobs``. sampling: ``request.sampling``.
+    """
+    if logprobs != "processed":
+        return {"mode": "raw", "temperature": 1.0, "support": "full"}
+    truncated = sampling.truncates or sampling.min_new_tokens or sampling.engine_kwargs
+    return {
+        "mode": "processed",
+        "temperature": sampling.temperature,
+        "support": "truncated" if truncated else "full",
+    }
+
+
+def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
+    """Return the result of `request` from what became of each of its rows, in their order.
+
+    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted.
+    """
+    answers = [_no_answer(row) if isinstance(row, RowFailure) else row for row in rows]
+    errors = [row.why if isinstance(row, RowFailure) and not row.aborted else "" for row in rows]
+    device = request.prompts.values.device
+    logprobs = None
+    if request.logprobs != "none":
+        logprobs = Ragged.from_list([answer.logprobs for answer in answers], torch.float32).to(device)
+    return GenerateResult(
+        ids=Ragged.from_list([answer.ids for answer in answers]).to(device),
+        logprobs=logprobs,
+        finish_reasons=tuple(answer.finish_reason for answer in answers),
+        errors=tuple(errors) if any(errors) else None,
+        **logprob_label(request.logprobs, request.sampling),
+    )
+
+
+def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | RowFailure]) -> ScoreResult:
+    """Return the result of `request` from the log-probs of each of its rows.
+
+    Sequences ``[[5, 6, 7], [8, 9]]`` scored from 1 and 1, with rows ``{0: [-0.5, -2.0], 1: RowFailure("too long")}``::
+
+        logprobs  [[0.0, -0.5, -2.0], [0.0, 0.0]]
+        scored    [[False, True, True], [False, False]]
+        errors    ("", "too long")
+
+    Args:
+        rows: by row number, the log-probs of the last ids of the sequence, up to and including its last. There may be
+            more of them than ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if
+            nothing of it was asked for.
+
+    Raises:
+        EngineError: a row has fewer log-probs than were asked for.
+    """
+    sequences = request.sequences
+    starts = request.score_from.clamp_min(1).tolist()
+    values = torch.zeros(sequences.values.shape[0])
+    scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
+    errors = [""] * len(sequences)
+    for number, found in rows.items():
+        first, end = sequences.offsets[number : number + 2].tolist()
+        if isinstance(found, RowFailure):
+            errors[number] = found.why
+            continue
+        asked = max(0, end - first - starts[number])
+        if len(found) < asked:
+            raise EngineError(
+                f"row {number}: the engine returned {len(found)} log-probs, but {asked} were asked for", usable=True
+            )
+        values[end - asked : end] = torch.tensor(list(found[len(found) - asked :]))
+        scored[end - asked : end] = True
+    device = request.device or sequences.values.device
+    return ScoreResult(
+        logprobs=Ragged(values, sequences.lengths).to(device),
+        scored=Ragged(scored, sequences.lengths).to(device),
+        # At another temperature it is no longer the model's own distribution.
+        mode="raw" if request.temperature == 1.0 else "processed",
+        temperature=request.temperature,
+        errors=tuple(errors) if any(errors) else None,
+    )
+
+
+def _no_answer(failure: RowFailure) -> RowAnswer:
+    return RowAnswer([], [], "abort" if failure.aborted else "error")

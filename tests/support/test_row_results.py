@@ -1,0 +1,140 @@
+"""Results of calls in which some rows were answered and others failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import Ragged, SamplingParams
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.spec import GenerateRequest, ScoreRequest
+from corelm.support import (
+    ABORTED,
+    RowAnswer,
+    RowFailure,
+    generate_result,
+    logprob_label,
+    raise_if_none_was_served,
+    row_failure,
+    score_result,
+)
+
+
+def generation(logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list([[5], [6, 7], [8]]),
+        sampling=SamplingParams(**sampling),
+        logprobs=logprobs,
+        seeds=None,
+        stop_ids=frozenset(),
+        request_ids=("a", "b", "c"),
+        timeout=None,
+    )
+
+
+def scoring(rows: list[list[int]], score_from: list[int], temperature: float = 1.0) -> ScoreRequest:
+    return ScoreRequest(
+        sequences=Ragged.from_list(rows),
+        score_from=torch.tensor(score_from),
+        temperature=temperature,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=tuple(map(str, range(len(rows)))),
+        timeout=None,
+    )
+
+
+def rounded(rows: Ragged | None) -> list[list[float]]:
+    assert rows is not None and rows.values.dtype == torch.float32
+    return [[round(value, 4) for value in row] for row in rows.tolist()]
+
+
+# Generating -----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_and_failures_keep_the_order_of_their_rows():
+    rows = [RowAnswer([1, 2], [-0.5, -1.0], "stop"), RowFailure("too long"), RowAnswer([3], [-2.0], "length")]
+    result = generate_result(generation(), rows)
+    assert result.ids.tolist() == [[1, 2], [], [3]] and rounded(result.logprobs) == [[-0.5, -1.0], [], [-2.0]]
+    assert result.finish_reasons == ("stop", "error", "length") and result.errors == ("", "too long", "")
+
+
+def test_an_aborted_row_is_not_an_error():
+    rows = [RowFailure("aborted", aborted=True)] * 2 + [RowAnswer([3], [-2.0], "abort")]
+    result = generate_result(generation(), rows)
+    assert result.ids.tolist() == [[], [], [3]] and result.errors is None
+    assert result.finish_reasons == ("abort",) * 3
+
+
+def test_without_log_probs_there_are_none_in_the_result():
+    result = generate_result(generation("none"), [RowAnswer([1], [], "length")] * 3)
+    assert result.logprobs is None and result.ids.tolist() == [[1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "sampling", "label"),
+    [
+        ("raw", {"temperature": 0.5, "top_k": 3}, ("raw", 1.0, "full")),
+        ("none", {"temperature": 0.5}, ("raw", 1.0, "full")),
+        ("processed", {"temperature": 0.5}, ("processed", 0.5, "full")),
+        ("processed", {"temperature": 0.0}, ("processed", 0.0, "full")),
+        ("processed", {"presence_penalty": 1.0}, ("processed", 1.0, "full")),
+        ("processed", {"top_p": 0.9}, ("processed", 1.0, "truncated")),
+        ("processed", {"min_new_tokens": 2}, ("processed", 1.0, "truncated")),
+        ("processed", {"engine_kwargs": {"logit_bias": {}}}, ("processed", 1.0, "truncated")),
+    ],
+)
+def test_log_probs_are_labelled_with_their_distribution(logprobs: Any, sampling: dict[str, Any], label: Any):
+    assert tuple(logprob_label(logprobs, SamplingParams(**sampling)).values()) == label
+    result = generate_result(generation(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
+    assert (result.mode, result.temperature, result.support) == label
+
+
+# Scoring --------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_stand_at_the_end_of_their_sequences():
+    request = scoring([[5, 6, 7], [8, 9], [4, 4, 4, 4], [3]], [1, 1, 3, 1])
+    result = score_result(request, {0: [-0.5, -2.0], 1: RowFailure("too long"), 2: [-9.0, -1.0]})
+    assert rounded(result.logprobs) == [[0, -0.5, -2], [0, 0], [0, 0, 0, -1], [0]]
+    assert result.scored.tolist() == [[False, True, True], [False] * 2, [False, False, False, True], [False]]
+    assert result.errors == ("", "too long", "", "") and (result.mode, result.temperature) == ("raw", 1.0)
+
+
+def test_a_row_of_which_nothing_was_asked_is_not_scored():
+    request = scoring([[5, 6], [7, 8], [9]], [2, 1, 0])
+    result = score_result(request, {0: [], 1: [-1.0], 2: [-3.0]})
+    assert rounded(result.logprobs) == [[0, 0], [0, -1], [0]] and result.errors is None
+    assert result.scored.tolist() == [[False, False], [False, True], [False]]
+
+
+def test_too_few_scores_for_a_row_are_an_error_that_names_it():
+    with pytest.raises(EngineError, match="row 1: the engine returned 1 log-probs, but 2 were asked for"):
+        score_result(scoring([[5, 6], [7, 8, 9]], [1, 1]), {0: [-1.0], 1: [-1.0]})
+
+
+def test_scores_at_another_temperature_are_processed_ones():
+    result = score_result(scoring([[5, 6]], [1], temperature=2.0), {0: [-1.0]})
+    assert (result.mode, result.temperature) == ("processed", 2.0)
+
+
+# Rows of an HTTP client -----------------------------------------------------------------------------------------------
+
+
+def test_an_entry_without_an_answer_says_why():
+    assert row_failure({"choices": []}) is None
+    assert row_failure(ABORTED) == RowFailure("the request was aborted", aborted=True)
+    assert row_failure(InvalidRequestError("too long")) == RowFailure("too long")
+
+
+def test_a_call_fails_as_a_whole_only_if_the_server_does():
+    refused, gone = InvalidRequestError("too long"), EngineError("gone")
+    raise_if_none_was_served([refused, refused])
+    raise_if_none_was_served([gone, {}])
+    raise_if_none_was_served([gone, ABORTED])
+    raise_if_none_was_served([])
+    with pytest.raises(EngineError, match="gone"):
+        raise_if_none_was_served([refused, gone])
