@@ -26,6 +26,10 @@ from corelm.spec.records import (
 )
 
 
+def _sliced(rows: Ragged | None, start: torch.Tensor, stop: torch.Tensor) -> Ragged | None:
+    return None if rows is None else rows.slice(start, stop)
+
+
 class Abortable(ToyBackend):
     """No defect: it takes calls side by side and can be aborted. Long answers wait for that, to be aborted half-way."""
 
@@ -46,7 +50,7 @@ class Abortable(ToyBackend):
         return replace(
             batch,
             ids=batch.ids.slice(start, stop),
-            logprobs=batch.logprobs.slice(start, stop),
+            logprobs=_sliced(batch.logprobs, start, stop),
             finish_reasons=tuple(reasons),
         )
 
@@ -90,6 +94,8 @@ class FirstLogProbZeroed(ToyBackend):
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(request)
+        if batch.logprobs is None:
+            return batch
         values = batch.logprobs.values.masked_fill(batch.ids.positions == 0, 0.0)
         return replace(batch, logprobs=Ragged(values, batch.ids.lengths))
 
@@ -159,7 +165,7 @@ class EosDropped(ToyBackend):
         eos = request.stop_ids & {self.tokenizer.eos_token_id}
         dropped = torch.tensor([len(row) > 1 and row[-1] in eos for row in batch.ids.tolist()])
         start, stop = batch.ids.lengths * 0, batch.ids.lengths - dropped.long()
-        return replace(batch, ids=batch.ids.slice(start, stop), logprobs=batch.logprobs.slice(start, stop))
+        return replace(batch, ids=batch.ids.slice(start, stop), logprobs=_sliced(batch.logprobs, start, stop))
 
 
 class EosAlwaysEnds(ToyBackend):

@@ -18,6 +18,7 @@ from corelm.policy.inputs import InputRows
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.support.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
 
 #: Turns an answer's text into a message, given as a `Message` or a dict; its ids are added by the caller.
@@ -119,19 +120,9 @@ def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backe
     before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
     olds = backend.detokenize(before, skip_special_tokens=skip)
     return tuple(
-        _cut(text, old, sampling.stop) if reason == "stop" else text
+        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
         for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
     )
-
-
-def _cut(text: str, before: str, stops: tuple[str, ...]) -> str:
-    """`text` up to the stop string that its last token completed. One that was there `before` that token (and before
-    min_new_tokens) did not end the answer.
-    """
-    # Half a character decodes to U+FFFD, which the last token may have made whole.
-    old = len(before.rstrip("\ufffd"))
-    found = [at for stop in stops if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
-    return text[: min(found)] if found else text
 
 
 def response_messages(

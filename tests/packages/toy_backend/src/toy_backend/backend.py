@@ -11,6 +11,7 @@ from torch import Tensor
 
 from corelm import Capabilities, Ragged, SamplingParams, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm.support import RowAnswer, StopStrings, generate_result
 from toy_backend.model import Bigram
 from toy_backend.tokenizer import ByteTokenizer
 
@@ -53,19 +54,11 @@ class ToyBackend:
         prompts = request.prompts.tolist()
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
         answers = [self._answer(prompt, seed, request) for prompt, seed in zip(prompts, seeds.tolist(), strict=True)]
-        ids, logprobs, reasons = zip(*answers, strict=True)
-        sampling, processed = request.sampling, request.logprobs == "processed"
-        return GenerateResult(
-            ids=Ragged.from_list(ids),
-            logprobs=Ragged.from_list(logprobs, dtype=torch.float32),
-            finish_reasons=reasons,
-            mode="processed" if processed else "raw",
-            temperature=sampling.temperature if processed else 1.0,
-            support="truncated" if processed and (sampling.truncates or sampling.min_new_tokens) else "full",
-        )
+        return generate_result(request, answers)
 
-    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> tuple[list[int], list[float], str]:
+    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         sampling, generator = request.sampling, torch.Generator().manual_seed(seed)
+        stop_strings = StopStrings.of(sampling, self.tokenizer).watch()
         ids: list[int] = []
         logprobs: list[float] = []
         for step in range(sampling.max_new_tokens or self.max_context - len(prompt)):
@@ -75,16 +68,9 @@ class ToyBackend:
             token = int(torch.multinomial(processed.exp(), 1, generator=generator))
             ids.append(token)
             logprobs.append(float((processed if request.logprobs == "processed" else logits.log_softmax(-1))[token]))
-            if step + 1 >= sampling.min_new_tokens and (token in request.stop_ids or self._completes(ids, sampling)):
-                return ids, logprobs, "stop"
-        return ids, logprobs, "length"
-
-    def _completes(self, ids: list[int], sampling: SamplingParams) -> bool:
-        """Whether the last id completes a stop string; one that was there before it does not count."""
-        before, text = self.tokenizer.batch_decode([ids[:-1], ids], sampling.skip_special_tokens)
-        # Half a character decodes to U+FFFD, which the next byte may turn into the whole one.
-        old = len(before.rstrip("\ufffd"))
-        return any(stop in text[max(0, old - len(stop) + 1) :] for stop in sampling.stop)
+            if token in request.stop_ids or stop_strings.completed_by(token):
+                return RowAnswer(ids, logprobs, "stop")
+        return RowAnswer(ids, logprobs, "length")
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
