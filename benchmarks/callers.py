@@ -25,6 +25,7 @@ import corelm
 from benchmarks.measure import LONGER, LONGEST, Figure, Way, compare
 from benchmarks.models import dialogues, random_model, tokenizer
 from corelm import Backend, DynamicBatcher, LLMPolicy
+from corelm.batching import Limits
 
 NEW = 32
 SAMPLING = {"max_new_tokens": NEW, "ignore_eos": True}
@@ -69,7 +70,10 @@ def small() -> Any:
 
 def kinds(backend: Backend, model: Any, count: int) -> Iterator[tuple[str, Ask, dict[str, Ask]]]:
     """What is asked: its name, how by one caller, and how by many."""
-    batchers = {"callers": DynamicBatcher(backend), "callers, min": DynamicBatcher(backend, min_batch_size=count)}
+    batchers = {
+        "callers": DynamicBatcher(backend),
+        "callers, min": DynamicBatcher(backend, Limits(min_batch_size=count)),
+    }
     try:
         yield "backend", by_record(backend), {way: by_record(each) for way, each in batchers.items()}
         yield "policy", by_policy(backend), {way: by_policy(each) for way, each in batchers.items()}

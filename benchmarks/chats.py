@@ -67,7 +67,7 @@ def _turn(turn: int, lines: Iterator[str], sentences: int) -> dict[str, Any]:
 
 def ways(tokenizer: Any, chats: Chats) -> dict[str, Way]:
     reader = InputReader(mode="history")
-    backend = Backend(Engine(tokenizer), "none")
+    backend = Backend.from_plugin(Engine(tokenizer), "none")
     plain, sampled = (
         TensorDict({"history": History.from_chats(c)}, [COUNT]) for c in (chats, _sampled(tokenizer, chats))
     )

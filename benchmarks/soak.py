@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import corelm
 from corelm import hookimpl
-from corelm.batching import DynamicBatcher
+from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest
 
@@ -91,7 +91,7 @@ def main() -> int:
     threads_before = threading.active_count()
     lock = threading.Lock()
     with (
-        DynamicBatcher(corelm.get_backend("toy", wrappers=[poison]), max_batch_size=32) as batcher,
+        DynamicBatcher(corelm.get_backend("toy", wrappers=[poison]), Limits(max_batch_size=32)) as batcher,
         tqdm(total=count, desc="together") as bar,
         ThreadPoolExecutor(given.threads) as pool,
     ):

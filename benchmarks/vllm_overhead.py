@@ -87,7 +87,7 @@ def directly(backend: Backend, prompts: list[list[int]], new: int, **options: An
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = backend._engine.engine
+    engine = backend.engine.plugin.engine
 
     async def one(row: int, prompt: list[int]) -> Any:
         params = SamplingParams(

@@ -12,6 +12,7 @@ from .containers.classes import ragged as ragged
 from .containers.history import History as History
 from .opening.by_name import get_backend as get_backend
 from .policy.inputs import Keys as Keys
+from .policy.options import PolicyOptions as PolicyOptions
 from .policy.policy import LLMPolicy as LLMPolicy
 from .spec.capabilities import Capabilities as Capabilities
 from .spec.hookspecs import API_VERSION as API_VERSION

@@ -37,15 +37,18 @@ def failing(times: int, error: Exception):
 
 def test_a_failed_call_is_repeated_as_often_as_asked():
     patient = tenacity.Retrying(stop=tenacity.stop_after_attempt(3), reraise=True)
-    assert len(Backend(Fake(failing(2, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT).ids) == 1
+    assert (
+        len(Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT).ids)
+        == 1
+    )
     with pytest.raises(EngineError, match="lost"):
-        Backend(Fake(failing(3, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT)
+        Backend.from_plugin(Fake(failing(3, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT)
 
 
 def test_an_engine_that_is_gone_is_not_asked_again():
     engine = Fake(failing(1, EngineError("dead", usable=False)))
     with pytest.raises(EngineError, match="dead"):
-        Backend(engine, "fake", retry=3).generate([[1]], SHORT)
+        Backend.from_plugin(engine, "fake", retry=3).generate([[1]], SHORT)
     assert len(engine.requests) == 1
 
 
@@ -111,7 +114,7 @@ def test_waiting_and_running_share_one_timeout():
 def test_a_callers_retrying_ends_with_the_last_error_itself():
     twice = tenacity.Retrying(stop=tenacity.stop_after_attempt(2))
     with pytest.raises(EngineError, match="lost"):
-        Backend(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
+        Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
 
 
 def test_health_does_not_wait_for_a_call_under_way():
@@ -121,7 +124,7 @@ def test_health_does_not_wait_for_a_call_under_way():
             return True
 
     inside, go_on = threading.Event(), threading.Event()
-    backend = Backend(Healthy(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1]), "fake")
+    backend = Backend.from_plugin(Healthy(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1]), "fake")
     thread = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     thread.start()
     assert inside.wait(timeout=10)
@@ -136,9 +139,9 @@ def test_an_engine_without_what_the_specification_names_is_refused(lacks):
     if lacks == "tokenizer":
         del type(engine).tokenizer
     with pytest.raises(BackendIncompatibleError, match="without `capabilities` or `tokenizer`"):
-        Backend(engine, "fake")
+        Backend.from_plugin(engine, "fake")
     with pytest.raises(BackendIncompatibleError, match="has no hook"):
-        Backend(Fake(), "fake", wrappers=[object()])
+        Backend.from_plugin(Fake(), "fake", wrappers=[object()])
 
 
 def test_a_timeout_inside_the_engine_is_typed():
@@ -153,7 +156,7 @@ def test_wrappers_see_and_replace_results():
             batch = yield
             return replace(batch, finish_reasons=("abort",) * len(batch.ids))
 
-    out = Backend(Fake(), "fake", wrappers=[Shout()]).generate([[1]], SHORT)
+    out = Backend.from_plugin(Fake(), "fake", wrappers=[Shout()]).generate([[1]], SHORT)
     assert out.finish_reasons == ("abort",)
 
 
@@ -164,7 +167,7 @@ def test_a_misspelt_hook_is_an_error_and_not_silence(hook):
 
     plugin = type("Typo", (), {hook: hookimpl(method)})()
     with pytest.raises(BackendIncompatibleError, match=hook):
-        Backend(Fake(), "fake", wrappers=[plugin])
+        Backend.from_plugin(Fake(), "fake", wrappers=[plugin])
 
 
 def test_a_hook_with_another_signature_is_an_error():
@@ -173,7 +176,7 @@ def test_a_hook_with_another_signature_is_an_error():
         def generate(self, prompts): ...
 
     with pytest.raises(BackendIncompatibleError, match="generate"):
-        Backend(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
+        Backend.from_plugin(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
 
 
 # Weights and provenance ----------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ def test_a_weight_version_counts_up_or_is_the_callers():
 
 
 def test_raw_log_probs_have_temperature_one_whatever_they_were_sampled_with():
-    backend = Backend(Fake(), "fake", model_name="m")
+    backend = Backend.from_plugin(Fake(), "fake", model_name="m")
     sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
     made = backend.provenance(backend.generate([[1]], sampling), sampling)
     assert made.distribution == ("raw", 1.0, "full", ())
@@ -222,7 +225,7 @@ def test_a_call_that_waited_behind_an_update_has_the_new_version():
     first.start()
     assert inside.wait(timeout=10)
     # The update waits for the first call, and the second call behind the update or before it: its label must be true.
-    engine = backend._engine
+    engine = backend.engine.plugin
     engine.bend = lambda batch: batch
     update = threading.Thread(target=backend.update_weights, args=({},))
     second = threading.Thread(target=lambda: results.update(c=backend.generate([[1]], SHORT)))
@@ -253,7 +256,7 @@ def test_an_update_waits_for_calls_in_flight_or_ends_them():
         return batch
 
     engine = Abortable(hold, concurrent_calls=True, abort=True)
-    backend, answers = Backend(engine, "fake"), []
+    backend, answers = Backend.from_plugin(engine, "fake"), []
     for drain in (True, False):
         inside.clear()
         ended.clear()
@@ -293,7 +296,7 @@ def test_an_abort_that_came_too_early_is_repeated():
         assert ended.wait(timeout=10)
         return batch
 
-    backend = Backend(Deaf(hold, concurrent_calls=True, abort=True), "fake")
+    backend = Backend.from_plugin(Deaf(hold, concurrent_calls=True, abort=True), "fake")
     call = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     call.start()
     assert inside.wait(timeout=10)
@@ -317,7 +320,7 @@ def test_what_core_does_itself_does_not_wait_for_the_engine(watched):
             return (yield)
 
     engine = Fake(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1])
-    backend = Backend(engine, "fake", wrappers=[Watcher()] if watched else [])
+    backend = Backend.from_plugin(engine, "fake", wrappers=[Watcher()] if watched else [])
     results, done = [], threading.Event()
 
     def own():
@@ -352,7 +355,7 @@ def test_closing_an_engine_that_takes_several_calls_does_not_wait_for_them():
         assert closed.wait(timeout=10)
         raise OSError("the engine is gone")
 
-    backend, errors = Backend(Closable(hold, concurrent_calls=True), "fake"), []
+    backend, errors = Backend.from_plugin(Closable(hold, concurrent_calls=True), "fake"), []
 
     def call():
         with pytest.raises(EngineError) as error:
@@ -371,4 +374,4 @@ def test_an_update_that_did_not_happen_is_an_error():
     engine = Fake()
     engine.updated = False
     with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
-        Backend(engine, "fake").update_weights({})
+        Backend.from_plugin(engine, "fake").update_weights({})

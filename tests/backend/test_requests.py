@@ -180,8 +180,8 @@ def test_torch_governs_the_answers_when_no_seed_is_given():
         (lambda b: b.tokenize(None), "texts"),
         (lambda b: b.tokenize(["1", 2]), "texts"),
         (lambda b: b.update_weights({}, version=7), "version"),
-        (lambda b: Backend(Fake(), "fake", retry="3"), "retry"),
-        (lambda b: Backend(Fake(), "fake", timeout=0), "timeout"),
+        (lambda b: Backend.from_plugin(Fake(), "fake", retry="3"), "retry"),
+        (lambda b: Backend.from_plugin(Fake(), "fake", timeout=0), "timeout"),
         (lambda b: corelm.get_backend(None), "name"),
     ],
 )

@@ -85,12 +85,12 @@ def test_rows_whose_lengths_were_written_to_are_checked_again():
     assert prompts.offsets.tolist() == [0, 2, 5]
     lengths[:] = torch.tensor([3, 2])
     engine = Fake()
-    Backend(engine, "fake").generate(prompts, SHORT)
+    Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
     assert engine.requests[0].prompts.tolist() == [[3, 4, 5], [6, 7]]
     assert engine.requests[0].prompts.offsets.tolist() == [0, 3, 5]
     lengths[0] = 9
     with pytest.raises(InvalidRequestError, match="prompts: lengths add up to 11"):
-        Backend(engine, "fake").generate(prompts, SHORT)
+        Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
 
 
 def test_scores_at_a_temperature_are_not_raw_and_truncated_ones_not_full():

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from corelm import Backend
-from corelm.batching import DynamicBatcher
+from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import BackendClosedError, EngineError
 from helpers.batching_fakes import LONG, SEEDED, Clock, Held, batcher, can, hold_one, ids, rows_of, until
 
@@ -20,7 +20,9 @@ from helpers.batching_fakes import LONG, SEEDED, Clock, Held, batcher, can, hold
 @pytest.mark.parametrize("flush", [True, False])
 def test_closing_leaves_no_future_pending_and_no_thread(flush):
     engine = Held(permits=0)
-    made = DynamicBatcher(Backend(engine, "held"), min_batch_size=3, batching_timeout=60.0, max_queue=2)
+    made = DynamicBatcher(
+        Backend.from_plugin(engine, "held"), Limits(min_batch_size=3, batching_timeout=60.0, max_queue=2)
+    )
     running = [made.submit_generate([[n], [n]], SEEDED) for n in (3, 4)]
     engine.wait_for_calls(1)
     with ThreadPoolExecutor(3) as pool:
@@ -44,7 +46,7 @@ def test_closing_leaves_no_future_pending_and_no_thread(flush):
 
 def test_closing_without_flush_aborts_what_runs_where_that_is_possible():
     engine = Held(permits=0, **can())
-    made = DynamicBatcher(Backend(engine, "held"))
+    made = DynamicBatcher(Backend.from_plugin(engine, "held"))
     running = hold_one(engine, made)
     made.close(flush=False)
     assert running.result().finish_reasons == ("abort",)
@@ -120,10 +122,10 @@ def test_a_thread_that_fails_leaves_no_future_pending():
 
 def test_an_abandoned_batcher_is_garbage_and_its_threads_end():
     engine = Held()
-    made = DynamicBatcher(Backend(engine, "held"))
+    made = DynamicBatcher(Backend.from_plugin(engine, "held"))
     kept = made.submit_generate([[4]], SEEDED, timeout=60.0)
     assert ids(kept)
-    threads, gone = made._dispatcher.threads(), weakref.ref(made)
+    threads, gone = made.dispatcher.threads(), weakref.ref(made)
     assert threads
     del made
     gc.collect()
@@ -132,10 +134,10 @@ def test_an_abandoned_batcher_is_garbage_and_its_threads_end():
     for thread in threads:
         thread.join(LONG)
         assert not thread.is_alive()
-    made = DynamicBatcher(Backend(engine, "held"))
+    made = DynamicBatcher(Backend.from_plugin(engine, "held"))
     # Nobody holds the batcher, but somebody waits.
     future = made.submit_generate([[4]], SEEDED)
-    threads = made._dispatcher.threads()
+    threads = made.dispatcher.threads()
     del made
     assert ids(future)
     gc.collect()
@@ -148,9 +150,9 @@ PROGRAM = """
 import threading
 from helpers.batching_fakes import Held
 from corelm import Backend
-from corelm.batching import DynamicBatcher
+from corelm.batching import DynamicBatcher, Limits
 engine = Held(permits={permits})
-made = DynamicBatcher(Backend(engine, "held"), min_batch_size=2, batching_timeout=1000.0)
+made = DynamicBatcher(Backend.from_plugin(engine, "held"), Limits(min_batch_size=2, batching_timeout=1000.0))
 futures = [made.submit_generate([[n]], {{"max_new_tokens": 2}}, timeout=1000.0) for n in (3, 4, 5)]
 engine.wait_for_calls(1)
 waiting = threading.Thread(target=lambda: print(repr(futures[2].exception())), daemon=True)

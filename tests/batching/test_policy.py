@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 import corelm
 from corelm import Backend, LLMPolicy
 from corelm.backend.seeds import answer_seeds
-from corelm.batching import DynamicBatcher, QueueFullError
+from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
 from helpers.batching_fakes import LONG, Held, answer, can, until
 from helpers.fakes import SHORT
@@ -36,7 +37,9 @@ def run(main):
 
 
 def held_policy(engine, **options):
-    return LLMPolicy(Backend(engine, "held"), input_mode="tokens", sampling_params=SHORT, inplace=False, **options)
+    return LLMPolicy(
+        Backend.from_plugin(engine, "held"), input_mode="tokens", sampling_params=SHORT, inplace=False, **options
+    )
 
 
 def tokens(*rows):
@@ -58,7 +61,7 @@ def expected(prompt, seed):
 def test_threads_get_the_answers_they_would_get_alone(mode):
     with corelm.get_backend("toy") as backend:
         alone = LLMPolicy(backend, input_mode=mode, sampling_params={"max_new_tokens": 8}, num_samples=2)
-        shared = alone.replace(batching=True, max_batch_size=16)
+        shared = alone.replace(batching=Limits(max_batch_size=16))
 
         def prompt(n):
             if mode == "text":
@@ -86,7 +89,7 @@ def test_threads_get_the_answers_they_would_get_alone(mode):
 
 
 def test_gradients_reach_the_model_through_a_batcher():
-    model = corelm.get_backend("toy")._engine.model
+    model = corelm.get_backend("toy").engine.plugin.model
     with LLMPolicy("toy", model=model, input_mode="tokens", generate=False, batching=True) as policy:
         policy.log_prob(TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1]))[0].sum().backward()
         assert model.table.grad is not None and bool(model.table.grad.any())
@@ -95,7 +98,7 @@ def test_gradients_reach_the_model_through_a_batcher():
 
 def test_variants_share_the_batcher():
     engine = Held(permits=0)
-    policy = held_policy(engine, batching=True, min_batch_size=2, batching_timeout=60.0)
+    policy = held_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))
     other = policy.replace(on_error="skip").get_new_version(pad_output=True)
     assert isinstance(policy.backend, DynamicBatcher) and other.backend is policy.backend
     with ThreadPoolExecutor(2) as pool:
@@ -112,36 +115,26 @@ def test_variants_share_the_batcher():
             each(tokens([3]))
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"min_batch_size": 2}, "min_batch_size"),
-        ({"max_queue": 2, "batching": False}, "max_queue"),
-        ({"batching": True, "max_batch_size": 0}, "max_batch_size"),
-        ({"batching": True, "min_batch_size": 9, "max_batch_size": 4}, "min_batch_size"),
-        ({"batching": True, "max_batch_tokens": 1.5}, "max_batch_tokens"),
-        ({"batching": True, "batching_timeout": -1}, "batching_timeout"),
-        ({"batching": True, "on_full": "drop"}, "on_full"),
-        ({"batching": "yes"}, "batching"),
-    ],
-)
-def test_an_argument_that_is_not_legal_is_named_and_nothing_is_opened(options, field):
-    with pytest.raises(InvalidRequestError) as error:
-        LLMPolicy("a backend that is not there", **options)
-    assert error.value.field == field
-    with pytest.raises(InvalidRequestError) as error:
-        held_policy(Held(), **options)
-    assert error.value.field == field
+def test_an_illegal_batching_argument_is_named_and_nothing_is_opened():
+    for make in (partial(LLMPolicy, "a backend that is not there"), partial(held_policy, Held())):
+        with pytest.raises(InvalidRequestError) as error:
+            make(batching="yes")
+        assert error.value.field == "batching"
+
+
+def test_a_limit_outside_of_limits_is_refused_with_the_line_to_type():
+    with pytest.raises(TypeError, match=r"no option 'min_batch_size'; give batching=Limits\(min_batch_size=…\)"):
+        LLMPolicy("a backend that is not there", min_batch_size=2)
 
 
 def test_a_batcher_that_was_given_keeps_its_limits():
-    with DynamicBatcher(Backend(Held(), "held")) as made:
+    with DynamicBatcher(Backend.from_plugin(Held(), "held")) as made:
         options = {"input_mode": "tokens", "sampling_params": SHORT}
         for policy in (LLMPolicy(made, **options), LLMPolicy(made, batching=True, **options)):
             assert policy.backend is made and policy.get_batching_state().queued == 0
-        with pytest.raises(InvalidRequestError, match="max_batch_size") as error:
-            LLMPolicy(made, batching=True, max_batch_size=3, **options)
-        assert error.value.field == "max_batch_size"
+        with pytest.raises(InvalidRequestError, match="already has a batcher") as error:
+            LLMPolicy(made, batching=Limits(max_batch_size=3), **options)
+        assert error.value.field == "batching"
 
 
 def test_cleanup_answers_or_refuses_what_waits():
@@ -251,7 +244,7 @@ def test_cancelling_a_task_takes_its_request_out_of_the_queue():
 @pytest.mark.parametrize("on_full", ["block", "raise"])
 def test_a_full_queue_keeps_tasks_waiting_or_refuses_them_and_never_blocks_their_loop(on_full):
     engine = Held(permits=0)
-    policy = held_policy(engine, batching=True, max_queue=1, on_full=on_full)
+    policy = held_policy(engine, batching=Limits(max_queue=1, on_full=on_full))
 
     async def main():
         first = asyncio.create_task(policy.aforward(tokens([3]), seed=0))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
-from corelm.batching import DynamicBatcher, QueueFullError
+from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG, POISON, Clock, Held, answer, can, rows_of
 
@@ -34,13 +34,15 @@ class Callers(RuleBasedStateMachine):
         self.engine = Held(permits=0, **can(concurrent_calls=concurrent, abort=abort))
         self.clock = Clock()
         self.batcher = DynamicBatcher(
-            Backend(self.engine, "held"),
-            min_batch_size=least,
-            max_batch_size=most,
-            max_batch_tokens=tokens,
-            batching_timeout=5.0,
-            max_queue=room,
-            on_full="raise",
+            Backend.from_plugin(self.engine, "held"),
+            Limits(
+                min_batch_size=least,
+                max_batch_size=most,
+                max_batch_tokens=tokens,
+                batching_timeout=5.0,
+                max_queue=room,
+                on_full="raise",
+            ),
             clock=self.clock,
         )
         self.asked: list[tuple[Future, list[list[int]], int, float, int]] = []

@@ -73,7 +73,7 @@ def test_a_turn_that_comes_too_late_is_a_timeout_and_blocks_nobody():
 
 def test_a_callback_may_ask_and_close():
     engine = Held(permits=0)
-    made = DynamicBatcher(Backend(engine, "held"))
+    made = DynamicBatcher(Backend.from_plugin(engine, "held"))
     first, seen = hold_one(engine, made), []
 
     def back(future):
@@ -82,7 +82,7 @@ def test_a_callback_may_ask_and_close():
         made.close()
 
     first.add_done_callback(back)
-    threads = made._dispatcher.threads()
+    threads = made.dispatcher.threads()
     engine.free()
     assert ids(first)
     for thread in threads:
@@ -105,7 +105,7 @@ def test_a_wrapper_may_ask_again_from_within_a_turn():
     wrapper = Asking()
     engine = Held(**can())
     engine.free()
-    made = wrapper.batcher = DynamicBatcher(Backend(engine, "held", wrappers=[wrapper]))
+    made = wrapper.batcher = DynamicBatcher(Backend.from_plugin(engine, "held", wrappers=[wrapper]))
     done = threading.Thread(target=made.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
     done.start()
     done.join(LONG)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, Ragged, hookimpl
-from corelm.batching import DynamicBatcher
+from corelm.batching import DynamicBatcher, Limits
 from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.fakes import SHORT, VOCAB, Fake
 
@@ -138,14 +138,14 @@ class Clock:
 
 
 @contextmanager
-def batcher(engine: Held, **options: Any) -> Iterator[DynamicBatcher]:
-    """A batcher in front of the engine. At the end, whatever happened: no thread, no future pending."""
-    with DynamicBatcher(Backend(engine, "held"), **options) as made:
+def batcher(engine: Held, *, clock: Callable[[], float] = time.monotonic, **limits: Any) -> Iterator[DynamicBatcher]:
+    """A batcher in front of the engine. At the end no thread is left and no future is pending."""
+    with DynamicBatcher(Backend.from_plugin(engine, "held"), Limits(**limits), clock=clock) as made:
         try:
             yield made
         finally:
             engine.free()
-    assert not made._dispatcher.threads() and not made._dispatcher._calls and not made._dispatcher.in_flight
+    assert not made.dispatcher.threads() and not made.dispatcher._calls and not made.dispatcher.in_flight
 
 
 def ids(result: Future | object) -> list[list[int]]:

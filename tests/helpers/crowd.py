@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from corelm import Backend, DynamicBatcher, LLMPolicy
+from corelm.batching import Limits
 from corelm.errors import InvalidRequestError
 from helpers.tiny_models import random_rows
 
@@ -22,7 +23,7 @@ def check_threads(backend: Backend) -> None:
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY)
     scores = backend.score_logprobs(prompts)
-    batcher = DynamicBatcher(backend, max_batch_size=4)
+    batcher = DynamicBatcher(backend, Limits(max_batch_size=4))
 
     def caller(row: int) -> None:
         prompt = [prompts[row]]
@@ -51,7 +52,12 @@ def check_tasks(backend: Backend, long: int) -> None:
     """
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY).ids.tolist()
-    options = {"input_mode": "tokens", "batching": True, "max_batch_size": 4, "return_text": False, "inplace": False}
+    options = {
+        "input_mode": "tokens",
+        "batching": Limits(max_batch_size=4),
+        "return_text": False,
+        "inplace": False,
+    }
     short = LLMPolicy(backend, sampling_params=GREEDY, **options)
     slow = LLMPolicy(
         short.backend,

@@ -78,9 +78,9 @@ class Fake:
 
 def fake(*args: Any, **capabilities: Any) -> Backend:
     """A `Fake` behind core's façade."""
-    return Backend(Fake(*args, **capabilities), "fake")
+    return Backend.from_plugin(Fake(*args, **capabilities), "fake")
 
 
 def sent(backend: Backend) -> list[Any]:
     """What the fake was asked."""
-    return backend._engine.requests
+    return backend.engine.plugin.requests

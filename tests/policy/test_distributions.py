@@ -40,7 +40,7 @@ def test_distributions_of_the_positions_asked_for(mask, pad):
         truth = TABLE[dense[rows, columns - 1], dense[rows, columns]]
         torch.testing.assert_close(logp[expected].double(), truth, atol=1e-5, rtol=0)
         logp.sum().backward()
-        assert backend._engine.model.table.grad.abs().sum() > 0
+        assert backend.engine.plugin.model.table.grad.abs().sum() > 0
 
 
 def test_log_prob_carries_gradients_and_equals_the_scores():
@@ -52,7 +52,7 @@ def test_log_prob_carries_gradients_and_equals_the_scores():
         for row, scored in zip(rows, policy(td)["log_probs"].full, strict=True):
             assert torch.equal(row.detach(), scored)
         sum(row.sum() for row in rows).backward()
-        assert backend._engine.model.table.grad.abs().sum() > 0
+        assert backend.engine.plugin.model.table.grad.abs().sum() > 0
         with torch.no_grad():
             assert not policy.replace(pad_output=True).log_prob(td).requires_grad
 

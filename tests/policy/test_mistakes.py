@@ -157,7 +157,7 @@ def test_it_keeps_what_it_was_given_and_not_what_became_of_it(backend):
     sampling = {"max_new_tokens": 3}
     policy = LLMPolicy(backend, sampling_params=sampling)
     sampling["max_new_tokens"] = 7
-    assert policy.replace(pad_output=True).sampling_params.max_new_tokens == 3
+    assert policy.replace(pad_output=True).options.sampling.max_new_tokens == 3
 
 
 def test_an_open_engine_is_not_copied(backend):

@@ -57,8 +57,8 @@ def test_replace_shares_the_engine_and_mutates_nothing(backend):
     policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=2)
     other = policy.get_new_version(sampling_params={"max_new_tokens": 5, "n": 4})
     assert other.backend is policy.backend
-    assert policy.sampling_params == SamplingParams(max_new_tokens=3, num_samples=2)
-    assert other.sampling_params == SamplingParams(max_new_tokens=5, num_samples=4)
+    assert policy.options.sampling == SamplingParams(max_new_tokens=3, num_samples=2)
+    assert other.options.sampling == SamplingParams(max_new_tokens=5, num_samples=4)
 
 
 def test_closing_is_for_everyone():

@@ -117,7 +117,7 @@ class TestPlugin(toy_conformance.ToyConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls):
-        return lambda: Backend({name}.open(Bigram(toy_conformance.TABLE.clone())), "{name}")
+        return lambda: Backend.from_plugin({name}.open(Bigram(toy_conformance.TABLE.clone())), "{name}")
 """
 
 

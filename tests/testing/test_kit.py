@@ -170,7 +170,7 @@ def test_broken(self, broken): pass
 def test_the_least_a_backend_can_do_passes_with_the_rest_not_applicable(pytester: pytest.Pytester) -> None:
     suite = SUITE.replace(
         'corelm.get_backend("toy", Bigram(TABLE.clone()))',
-        'corelm.Backend(Modest.open(Bigram(TABLE.clone())), "modest")',
+        'corelm.Backend.from_plugin(Modest.open(Bigram(TABLE.clone())), "modest")',
     )
     modest = """
 from toy_backend import ToyBackend

@@ -1,9 +1,10 @@
-"""`Backend`: one opened engine behind a typed façade, friendly arguments in, records out. `get_backend` opens one."""
+"""`Backend`: one opened engine behind a typed façade. It takes what users write and returns records."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,93 +13,136 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from corelm import validate
 from corelm.backend import arguments, check_results
-from corelm.backend.hooks import EngineHooks
-from corelm.backend.prepared_call import prepare_generation, prepare_scoring
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.engine import OpenEngine
+from corelm.backend.futures import in_thread
+from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
-from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
-    AbortRequest,
     ContainerRequest,
     GenerateResult,
-    HealthRequest,
     ScoreResult,
     TokenizeRequest,
     TokenizeResult,
     WeightUpdate,
 )
 from corelm.spec.sampling import SamplingParams
+from corelm.validate import invalid
 
 
 class Backend:
-    """One opened engine. A context manager: leaving it closes the engine.
+    """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
-    Calls are checked before and after (`corelm.checks`) and made by a `EngineHooks`, one thread at a time unless the
-    engine declares `concurrent_calls`.
+    Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one
+    thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled: open the engine where
+    it is needed.
+
+    `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
+    wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
+
+    Args:
+        engine: the engine to call; `get_backend` opens one by name.
 
     Attributes:
-        name: what it was opened as. model_name: what its numbers are labelled with.
-        capabilities: what it can do. tokenizer: the engine's tokenizer.
-        weight_version: the label of the weights in force, "0" until the first update.
-
-    It cannot be copied or pickled: open it where it is needed.
+        engine: the engine with its hooks. ``engine.plugin`` is the plugin's own object.
     """
 
-    def __init__(
-        self,
-        engine: Any,
+    def __init__(self, engine: OpenEngine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def from_plugin(
+        cls,
+        plugin: Any,
         name: str,
         *,
         model_name: str = "",
         wrappers: Sequence[object] = (),
         retry: int | tenacity.BaseRetrying | None = None,
         timeout: float | None = None,
-    ) -> None:
-        self.name = name
-        self.model_name = model_name
-        self.timeout = None if timeout is None else validate.positive(timeout, "timeout")
-        self.weight_version = "0"
-        self._engine = engine
-        self._hooks = EngineHooks(engine, name, wrappers, retry)
+    ) -> Backend:
+        """Return a backend for a plugin object that is already open, under any name. Arguments as for `OpenEngine`."""
+        engine = OpenEngine(plugin, name, model_name=model_name, wrappers=wrappers, retry=retry, timeout=timeout)
+        return cls(engine)
 
     # What it is ------------------------------------------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """The name that the engine was opened by."""
+        return self.engine.name
+
+    @property
+    def model_name(self) -> str:
+        """The name that labels its numbers."""
+        return self.engine.model_name
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may take when the call does not say; None sets no limit."""
+        return self.engine.timeout
+
+    @property
+    def weight_version(self) -> str:
+        """The label of the weights in force, "0" until the first update."""
+        return self.engine.weight_version
+
+    @property
     def capabilities(self) -> Capabilities:
-        capabilities: Capabilities = self._engine.capabilities
-        return capabilities
+        """What the engine can do."""
+        return self.engine.capabilities
 
     @property
     def tokenizer(self) -> Any:
-        return self._engine.tokenizer
+        """The engine's tokenizer."""
+        return self.engine.tokenizer
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends an answer by itself: the model's own list, else the tokenizer's EOS."""
-        if self.capabilities.eos_token_ids is not None:
-            return self.capabilities.eos_token_ids
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return frozenset() if eos is None else frozenset([eos])
+        """The ids that end an answer by themselves: the model's own list, else the tokenizer's EOS."""
+        return self.engine.eos_token_ids
 
     @property
     def pad_id(self) -> int:
-        """What fills dense tensors; no mask is ever derived from it."""
-        known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        return next((int(token) for token in known if token is not None), 0)
+        """The id that fills dense tensors. No mask is ever derived from it."""
+        return self.engine.pad_id
 
     @property
     def closed(self) -> bool:
-        return self._hooks.closed
+        return self.engine.hooks.closed
 
     def __reduce__(self) -> Any:
         raise TypeError("an open engine cannot be copied or pickled; open it where it is needed with get_backend")
 
     def __repr__(self) -> str:
-        return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self._hooks.closed else ''})"
+        return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self.closed else ''})"
+
+    # Making calls ----------------------------------------------------------------------------------------------------
+
+    def run(self, call: PreparedCall[R]) -> R:
+        """Make a prepared call and return its result."""
+        return call.run()
+
+    def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
+        """Start a prepared call and return its future at once. This backend makes the call on a thread of its own.
+
+        Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
+        is dropped.
+
+        Args:
+            block: whether this thread may wait for room in a queue, where there is one.
+        """
+        future = in_thread(call.run, f"corelm-{self.name}")
+
+        def abort(done: Future[R]) -> None:
+            if done.cancelled():
+                in_thread(lambda: self.engine.abort(call.request.request_ids), f"corelm-{self.name}-abort")
+
+        if self.capabilities.abort:
+            future.add_done_callback(abort)
+        return future
 
     # What it does ----------------------------------------------------------------------------------------------------
 
@@ -110,22 +154,22 @@ class Backend:
         parse_special: bool = True,
         offsets: bool = False,
     ) -> TokenizeResult:
-        """One row of ids per text (a single text is one row)."""
+        """Return one row of ids per text. A single text is one row."""
         found = arguments.texts(texts)
         request = TokenizeRequest(
             texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
         )
 
         def finish(batch: TokenizeResult) -> TokenizeResult:
-            check_results.check_tokens(batch, len(found), self._hooks.fault("tokenize"))
+            check_results.check_tokens(batch, len(found), self.engine.hooks.fault("tokenize"))
             return batch
 
-        tokens: TokenizeResult = self._hooks.call("tokenize", request, finish)
+        tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
-        """One text per row of ids."""
-        self._hooks.require_open()
+        """Return one text per row of ids."""
+        self.engine.hooks.require_open()
         rows = arguments.rows_of_ids(ids, "ids").tolist()
         return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
@@ -141,32 +185,55 @@ class Backend:
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
     ) -> GenerateResult:
-        """Sample ``num_samples`` answers for every prompt; those of one prompt are neighbours in the result.
+        """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
         Args:
             prompts: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
-            seeds: int64[answers], instead of those that follow from ``sampling.seed``.
-            request_ids: one per row the engine is sent: an answer, or a prompt if it declares `native_samples`.
-            on_error: "raise" finds all bad rows first and runs nothing; "skip" serves the others, and a bad row comes
-                back empty with the finish reason `error` and its message in `errors`.
-            problems: rows already known to be bad, and why.
+            sampling: how to sample.
+            logprobs: which log-probability of each sampled token to return.
+            seeds: int64[answers], one seed per answer, instead of the seeds derived from ``sampling.seed``.
+            request_ids: one name per row that the engine is sent: one per answer, or one per prompt if the engine
+                declares `native_samples`.
+            timeout: seconds that the call may take; None for the backend's own timeout.
+            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other rows; a bad
+                row comes back empty, with the finish reason `error` and its message in `errors`.
+            problems: rows that the caller already knows to be bad, and why.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
-            CapabilityError: something the engine does not do.
-            EngineError, BackendTimeoutError, BackendClosedError: as they say.
+            CapabilityError: the engine cannot do what was asked.
+            EngineError: the engine failed, or returned what the specification does not allow.
+            BackendTimeoutError: the engine did not answer in time.
+            BackendClosedError: the backend was closed.
         """
-        return prepare_generation(
-            self,
-            prompts,
-            sampling,
-            logprobs=logprobs,
-            seeds=seeds,
-            request_ids=request_ids,
-            timeout=timeout,
-            on_error=on_error,
-            problems=problems,
-        ).run(self._hooks)
+        return self.run(
+            prepare_generation(
+                self.engine,
+                prompts,
+                sampling,
+                logprobs=logprobs,
+                seeds=seeds,
+                request_ids=request_ids,
+                timeout=timeout,
+                on_error=on_error,
+                problems=problems,
+            )
+        )
+
+    def submit_generate(
+        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
+    ) -> Future[GenerateResult]:
+        """Start `generate`, with the same arguments, and return its future. Wait only for room in a full queue.
+
+        Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
+        is dropped. The future's callbacks run on a thread of the backend and should not take long.
+
+        Raises:
+            InvalidRequestError: as for `generate`; raised here and not by the future.
+            CapabilityError: as for `generate`; raised here and not by the future.
+            QueueFullError: a batcher with ``on_full="raise"`` has no room.
+        """
+        return self.submit(prepare_generation(self.engine, prompts, sampling, **options), block=True)
 
     def score_logprobs(
         self,
@@ -182,33 +249,52 @@ class Backend:
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
     ) -> ScoreResult:
-        """Log-probability of every token but the first of each sequence, from position ``score_from[r]`` on.
+        """Return the log-probability of every token but the first of each sequence.
 
         Args:
-            on_error: "skip" scores nothing of a bad row, and says why in `errors`.
-            problems: rows already known to be bad, and why.
+            sequences: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
+            temperature: the logits are divided by it; above 0.
+            score_from: the first position to score, one for all sequences or one per sequence; None scores from
+                position 1 on.
+            return_logits: also return the logits, before any temperature.
+            grad: results carry gradients to the model's parameters.
+            device: where the results go; None leaves it to the engine.
+            request_ids: one name per sequence.
+            timeout: seconds that the call may take; None for the backend's own timeout.
+            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
+                of a bad row is scored, and `errors` says why.
+            problems: rows that the caller already knows to be bad, and why.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.
-            CapabilityError: the engine cannot score, or not like this.
-            EngineError, BackendTimeoutError, BackendClosedError: as they say.
+            CapabilityError: the engine cannot score, or cannot score like this.
+            EngineError: the engine failed, or returned what the specification does not allow.
+            BackendTimeoutError: the engine did not answer in time.
+            BackendClosedError: the backend was closed.
         """
-        return prepare_scoring(
-            self,
-            sequences,
-            temperature=temperature,
-            score_from=score_from,
-            return_logits=return_logits,
-            grad=grad,
-            device=device,
-            request_ids=request_ids,
-            timeout=timeout,
-            on_error=on_error,
-            problems=problems,
-        ).run(self._hooks)
+        return self.run(
+            prepare_scoring(
+                self.engine,
+                sequences,
+                temperature=temperature,
+                score_from=score_from,
+                return_logits=return_logits,
+                grad=grad,
+                device=device,
+                request_ids=request_ids,
+                timeout=timeout,
+                on_error=on_error,
+                problems=problems,
+            )
+        )
+
+    def submit_score_logprobs(self, sequences: Any, **options: Any) -> Future[ScoreResult]:
+        """Start `score_logprobs`, with the same arguments, and return its future; see `submit_generate`."""
+        return self.submit(prepare_scoring(self.engine, sequences, **options), block=True)
 
     def to_containers(self, request: ContainerRequest) -> TensorDict:
-        return self._hooks.call("to_containers", request)
+        """Wrap a batch of rows as TensorClasses in a TensorDict."""
+        return self.engine.hooks.call("to_containers", request)
 
     def provenance(
         self, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None = None
@@ -243,86 +329,44 @@ class Backend:
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no row is made of two weights.
         """
-        self._needs("update_weights", "its weights cannot be changed")
+        self.engine.require("update_weights", "its weights cannot be changed")
         if version is None:
             # Whatever the caller named the last one, the next one has another name.
             version = (
                 str(int(self.weight_version) + 1) if self.weight_version.isdecimal() else f"{self.weight_version}+1"
             )
         if not isinstance(version, str):
-            raise InvalidRequestError(f"version: expected a str, got {version!r}", field="version")
+            raise invalid("version", f"expected a str, got {version!r}")
         if isinstance(weights, (str, os.PathLike)):
             request = WeightUpdate(version=version, drain=drain, path=Path(weights))
         elif isinstance(weights, Mapping):
             request = WeightUpdate(version=version, drain=drain, state_dict=weights)
         else:
-            raise InvalidRequestError(
-                f"weights: expected a state dict or a path, got {type(weights).__name__}", field="weights"
-            )
+            raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
 
         def finish(done: Any) -> str:
             if done is not True:
-                raise self._hooks.fault("update_weights")(f"returned {done!r}: the new weights are not in force")
-            self.weight_version = version
+                raise self.engine.hooks.fault("update_weights")(f"returned {done!r}: the new weights are not in force")
+            self.engine.weight_version = version
             return version
 
-        loaded: str = self._hooks.call("update_weights", request, finish)
+        loaded: str = self.engine.hooks.call("update_weights", request, finish)
         return loaded
 
     def health(self) -> bool:
         """Whether the engine can serve. An engine that does not say is healthy while it is open."""
-        if self._hooks.closed:
-            return False
-        return not self._hooks.implements("health") or bool(self._hooks.call("health", HealthRequest()))
+        return self.engine.health()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; they return what they have with the finish reason `abort`."""
-        self._needs("abort", "its requests cannot be aborted")
-        self._hooks.call("abort", AbortRequest(request_ids=tuple(request_ids)))
+        self.engine.abort(request_ids)
 
     def close(self) -> None:
         """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine."""
-        self._hooks.close()
+        self.engine.hooks.close()
 
     def __enter__(self) -> Backend:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # Helpers ---------------------------------------------------------------------------------------------------------
-
-    def _needs(self, capability: str, why: str) -> None:
-        if not getattr(self.capabilities, capability):
-            raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
-
-    def _limit(self, timeout: float | None) -> float | None:
-        return self.timeout if timeout is None else validate.positive(timeout, "timeout")
-
-    def _stops_can_match(self, sampling: SamplingParams) -> None:
-        """Where special tokens are left out of the text, a stop string that has one would never be met."""
-        if not (sampling.stop and sampling.skip_special_tokens):
-            return
-        specials = getattr(self.tokenizer, "all_special_tokens", ())
-        for stop in sampling.stop:
-            if any(special in stop for special in specials):
-                raise InvalidRequestError(
-                    f"stop: {stop!r} has a special token in it, and the text has none; give its id in "
-                    "stop_token_ids, or skip_special_tokens=False",
-                    field="stop",
-                )
-
-    def _seeds(self, sampling: SamplingParams, rows: int, seeds: Any) -> Tensor | None:
-        samples = sampling.num_samples or 1
-        if not self.capabilities.per_answer_seeds:
-            if seeds is not None or (sampling.seed is not None and not sampling.greedy):
-                self._needs("per_answer_seeds", "it does not honour seeds; leave the seed out")
-            return None
-        if seeds is not None:
-            return arguments.seeds(seeds, rows * samples)
-        if sampling.greedy:
-            # Nothing is drawn, so torch's generator stays where it is.
-            return answer_seeds(0, range(rows), samples)
-        # Without a seed torch.manual_seed governs the answers, as it does all else that a torch user samples.
-        seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
-        return answer_seeds(seed, range(rows), samples)

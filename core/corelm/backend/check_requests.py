@@ -6,7 +6,7 @@ together or serve the others. Everything else raises.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -67,6 +67,24 @@ def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, b
             raise InvalidRequestError(
                 f"stop_token_ids: {token} is outside the vocabulary of {capabilities.vocab_size}",
                 field="stop_token_ids",
+            )
+
+
+def stop_strings_can_match(sampling: SamplingParams, tokenizer: Any) -> None:
+    """Refuse a stop string that contains a special token while special tokens are left out of the text.
+
+    Raises:
+        InvalidRequestError: such a stop string could never be found; `field` is `stop`.
+    """
+    if not (sampling.stop and sampling.skip_special_tokens):
+        return
+    specials = getattr(tokenizer, "all_special_tokens", ())
+    for stop in sampling.stop:
+        if any(special in stop for special in specials):
+            raise InvalidRequestError(
+                f"stop: {stop!r} contains a special token, and special tokens are left out of the text; give its id "
+                "in stop_token_ids, or skip_special_tokens=False",
+                field="stop",
             )
 
 

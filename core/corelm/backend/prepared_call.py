@@ -1,71 +1,78 @@
-"""What a caller asks for, made ready for the engine: a checked request, and what turns the answer into the result.
+"""`PreparedCall`: a checked request, and how the engine's result becomes the caller's.
 
-With the two halves apart, the engine's part can run at another time, on another thread, or together with other
-requests (`corelm.batching`); everything before and after it belongs to the request alone.
+A call is prepared on the caller's thread. The engine may then serve it later, on another thread, or together with other
+calls (`corelm.batching`): everything before and after the engine's part belongs to this call alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
-from corelm.backend.hooks import EngineHooks
+from corelm.backend.engine import OpenEngine
+from corelm.backend.seeds import seeds_of_call
 from corelm.backend.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import no_inference_mode
 
-if TYPE_CHECKING:
-    from corelm.backend.backend import Backend
-
-B = TypeVar("B", GenerateResult, ScoreResult)
+R = TypeVar("R", GenerateResult, ScoreResult)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedCall(Generic[B]):
-    """One call to an engine, not yet made.
+class PreparedCall(Generic[R]):
+    """One call to an engine that has not been made yet.
 
     Attributes:
+        engine: the engine to call.
         hook: the hook to call with `request`.
-        check: holds the engine's answer against a request, this one or one that it is part of.
-        finish: makes the caller's result of an answer that was checked. To be called while the engine is still this
-            call's: it says which weights are in force.
-        nothing: the result where no row is left to ask the engine about.
-        rows: how many rows the engine's answer has.
-        tokens: how many tokens the engine has to hold at most: what is given and what may be sampled.
+        request: the checked request.
+        check: compares the engine's result with a request: with this one, or with a larger one that it is part of.
+        finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
+            reads which weights are in force.
+        nothing: makes the result of a call without rows; None for a call that the engine has to serve.
+        rows: number of rows in the engine's result.
+        tokens: most tokens that the engine has to hold: those given and those that may be sampled.
+        on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
     """
 
+    engine: OpenEngine
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
-    check: Callable[[B, Any], None]
-    finish: Callable[[B], B]
-    nothing: Callable[[], B]
+    check: Callable[[Any, Any], None]
+    finish: Callable[[Any], R]
+    nothing: Callable[[], R] | None
     rows: int
     tokens: int
+    on_caller_thread: bool = False
 
-    def run(self, hooks: EngineHooks, timeout: float | None = None) -> B:
-        """Ask the engine, on this thread. `timeout` wins over the request's own."""
-        if not self.rows:
+    def run(self, timeout: float | None = None) -> R:
+        """Make the call on this thread and return its result.
+
+        Args:
+            timeout: seconds, instead of the request's own.
+        """
+        if self.nothing is not None:
             with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        result: B = hooks.call(self.hook, request, self.checked)
+        result: R = self.engine.hooks.call(self.hook, request, self._checked)
         return result
 
-    def checked(self, batch: B) -> B:
-        self.check(batch, self.request)
-        return self.finish(batch)
+    def _checked(self, result: Any) -> R:
+        self.check(result, self.request)
+        return self.finish(result)
 
 
 @no_inference_mode()
 def prepare_generation(
-    backend: Backend,
+    engine: OpenEngine,
     prompts: Any,
     sampling: SamplingParams | Mapping[str, Any] | None = None,
     *,
@@ -76,17 +83,16 @@ def prepare_generation(
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
 ) -> PreparedCall[GenerateResult]:
-    """Arguments and errors are those of `Backend.generate`."""
-    hooks = backend._hooks
-    hooks.require_open()
+    """Check the arguments of `Backend.generate`, which documents them and the errors."""
+    engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
     prompts = arguments.rows_of_ids(prompts, "prompts")
-    capabilities = backend.capabilities
-    check_requests.sampling_is_honoured(sampling, capabilities, backend.name)
-    backend._stops_can_match(sampling)
-    mode = check_requests.generation_mode(logprobs, sampling, capabilities, backend.name)
+    capabilities = engine.capabilities
+    check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
+    check_requests.stop_strings_can_match(sampling, engine.tokenizer)
+    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name)
     samples = sampling.num_samples or 1
-    seeds = backend._seeds(sampling, len(prompts), seeds)
+    seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
     good = admitted(problems, len(prompts), on_error, "prompts")
     answers = (good[:, None] * samples + torch.arange(samples)).flatten() if samples > 1 else good
@@ -101,34 +107,35 @@ def prepare_generation(
         sampling=sampling,
         logprobs=mode,
         seeds=None if seeds is None else seeds[answers],
-        stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else backend.eos_token_ids),
+        stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
         request_ids=tuple(names[row] for row in (good if capabilities.native_samples else answers).tolist()),
-        timeout=backend._limit(timeout),
+        timeout=engine.time_limit(timeout),
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:
         rows = len(asked.prompts) * (asked.sampling.num_samples or 1)
-        check_results.check_generation(batch, asked, rows, capabilities.vocab_size, hooks.fault("generate"))
+        check_results.check_generation(batch, asked, rows, capabilities.vocab_size, engine.hooks.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
         if on_error == "raise":
-            check_results.every_row_was_served(batch, samples, backend.name)
+            check_results.every_row_was_served(batch, samples, engine.name)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
-            weight_versions=batch.weight_versions or (backend.weight_version,) * len(answers),
+            weight_versions=batch.weight_versions or (engine.weight_version,) * len(answers),
         )
-        return spread_answers(batch, answers, samples, problems, backend.weight_version) if problems else batch
+        return spread_answers(batch, answers, samples, problems, engine.weight_version) if problems else batch
 
     new, room = sampling.max_new_tokens, capabilities.max_context or 0
     sampled = len(answers) * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
     return PreparedCall(
+        engine=engine,
         hook="generate",
         request=request,
         check=check,
         finish=finish,
-        nothing=lambda: finish(no_answers(mode, sampling)),
+        nothing=None if len(answers) else lambda: finish(no_answers(mode, sampling)),
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
     )
@@ -136,7 +143,7 @@ def prepare_generation(
 
 @no_inference_mode()
 def prepare_scoring(
-    backend: Backend,
+    engine: OpenEngine,
     sequences: Any,
     *,
     temperature: float = 1.0,
@@ -149,20 +156,19 @@ def prepare_scoring(
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
 ) -> PreparedCall[ScoreResult]:
-    """Arguments and errors are those of `Backend.score_logprobs`."""
-    hooks = backend._hooks
-    hooks.require_open()
+    """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
+    engine.hooks.require_open()
     sequences = arguments.rows_of_ids(sequences, "sequences")
-    capabilities = backend.capabilities
+    capabilities = engine.capabilities
     # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
     temperature = validate.positive(temperature, "temperature")
-    backend._needs("score", "score_logprobs works on engines that score")
+    engine.require("score", "score_logprobs needs an engine that scores")
     if temperature != 1.0:
-        backend._needs("score_temperature", f"its scores ignore the temperature, so {temperature} is refused")
+        engine.require("score_temperature", f"its scores ignore the temperature; leave out temperature={temperature}")
     if return_logits:
-        backend._needs("logits", "it returns no logits")
+        engine.require("logits", "it returns no logits")
     if grad:
-        backend._needs("gradients", "its scores carry no gradients")
+        engine.require("gradients", "its scores carry no gradients")
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
     found = check_requests.sequence_problems(sequences, capabilities, may_be_empty=False)
     problems = {**found, **(problems or {})}
@@ -177,28 +183,30 @@ def prepare_scoring(
         grad=grad,
         device=validate.device(device),
         request_ids=tuple(names[row] for row in good.tolist()),
-        timeout=backend._limit(timeout),
+        timeout=engine.time_limit(timeout),
     )
 
     def check(batch: ScoreResult, asked: ScoreRequest) -> None:
-        check_results.check_scores(batch, asked, capabilities.vocab_size, hooks.fault("score_logprobs"))
+        check_results.check_scores(batch, asked, capabilities.vocab_size, engine.hooks.fault("score_logprobs"))
 
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
-            check_results.every_row_was_served(batch, 1, backend.name)
-        return spread(replace(batch, weight_versions=batch.weight_versions or (backend.weight_version,) * len(good)))
+            check_results.every_row_was_served(batch, 1, engine.name)
+        return spread(replace(batch, weight_versions=batch.weight_versions or (engine.weight_version,) * len(good)))
 
     def spread(batch: ScoreResult) -> ScoreResult:
         if not problems:
             return batch
-        return spread_scores(batch, lengths, good, problems, backend.weight_version)
+        return spread_scores(batch, lengths, good, problems, engine.weight_version)
 
     return PreparedCall(
+        engine=engine,
         hook="score_logprobs",
         request=request,
         check=check,
         finish=finish,
-        nothing=lambda: spread(no_scores(temperature, capabilities.vocab_size)),
+        nothing=None if len(good) else lambda: spread(no_scores(temperature, capabilities.vocab_size)),
         rows=len(good),
         tokens=served.values.shape[0],
+        on_caller_thread=grad or return_logits,
     )

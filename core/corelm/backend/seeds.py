@@ -1,11 +1,16 @@
-"""One seed per answer, derived from the seed of the call."""
+"""One seed per answer, derived from the seed of the call: `seeds_of_call` and `answer_seeds`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from corelm.backend import arguments
+from corelm.backend.engine import OpenEngine
+from corelm.spec.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
 
@@ -35,3 +40,29 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     return torch.tensor(
         [_mix((r + (s + 1) * gamma) & _MASK) >> 1 for r in by_row for s in range(samples)], dtype=torch.int64
     )
+
+
+def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, seeds: Any = None) -> Tensor | None:
+    """Return int64[rows * samples], the seeds of a call's answers, or None for an engine that takes no seeds.
+
+    Args:
+        rows: number of prompts.
+        seeds: the caller's own seeds, one per answer; None derives them from ``sampling.seed`` or torch's generator.
+
+    Raises:
+        CapabilityError: the caller gave a seed, and the engine does not honour seeds.
+        InvalidRequestError: `seeds` are not one integer in [0, 2**63) per answer.
+    """
+    samples = sampling.num_samples or 1
+    if not engine.capabilities.per_answer_seeds:
+        if seeds is not None or (sampling.seed is not None and not sampling.greedy):
+            engine.require("per_answer_seeds", "it does not honour seeds; leave the seed out")
+        return None
+    if seeds is not None:
+        return arguments.seeds(seeds, rows * samples)
+    if sampling.greedy:
+        # Greedy decoding draws nothing, so torch's generator is left as it was.
+        return answer_seeds(0, range(rows), samples)
+    # Without a seed torch.manual_seed governs the answers, as it governs everything else that a torch user samples.
+    seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+    return answer_seeds(seed, range(rows), samples)

@@ -12,21 +12,19 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from corelm.backend.engine import OpenEngine
+from corelm.backend.futures import own, settle
 from corelm.backend.prepared_call import PreparedCall
-from corelm.batching.futures import own, settle
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.scheduling import Ticket, TicketQueue
 from corelm.batching.timers import Timer, Timers
 from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError
 
-if TYPE_CHECKING:
-    from corelm.backend.backend import Backend
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Call(Ticket):
+class QueuedCall(Ticket):
     """A request on its way. Without `prepared` it is a turn: the engine is its caller's until it is `released`.
 
     Attributes:
@@ -46,19 +44,21 @@ class Call(Ticket):
 
 
 class Dispatcher:
-    """Requests come in by `submit` from any thread; `workers` threads, started when needed, take them to `backend`."""
+    """Requests come in by `submit` from any thread; `workers` threads, started when needed, take them to `engine`."""
 
-    def __init__(self, backend: Backend, queue: TicketQueue[Call], workers: int, clock: Callable[[], float]) -> None:
-        self.backend, self.queue = backend, queue
+    def __init__(
+        self, engine: OpenEngine, queue: TicketQueue[QueuedCall], workers: int, clock: Callable[[], float]
+    ) -> None:
+        self.engine, self.queue = engine, queue
         self.batches = self.settled = 0
-        self.in_flight: set[Call] = set()
+        self.in_flight: set[QueuedCall] = set()
         # Nobody will see to the last thread but itself.
         self.closed = self._unattended = False
         self.lock = threading.RLock()
         self.clock, self._workers = clock, workers
         self._work = threading.Condition(self.lock)
         self._room = threading.Condition(self.lock)
-        self._calls: dict[Future[Any], Call] = {}
+        self._calls: dict[Future[Any], QueuedCall] = {}
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
         # Callers' threads that have a turn: they must not wait for one.
@@ -68,7 +68,7 @@ class Dispatcher:
 
     # For callers -----------------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call, block: bool = True) -> Future[Any]:
+    def submit(self, call: QueuedCall, block: bool = True) -> Future[Any]:
         """Queue a call. Where the queue is full it waits outside, and so does its caller if it may `block`.
 
         Raises:
@@ -95,7 +95,7 @@ class Dispatcher:
         return call.future
 
     @contextmanager
-    def turn(self, call: Call) -> Iterator[None]:
+    def turn(self, call: QueuedCall) -> Iterator[None]:
         """The engine is this thread's, in the order of the queue.
 
         Raises:
@@ -122,7 +122,7 @@ class Dispatcher:
         me = threading.current_thread()
         return me in self._threads or me in self._turning or me is self._timers.thread
 
-    def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[Call]:
+    def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
         """The calls that are `wanted`, out of the queue, for the caller to settle."""
         with self.lock:
             found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
@@ -131,7 +131,7 @@ class Dispatcher:
             self._notify_all()
         return found
 
-    def left(self, calls: Sequence[Call]) -> float | None:
+    def left(self, calls: Sequence[QueuedCall]) -> float | None:
         """Seconds until the last of these calls is over; None for never."""
         latest = 0.0
         for call in calls:
@@ -140,7 +140,7 @@ class Dispatcher:
             latest = max(latest, call.end)
         left = latest - self.clock()
         if left <= 0:
-            raise BackendTimeoutError(f"backend {self.backend.name!r}: the time was over before the engine was asked")
+            raise BackendTimeoutError(f"backend {self.engine.name!r}: the time was over before the engine was asked")
         return left
 
     def threads(self) -> list[threading.Thread]:
@@ -201,7 +201,7 @@ class Dispatcher:
         """See to it that there is a thread for one more call. Under the lock."""
         if self._idle == 0 and len(self._threads) < self._workers:
             thread = threading.Thread(
-                target=self._serve_all, args=(self._generation,), name=f"corelm-{self.backend.name}", daemon=True
+                target=self._serve_all, args=(self._generation,), name=f"corelm-{self.engine.name}", daemon=True
             )
             self._threads.add(thread)
             try:
@@ -227,7 +227,7 @@ class Dispatcher:
             if last:
                 self._timers.stop(0)
 
-    def _next_batch(self, generation: int) -> list[Call]:
+    def _next_batch(self, generation: int) -> list[QueuedCall]:
         """The next calls to make together; [] to end the thread."""
         with self.lock:
             while True:
@@ -253,12 +253,12 @@ class Dispatcher:
                 finally:
                     self._idle -= 1
 
-    def _serve(self, batch: list[Call]) -> None:
+    def _serve(self, batch: list[QueuedCall]) -> None:
         try:
             if batch[0].prepared is None:
                 self._give_turn(batch[0])
             else:
-                for call, result in bisect(batch, self._ask, self.backend.health):
+                for call, result in bisect(batch, self._ask, self.engine.health):
                     self._answer(call, result)
         except BaseException as error:
             # Even a SystemExit of the engine is an answer to the requests, and no end of the thread.
@@ -270,7 +270,7 @@ class Dispatcher:
                 # There is room in the engine.
                 self._work.notify()
 
-    def _ask(self, calls: Sequence[Call]) -> list[Result]:
+    def _ask(self, calls: Sequence[QueuedCall]) -> list[Result]:
         # Who left in the meantime is not asked for again.
         there = [call for call in calls if not call.future.done()]
         if not there:
@@ -279,20 +279,20 @@ class Dispatcher:
             self.batches += 1
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
-        results = dict(zip(there, ask_together(self.backend._hooks, prepared, self.left(there)), strict=True))
+        results = dict(zip(there, ask_together(prepared, self.left(there)), strict=True))
         with self.lock:
             now = self.clock()
             self.queue.came_back(there, now - started, now)
         return [results.get(call, BackendClosedError("nobody waits for this")) for call in calls]
 
-    def _answer(self, call: Call, result: Result) -> None:
+    def _answer(self, call: QueuedCall, result: Result) -> None:
         call.answered = True
         if isinstance(result, Exception):
             settle(call.future, error=own(self._failure(result)))
         else:
             settle(call.future, result)
 
-    def _give_turn(self, call: Call) -> None:
+    def _give_turn(self, call: QueuedCall) -> None:
         call.answered = True
         if settle(call.future):
             call.released.wait()
@@ -300,7 +300,7 @@ class Dispatcher:
     def _failure(self, error: BaseException) -> CoreLMError:
         if isinstance(error, CoreLMError):
             return error
-        failure = EngineError(f"backend {self.backend.name!r}: the batching thread met {type(error).__name__}: {error}")
+        failure = EngineError(f"backend {self.engine.name!r}: the batching thread met {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
 
@@ -324,7 +324,7 @@ class Dispatcher:
                 self._timers.cancel(call.timer)
             if self.queue.remove(call):
                 self._notify_all()
-            elif call in self.in_flight and not call.answered and self.backend.capabilities.abort:
+            elif call in self.in_flight and not call.answered and self.engine.capabilities.abort:
                 # Not here: this may be the thread of an event loop.
                 self._timers.call_at(self.clock(), partial(self._abort, call))
         if future.cancelled():
@@ -332,18 +332,18 @@ class Dispatcher:
             future.set_running_or_notify_cancel()
 
     def _expire(self, future: Future[Any]) -> None:
-        busy = f"backend {self.backend.name!r}: the time was over before there was an answer"
+        busy = f"backend {self.engine.name!r}: the time was over before there was an answer"
         settle(future, error=BackendTimeoutError(busy))
 
-    def _abort(self, call: Call) -> None:
-        if call.prepared is not None and self.backend.capabilities.abort:
+    def _abort(self, call: QueuedCall) -> None:
+        if call.prepared is not None and self.engine.capabilities.abort:
             try:
-                self.backend.abort(call.prepared.request.request_ids)
+                self.engine.abort(call.prepared.request.request_ids)
             except CoreLMError:
                 # It goes on, then, and its answer is dropped.
                 return
 
-    def _wait_for_room(self, call: Call) -> None:
+    def _wait_for_room(self, call: QueuedCall) -> None:
         try:
             with self.lock:
                 while call.number in self.queue.outside:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from corelm.backend.hooks import EngineHooks
 from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -29,23 +28,23 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     and whether two of them are the same, only the engine knows.
     """
     request = call.request
+    if call.on_caller_thread:
+        return None
     if isinstance(request, ScoreRequest):
-        if request.grad or request.return_logits:
-            return None
         return ("score", request.temperature, request.device)
     if request.sampling.engine_kwargs:
         return None
     return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids)
 
 
-def ask_together(hooks: EngineHooks, calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:
+def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:
     """One result, or what is wrong with it, for each of the calls; their keys are equal.
 
     Raises:
         CoreLMError: the call failed for all of them, as `EngineHooks.call` does.
     """
     if len(calls) == 1:
-        return [calls[0].run(hooks, timeout)]
+        return [calls[0].run(timeout)]
     hook = calls[0].hook
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
@@ -53,7 +52,7 @@ def ask_together(hooks: EngineHooks, calls: Sequence[PreparedCall[Any]], timeout
         calls[0].check(batch, request)
         return list(_parted(batch, calls))
 
-    parted: list[Result] = hooks.call(hook, request, finish)
+    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish)
     return parted
 
 

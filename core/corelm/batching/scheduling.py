@@ -59,11 +59,6 @@ class Limits:
         validate.positive(self.batching_timeout, "batching_timeout")
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
-    @classmethod
-    def of(cls, **given: Any) -> Limits:
-        """None stands for the default."""
-        return cls(**{name: value for name, value in given.items() if value is not None})
-
     def fits(self, rows: int, tokens: int) -> bool:
         return rows <= self.max_batch_size and (self.max_batch_tokens is None or tokens <= self.max_batch_tokens)
 

@@ -51,9 +51,13 @@ class EnvPolicy(TensorDictModuleBase):
 
     def __init__(self, policy: LLMPolicy) -> None:
         super().__init__()
-        if not policy.generate or policy.input_mode == "tokens" or policy.input_mode not in policy.fields:
+        if (
+            not policy.options.generate
+            or policy.options.input_mode == "tokens"
+            or policy.options.input_mode not in policy.options.fields
+        ):
             raise invalid("policy", "expected one that generates from a history or from text, and returns it")
-        if policy.sampling_params.num_samples is not None:
+        if policy.options.num_samples is not None:
             raise invalid(
                 "policy", "num_samples adds a dimension that the environment lacks; repeat its prompts instead"
             )
@@ -61,7 +65,7 @@ class EnvPolicy(TensorDictModuleBase):
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        mode = self.policy.input_mode
+        mode = self.policy.options.input_mode
         prompt = tensordict.get(mode).prompt
         given = {mode: from_torchrl(prompt) if mode == "history" else prompt}
         out = self.policy(TensorDict(given, batch_size=tensordict.batch_size, device=tensordict.device))
@@ -149,8 +153,8 @@ class LossActor(TensorDictModuleBase):
         return self.get_dist(tensordict)
 
     def _must_match(self, tensordict: TensorDictBase) -> None:
-        mode = self._tokens.log_probs_mode
-        temperature = self._tokens.sampling_params.temperature if mode == "processed" else 1.0
+        mode = self._tokens.options.log_probs_mode
+        temperature = self._tokens.options.sampling.temperature if mode == "processed" else 1.0
         own = Provenance("", "", "", mode, temperature)
         found = getattr(tensordict.get("log_probs", None), "provenance", None) or ()
         for sampled in found if isinstance(found, tuple) else (found,):
@@ -187,7 +191,7 @@ class ModuleTransform(Transform):
 
 
 def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
-    if policy.keys != Keys():
+    if policy.options.keys != Keys():
         raise invalid("policy", "TorchRL reads the containers under their usual keys, and this policy has others")
     return policy.replace(**changes, inplace=False)
 

@@ -47,8 +47,8 @@ class RetrieveLogProb(TensorDictModuleBase):
         super().__init__()
         if not isinstance(policy, LLMPolicy):
             raise InvalidRequestError(f"policy: expected an LLMPolicy, got {type(policy).__name__}", field="policy")
-        self.tokens_key = policy.keys.tokens if tokens_key is None else tokens_key
-        self.masks_key = policy.keys.masks if masks_key is None else masks_key
+        self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
+        self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = log_probs_key
         outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
@@ -65,11 +65,11 @@ class RetrieveLogProb(TensorDictModuleBase):
             )
         scorer = self._scorers[tokens.padded]
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
-        view[scorer.keys.tokens] = tokens
+        view[scorer.options.keys.tokens] = tokens
         # Rows of their own length need no masks; for dense ones the scorer says what is missing.
         with suppress(MissingKeyError):
-            view[scorer.keys.masks] = find(tensordict, self.masks_key, first=here)[0]
-        place(tensordict).set(self.log_probs_key, scorer(view)[scorer.keys.log_probs])
+            view[scorer.options.keys.masks] = find(tensordict, self.masks_key, first=here)[0]
+        place(tensordict).set(self.log_probs_key, scorer(view)[scorer.options.keys.log_probs])
         return tensordict
 
 

@@ -10,8 +10,9 @@ import tenacity
 
 from corelm.backend.backend import Backend
 from corelm.backend.registry import check_options, load_backend, open_error
-from corelm.errors import CoreLMError, InvalidRequestError
+from corelm.errors import CoreLMError
 from corelm.spec.records import CloseRequest
+from corelm.validate import invalid
 
 
 def get_backend(
@@ -24,41 +25,46 @@ def get_backend(
     tokenizer: Any = None,
     **options: Any,
 ) -> Backend:
-    """Open the engine called `name` on `model` (a path, a model object, or nothing for an engine behind a URL).
+    """Open the engine called `name`.
 
     Args:
+        name: the backend's name, as `list_backends` lists it.
+        model: a path, a model object, or None for an engine behind a URL.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`. None never retries.
-        timeout: seconds a call may take when it does not say otherwise.
-        tokenizer: used instead of the model's own.
-        options: the engine's own, passed to the plugin's ``open``.
+        timeout: seconds that a call may take when the call does not say; None sets no limit.
+        tokenizer: replaces the model's own tokenizer.
+        options: the engine's own options, passed to the plugin's ``open``.
 
     Raises:
-        BackendNotFoundError, BackendNotInstalledError, BackendImportError, BackendConflictError,
-            BackendIncompatibleError: see `corelm.registry`.
-        InvalidRequestError: an option that the plugin does not know.
+        BackendNotFoundError: no backend of this name is known or allowed.
+        BackendNotInstalledError: the backend is one of core's extras, and the extra is not installed.
+        BackendImportError: the plugin's module failed to import.
+        BackendConflictError: several distributions claim the name.
+        BackendIncompatibleError: the plugin does not fit this hook specification.
+        InvalidRequestError: the plugin does not know an option.
         EngineError: the engine did not open; its own error is the cause.
     """
     if not isinstance(name, str):
-        raise InvalidRequestError(f"name: expected a backend's name, got {name!r}", field="name")
+        raise invalid("name", f"expected a backend's name, got {name!r}")
     plugin, info = load_backend(name)
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
     check_options(plugin, info, model, options)
     try:
-        engine = plugin.open(model, **options)
+        opened = plugin.open(model, **options)
     except CoreLMError:
         raise
     except (Exception, SystemExit) as error:
         raise open_error(info, error) from error
     try:
-        return Backend(
-            engine, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
+        return Backend.from_plugin(
+            opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
         )
     except BaseException:
-        # Nobody else holds the engine, and it may own processes.
-        if callable(getattr(engine, "close", None)):
-            engine.close(CloseRequest())
+        # The caller gets no backend to close, and the engine may own processes.
+        if callable(getattr(opened, "close", None)):
+            opened.close(CloseRequest())
         raise
 
 

@@ -121,7 +121,7 @@ class BadResultPromises(ConformanceBase):
     def test_a_bad_generation_never_reaches_its_user(self, backend: Backend, defect: str) -> None:
         bend, message = GENERATION[defect]
         wrapper = Bend(bend)
-        bent = Backend(HandedOn(backend), "bent", wrappers=[wrapper])
+        bent = Backend.from_plugin(HandedOn(backend), "bent", wrappers=[wrapper])
         prompts = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook generate: .*{message}") as caught:
             bent.generate(prompts, {"max_new_tokens": 3})
@@ -134,7 +134,7 @@ class BadResultPromises(ConformanceBase):
     def test_bad_scores_never_reach_their_user(self, backend: Backend, defect: str) -> None:
         bend, message = SCORES[defect]
         wrapper = Bend(bend)
-        bent = Backend(HandedOn(backend), "bent", wrappers=[wrapper])
+        bent = Backend.from_plugin(HandedOn(backend), "bent", wrappers=[wrapper])
         rows = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook score_logprobs: .*{message}") as caught:
             bent.score_logprobs(rows)

@@ -65,7 +65,7 @@ class Cell:
 
 def policy_of(backend: Backend, mode: str, layout: str, **options: Any) -> LLMPolicy:
     """Any log-probs the engine has are raw ones here: at temperature 1 both modes are the same numbers."""
-    return LLMPolicy(backend, input_mode=mode, pad_output=layout == "dense", inplace=False, **options)  # type: ignore[arg-type]
+    return LLMPolicy(backend, input_mode=mode, pad_output=layout == "dense", inplace=False, **options)
 
 
 def understood(backend: Backend, mode: str, td: TensorDictBase, rows: list[list[int]], prompt: bool) -> list[list[int]]:
@@ -138,7 +138,7 @@ class FieldPromises(ConformanceBase):
     def test_generating_writes_every_promised_field_and_no_other(self, generated: list[Cell]) -> None:
         for cell in generated:
             absent = set() if cell.mode == "history" else {"history"}
-            if "log_probs" not in cell.policy.fields:
+            if "log_probs" not in cell.policy.options.fields:
                 absent.add("log_probs")
             promised = {(name, field) for name in CONTAINERS if name not in absent for field in CONTAINERS[name]}
             assert cell.fields() == promised, cell.name

@@ -130,6 +130,6 @@ def connect() -> Iterator[Callable[..., Backend]]:
 
 
 def server_of(backend: Backend) -> LaunchedServer:
-    engine = backend._engine
+    engine = backend.engine.plugin
     assert isinstance(engine, SGLangBackend) and engine.launched is not None
     return engine.launched

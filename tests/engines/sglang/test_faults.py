@@ -129,7 +129,7 @@ def test_a_server_that_is_restarted_in_the_middle_serves_all_rows_but_not_with_l
 
 def test_a_launched_server_that_dies_is_gone(launch: Callable[..., Backend]):
     backend = launch(max_retries=1)
-    launched = backend._engine.launched
+    launched = backend.engine.plugin.launched
     (leader,) = children(launched._supervisor.pid)
     family = group(leader)
     assert len(family) >= 3
@@ -146,7 +146,7 @@ import signal, sys
 sys.path[:0] = {path!r}
 import corelm
 backend = corelm.get_backend("sglang", {model!r}, env={env!r}, progress=False, **{arguments!r})
-print(backend._engine.launched._supervisor.pid, flush=True)
+print(backend.engine.plugin.launched._supervisor.pid, flush=True)
 signal.pause()
 """
 

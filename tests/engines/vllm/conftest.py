@@ -61,6 +61,6 @@ def shared(open_vllm: Open) -> Iterator[Backend]:
 @pytest.fixture(scope="session")
 def engine(shared: Backend) -> AsyncEngine:
     """What is behind `shared`."""
-    plugin = shared._engine
+    plugin = shared.engine.plugin
     assert isinstance(plugin, VLLMBackend) and isinstance(plugin.engine, AsyncEngine)
     return plugin.engine

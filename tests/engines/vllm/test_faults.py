@@ -35,7 +35,7 @@ def before() -> tuple[set[int | None], set[threading.Thread]]:
 def in_flight(backend: Backend, count: int) -> None:
     """Wait until so many requests are."""
     end = time.monotonic() + PATIENCE
-    while backend._engine.engine.llm.get_num_unfinished_requests() < count:
+    while backend.engine.plugin.engine.llm.get_num_unfinished_requests() < count:
         assert time.monotonic() < end
         threading.Event().wait(0.005)
 
@@ -97,7 +97,7 @@ def nothing_new_since(before: tuple[set[int | None], set[threading.Thread]]) -> 
 @pytest.fixture
 def sync(open_vllm: Open) -> Iterator[tuple[Backend, SyncEngine]]:
     with open_vllm(engine="sync") as backend:
-        plugin = backend._engine
+        plugin = backend.engine.plugin
         assert isinstance(plugin, VLLMBackend) and isinstance(plugin.engine, SyncEngine)
         yield backend, plugin.engine
 

@@ -54,7 +54,7 @@ def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_
     tokenizer = tiny_tokenizer()
     with open_vllm(engine="sync", max_model_len=64, max_num_seqs=3, tokenizer=tokenizer) as backend:
         assert backend.capabilities.max_context == 64 and backend.tokenizer is tokenizer
-        assert backend._engine.engine.llm.vllm_config.scheduler_config.max_num_seqs == 3
+        assert backend.engine.plugin.engine.llm.vllm_config.scheduler_config.max_num_seqs == 3
     with open_vllm(engine="sync", tokenizer=str(tiny_folder), skip_tokenizer_init=True) as backend:
         # Without text of its own vLLM finds no stop string.
         assert "stop" not in backend.capabilities.sampling

@@ -126,7 +126,7 @@ def test_weights_that_were_made_up_cannot_be_checked_and_are_not_changed(open_vl
 def test_answers_in_flight_are_made_of_one_models_weights(open_vllm: Open, drain: bool) -> None:
     prompts = random_rows(4, 5, 6)
     with open_vllm() as backend, ThreadPoolExecutor(2) as pool:
-        llm = backend._engine.engine.llm
+        llm = backend.engine.plugin.engine.llm
         call = pool.submit(backend.generate, prompts, LONG)
         end = time.monotonic() + 60
         while llm.get_num_unfinished_requests() < 3:

@@ -22,6 +22,6 @@ def open_model() -> Iterator[Open]:
 
         def make(model: Any, **options: Any) -> Backend:
             engine = TransformersBackend.open(model, **({"tokenizer": tiny_tokenizer()} | options))
-            return stack.enter_context(Backend(engine, "transformers"))
+            return stack.enter_context(Backend.from_plugin(engine, "transformers"))
 
         yield make

@@ -40,7 +40,7 @@ def test_a_hook_that_comes_and_goes(open_model: Open, part: str) -> None:
     check(backend, model)
     hook.remove()
     check(backend, model)
-    assert backend._engine.scorer.taken.head == "tiled"
+    assert backend.engine.plugin.scorer.taken.head == "tiled"
 
 
 def test_a_hook_on_everything(open_model: Open) -> None:
@@ -92,7 +92,7 @@ def test_a_learned_scale_learns_and_is_followed(open_model: Open) -> None:
     check(backend, model)
     backend.score_logprobs(ROWS, grad=True).logprobs.values.sum().backward()
     found = model.scale.grad
-    assert backend._engine.scorer.taken.head == "sliced" and found is not None
+    assert backend.engine.plugin.scorer.taken.head == "sliced" and found is not None
     model.zero_grad()
     for row in ROWS:
         logprobs = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
@@ -100,7 +100,7 @@ def test_a_learned_scale_learns_and_is_followed(open_model: Open) -> None:
     torch.testing.assert_close(found, model.scale.grad, rtol=1e-4, atol=1e-4)
     model.scale.data.fill_(1.0)
     check(backend, model)
-    assert backend._engine.scorer.taken.head == "tiled"
+    assert backend.engine.plugin.scorer.taken.head == "tiled"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -114,7 +114,7 @@ def test_rows_share_a_beginning_but_not_its_dropout_whatever_its_name(open_model
     before = torch.get_rng_state()
     one, other = backend.score_logprobs([[*row, 5, 6], [*row, 7, 8]], grad=True).logprobs.split()
     assert torch.equal(one[:40], other[:40]) is (dropout == 0.0)
-    assert (backend._engine.scorer.taken.shared > 0) is (dropout == 0.0)
+    assert (backend.engine.plugin.scorer.taken.shared > 0) is (dropout == 0.0)
     assert torch.equal(before, torch.get_rng_state()) is (dropout == 0.0)
 
 

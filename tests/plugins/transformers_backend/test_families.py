@@ -50,7 +50,7 @@ def test_scores_take_the_fast_path_and_are_the_models_own(family: str, temperatu
         expected = oracle.logprobs(model, ids, temperature)
         # Float32 has steps of 8e-6 where a log-probability is below -64.
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-5)
-    taken = backend._engine.scorer.taken
+    taken = backend.engine.plugin.scorer.taken
     # Some releases of transformers use SDPA for Gemma 2, and some do not.
     padded = family in PADDED or (family == "gemma2" and model.config._attn_implementation != "sdpa")
     layout, shared = ("padded", 0) if padded else ("packed", 3 * 40)

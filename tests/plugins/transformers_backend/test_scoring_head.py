@@ -146,7 +146,7 @@ def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool) -> None
 
 def way(backend: Backend) -> str:
     """How the head's part of the latest call was computed."""
-    taken: str = backend._engine.scorer.taken.head
+    taken: str = backend.engine.plugin.scorer.taken.head
     return taken
 
 

@@ -24,7 +24,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
 
 def taken(backend: Backend) -> Any:
     """How the latest call was computed."""
-    return backend._engine.scorer.taken
+    return backend.engine.plugin.scorer.taken
 
 
 def family(prompt: int, *answers: int, seed: int = 100) -> list[list[int]]:

@@ -1,0 +1,192 @@
+"""`PolicyOptions`: what an `LLMPolicy` does with its backend, checked once and never changed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey
+
+from corelm import validate
+from corelm.backend.skipping import OnError
+from corelm.batching.scheduling import Limits
+from corelm.policy.inputs import InputMode, Keys
+from corelm.policy.outputs import ResponseParser
+from corelm.spec.provenance import Mode
+from corelm.spec.sampling import SamplingParams
+
+Inplace = bool | Literal["empty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """What a policy reads, asks of the engine and writes.
+
+    Attributes:
+        input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to
+            generate and its ``full`` to score; a bare History, list of strings or token tensor at the top key will do.
+        generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
+        sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
+        num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
+        pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample.
+        return_text: write the `Text` container.
+        return_tokens: write the `Tokens` container.
+        return_masks: write the `Masks` container.
+        return_log_probs: write the `LogProbs` container.
+        return_history: write the `ChatHistory` container; None writes it where a history is read, and it cannot be
+            written elsewhere.
+        log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
+            scores at the temperature of `sampling_params`.
+        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the output
+            says of which rows: bool `retokenized`.
+        inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and impossible
+            with it. False returns a new TensorDict with the outputs alone; it is the default with `num_samples`.
+            "empty" returns an empty copy of the one passed, filled with the outputs.
+        on_error: "raise" refuses a call with a bad row; "skip" serves the others and says what was wrong in `errors`.
+        truncation: what happens to a prompt that does not fit: "error", or "left" to drop its first tokens.
+        device: where the results go; None for the device of the TensorDict, else the CPU.
+        keys: where the containers are read and written.
+        chat_template: renders histories; None for the tokenizer's own template.
+        template_kwargs: passed to the template.
+        tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
+        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …).
+
+    Raises:
+        InvalidRequestError: an illegal value, or two that exclude each other; `field` names the option.
+    """
+
+    input_mode: InputMode = "history"
+    generate: bool = True
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None
+    num_samples: int | None = None
+    pad_output: bool = False
+    return_text: bool = True
+    return_tokens: bool = True
+    return_masks: bool = True
+    return_log_probs: bool = True
+    return_history: bool | None = None
+    log_probs_mode: Mode = "raw"
+    prefer_tokens: bool = True
+    inplace: Inplace | None = None
+    on_error: OnError = "raise"
+    truncation: Literal["error", "left"] = "error"
+    device: torch.device | str | None = None
+    keys: Keys = field(default_factory=Keys)
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    response_parser: ResponseParser | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keys, Keys):
+            raise validate.invalid("keys", f"expected a Keys, got {self.keys!r}")
+        validate.one_of("input_mode", self.input_mode, ("history", "text", "tokens"))
+        validate.one_of("log_probs_mode", self.log_probs_mode, ("raw", "processed"))
+        validate.one_of("on_error", self.on_error, ("raise", "skip"))
+        validate.one_of("truncation", self.truncation, ("error", "left"))
+        validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
+        if self.return_history and self.input_mode != "history":
+            raise validate.invalid("return_history", f"{self.input_mode} mode reads no history that could be returned")
+        if not self.generate and not self.return_log_probs:
+            raise validate.invalid("return_log_probs", "scoring without log-probs returns nothing")
+        # Copies: what the caller does later with the dicts that were passed changes no policy.
+        known = ("add_special_tokens", "parse_special")
+        self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
+        self._set("template_kwargs", dict(self.template_kwargs or {}))
+        self._set("device", validate.device(self.device))
+        self._settle_samples(SamplingParams.make(self.sampling_params))
+
+    def _settle_samples(self, sampling: SamplingParams) -> None:
+        """Give `num_samples` one home, whichever of the two places it was passed in."""
+        samples = self.num_samples
+        if samples is not None:
+            if sampling.num_samples not in (None, samples):
+                raise validate.invalid("num_samples", f"given twice, as {samples} and {sampling.num_samples}")
+            sampling = SamplingParams.make(sampling, num_samples=samples)
+        samples = sampling.num_samples
+        if samples is not None and not self.generate:
+            raise validate.invalid("num_samples", "scoring samples nothing")
+        if samples is not None and self.inplace is True:
+            raise validate.invalid("inplace", "num_samples adds a batch dimension, which the input does not have")
+        self._set("num_samples", samples)
+        self._set("sampling_params", SamplingParams.make(sampling, num_samples=None))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def replace(self, **changes: Any) -> PolicyOptions:
+        """Return these options with changes.
+
+        Raises:
+            TypeError: a policy has no option of that name.
+        """
+        unknown = [name for name in changes if name not in OPTIONS]
+        if unknown:
+            limits = {limit.name for limit in dataclasses.fields(Limits)}
+            hint = f"give batching=Limits({unknown[0]}=…)" if unknown[0] in limits else f"it has {', '.join(OPTIONS)}"
+            raise TypeError(f"a policy has no option {unknown[0]!r}; {hint}")
+        if "sampling_params" in changes or changes.get("generate") is False:
+            # New sampling parameters bring their own number of samples, and scoring has none.
+            changes = {"num_samples": None, **changes}
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters, with the number of samples."""
+        return SamplingParams.make(self.sampling_params, num_samples=self.num_samples)
+
+    @property
+    def writes_in_place(self) -> Inplace:
+        """`inplace`, with its default resolved."""
+        return self.num_samples is None if self.inplace is None else self.inplace
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The containers to write, by name."""
+        history = self.input_mode == "history" if self.return_history is None else self.return_history
+        wanted = {
+            "text": self.return_text,
+            "tokens": self.return_tokens,
+            "masks": self.return_masks,
+            "log_probs": self.return_log_probs,
+            "history": history,
+        }
+        return frozenset(name for name, want in wanted.items() if want)
+
+
+OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))
+
+
+def out_keys(options: PolicyOptions) -> list[NestedKey]:
+    """Return the keys that every call writes.
+
+    Scored tokens that come with their split get their prompt and response as well.
+    """
+    parts = ("prompt", "response", "full") if options.generate else ("full",)
+    masks = ["all_attention_mask"]
+    if options.generate:
+        masks.append("all_response_mask")
+    if options.generate or options.input_mode == "history":
+        masks.append("all_assistant_mask")
+    names = {
+        "text": parts,
+        "tokens": parts,
+        "masks": tuple(masks),
+        "log_probs": (*parts, "scored_mask"),
+        "history": parts,
+    }
+    keys: list[NestedKey] = []
+    for name, inner in names.items():
+        if name in options.fields:
+            top = getattr(options.keys, name)
+            keys += [(*(top if isinstance(top, tuple) else (top,)), part) for part in inner]
+    if options.generate:
+        keys.append("finish_reason")
+    if options.generate or options.on_error == "skip":
+        keys.append("errors")
+    if options.input_mode == "history" and not options.prefer_tokens:
+        keys.append("retokenized")
+    return keys
