@@ -9,13 +9,12 @@ import torch
 
 from corelm import Ragged, SamplingParams
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import GenerateRequest, ScoreRequest
+from corelm.spec import GenerateRequest, Provenance, ScoreRequest
 from corelm.support import (
     ABORTED,
     RowAnswer,
     RowFailure,
     generate_result,
-    logprob_label,
     raise_if_none_was_served,
     row_failure,
     score_result,
@@ -88,7 +87,7 @@ def test_without_log_probs_there_are_none_in_the_result():
     ],
 )
 def test_log_probs_are_labelled_with_their_distribution(logprobs: Any, sampling: dict[str, Any], label: Any):
-    assert tuple(logprob_label(logprobs, SamplingParams(**sampling)).values()) == label
+    assert tuple(Provenance.label(logprobs, SamplingParams(**sampling)).values()) == label
     result = generate_result(generation(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
     assert (result.mode, result.temperature, result.support) == label
 

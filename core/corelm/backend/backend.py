@@ -299,23 +299,27 @@ class Backend:
     def provenance(
         self, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None = None
     ) -> Provenance | tuple[Provenance, ...]:
-        """Where the log-probs of `batch` came from: one for all rows if they agree, else one per row."""
-        raw = batch.mode == "raw"
-        penalties = () if raw or sampling is None else sampling.penalties
+        """Return where the log-probs of a result came from: one for all rows if they agree, else one per row.
+
+        Args:
+            batch: what this backend returned.
+            sampling: the sampling parameters of a `GenerateResult`.
+        """
+        processed = batch.mode == "processed"
+        versions = batch.weight_versions or (self.weight_version,)
         made = {
             version: Provenance(
                 backend=self.name,
                 model=self.model_name,
                 weight_version=version,
                 mode=batch.mode,
-                temperature=1.0 if raw else batch.temperature,
-                support="full" if raw else batch.support,
-                penalties=penalties,
+                temperature=batch.temperature if processed else 1.0,
+                support=batch.support if processed else "full",
+                penalties=sampling.penalties if processed and sampling is not None else (),
             )
-            for version in {*(batch.weight_versions or ()), self.weight_version}
+            for version in {*versions}
         }
-        versions = batch.weight_versions or (self.weight_version,)
-        return made[versions[0]] if len(set(versions)) == 1 else tuple(made[version] for version in versions)
+        return made[versions[0]] if len(made) == 1 else tuple(made[version] for version in versions)
 
     # Its life --------------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def generation_mode(
 
 def untouched(sampling: SamplingParams) -> bool:
     """Whether what is sampled from is the model's own distribution, so that raw and processed are the same numbers."""
-    return sampling.temperature == 1.0 and not (sampling.truncates or _reshaped(sampling))
+    return sampling.temperature == 1.0 and not (sampling.truncates_support or sampling.penalties)
 
 
 def scaled_is(mode: Mode, sampling: SamplingParams) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from corelm.backend.check_requests import outside_vocabulary, value_range
 from corelm.errors import EngineError, spelled_out
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
     FINISH_REASONS,
     GenerateRequest,
@@ -66,10 +67,11 @@ def check_generation(
     _one_of("support", batch.support, ("full", "truncated"), fail)
     if batch.mode != request.logprobs:
         raise fail(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
-    if batch.mode == "processed" and batch.temperature != request.sampling.temperature:
-        raise fail(f"says temperature {batch.temperature}, but sampled at {request.sampling.temperature}")
-    if batch.mode == "processed" and request.sampling.truncates and batch.support == "full":
-        raise fail("says full support, but sampled under truncation")
+    label = Provenance.label(request.logprobs, request.sampling)
+    if batch.mode == "processed" and batch.temperature != label["temperature"]:
+        raise fail(f"says temperature {batch.temperature}, but sampled at {label['temperature']}")
+    if label["support"] == "truncated" and batch.support == "full":
+        raise fail("says full support, but sampled under truncation, min_new_tokens or engine_kwargs")
 
 
 def every_row_was_served(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError, Problems, refuse
-from corelm.spec.provenance import Mode
+from corelm.spec.provenance import Mode, Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
@@ -32,9 +32,7 @@ def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> Genera
         ids=Ragged.from_list([]),
         logprobs=Ragged.from_list([], dtype=torch.float32),
         finish_reasons=(),
-        mode="raw" if mode == "none" else mode,
-        temperature=sampling.temperature if mode == "processed" else 1.0,
-        support="truncated" if mode == "processed" and sampling.truncates else "full",
+        **Provenance.label(mode, sampling),
     )
 
 
@@ -44,8 +42,7 @@ def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
         logprobs=Ragged.from_list([], dtype=torch.float32),
         scored=Ragged.from_list([], dtype=torch.bool),
         logits=Ragged(torch.zeros(0, vocab_size), torch.zeros(0, dtype=torch.int64)),
-        temperature=temperature,
-        mode="raw" if temperature == 1.0 else "processed",
+        **Provenance.label_of_scores(temperature),
     )
 
 

@@ -22,6 +22,7 @@ from corelm.batching.dispatcher import Dispatcher, QueuedCall
 from corelm.batching.merging import sharing_key
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
@@ -232,15 +233,12 @@ def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
     if not isinstance(request, GenerateRequest):
         raise EngineError("the request was aborted before it was scored", usable=True)
     nothing = torch.zeros(prepared.rows, dtype=torch.int64)
-    processed = request.logprobs == "processed"
     batch: GenerateResult = prepared.finish(
         GenerateResult(
             ids=Ragged(torch.zeros(0, dtype=torch.int64), nothing),
             logprobs=Ragged(torch.zeros(0), nothing),
             finish_reasons=("abort",) * prepared.rows,
-            mode="processed" if processed else "raw",
-            temperature=request.sampling.temperature if processed else 1.0,
-            support="truncated" if processed and request.sampling.truncates else "full",
+            **Provenance.label(request.logprobs, request.sampling),
         )
     )
     return batch

@@ -188,7 +188,7 @@ class LLMPolicy(TensorDictModuleBase):
     def _scoring(self, rows: InputRows) -> dict[str, Any]:
         """The arguments for scoring."""
         sampling = self._sampling
-        restricted = sampling.truncates or sampling.penalties or sampling.min_new_tokens or sampling.greedy
+        restricted = sampling.truncates_support or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
                 "given tokens can be scored at a temperature, not under truncation or penalties; score raw log-probs",

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
+
+from corelm.spec.sampling import SamplingParams
 
 Mode = Literal["raw", "processed"]
 Support = Literal["full", "truncated"]
+
+
+class LogProbLabel(TypedDict):
+    """The fields of a `GenerateResult` or a `ScoreResult` that say which distribution its log-probs are of."""
+
+    mode: Mode
+    temperature: float
+    support: Support
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """Where a row of log-probabilities came from.
 
-    `raw` is the model's own distribution: temperature 1, full support and no penalties, whatever the token was sampled
-    with. `processed` is the distribution sampled from, built in the order penalties → temperature → top-k → top-p →
-    min-p; `support` is `truncated` when any of the last three cut it. Greedy decoding is temperature 0: its processed
-    log-probabilities are 0.
+    `raw` is the model's own distribution: temperature 1, full support and no penalties, however the token was sampled.
+    `processed` is the distribution sampled from, built in the order penalties → temperature → top-k → top-p → min-p.
+    Greedy decoding is temperature 0: its processed log-probabilities are 0.
 
     Attributes:
-        backend, model, weight_version: labels. They may differ between two numbers that belong together.
-        mode, temperature, support, penalties: the distribution. These must agree before two numbers are compared.
-            `penalties` holds (name, value) for each penalty that was in force.
+        backend: the backend's name. A label: it may differ between two numbers that belong together.
+        model: the model's name. A label, as above.
+        weight_version: the version of the weights. A label, as above.
+        mode: `raw` or `processed`. This and the following attributes are the distribution: they must agree before two
+            numbers are compared.
+        temperature: what the logits were divided by.
+        support: `truncated` if some ids may have lost their probability, else `full`.
+        penalties: (name, value) of each penalty in force.
     """
 
     backend: str
@@ -32,20 +46,48 @@ class Provenance:
     support: Support = "full"
     penalties: tuple[tuple[str, float], ...] = ()
 
+    @staticmethod
+    def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:
+        """Return the label of sampled tokens' log-probs that are what a request asks for.
+
+        This is the one place where a label is made. A plugin puts it into its results, and core compares the results
+        it gets with it.
+
+        >>> Provenance.label("processed", SamplingParams(temperature=0.5, top_k=3))
+        {'mode': 'processed', 'temperature': 0.5, 'support': 'truncated'}
+
+        Args:
+            logprobs: ``request.logprobs``; "none" is labelled like "raw".
+            sampling: ``request.sampling``.
+        """
+        if logprobs != "processed":
+            return {"mode": "raw", "temperature": 1.0, "support": "full"}
+        support: Support = "truncated" if sampling.truncates_support else "full"
+        return {"mode": "processed", "temperature": sampling.temperature, "support": support}
+
+    @staticmethod
+    def label_of_scores(temperature: float) -> LogProbLabel:
+        """Return the label of given tokens' log-probs: at a temperature other than 1 they are not the model's own.
+
+        Args:
+            temperature: ``request.temperature``.
+        """
+        return {"mode": "raw" if temperature == 1.0 else "processed", "temperature": temperature, "support": "full"}
+
     def to_dict(self) -> dict[str, Any]:
-        """Its attributes by name."""
+        """Return the attributes by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:
-        """What must agree. At temperature 1 with full support and no penalties raw and processed are the same
+        """What must agree. At temperature 1 with full support and no penalties, raw and processed are the same
         numbers.
         """
         untouched = self.temperature == 1.0 and self.support == "full" and not self.penalties
         return ("raw" if untouched else self.mode, self.temperature, self.support, self.penalties)
 
     def matches(self, other: Provenance) -> bool:
-        """Whether log-probabilities of the two may be subtracted from one another.
+        """Return whether log-probabilities of the two may be subtracted from one another.
 
         >>> policy, reference = Provenance("vllm", "mine", "12"), Provenance("transformers", "base", "0")
         >>> policy.matches(reference), policy.matches(Provenance("vllm", "mine", "12", "processed", 0.7))

@@ -164,6 +164,15 @@ class SamplingParams:
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
+    def truncates_support(self) -> bool:
+        """Whether some ids may have lost their probability.
+
+        Top-k, top-p and min-p cut the distribution, ``min_new_tokens`` forbids the ids that end an answer for a while,
+        and core does not know what ``engine_kwargs`` do.
+        """
+        return self.truncates or self.min_new_tokens > 0 or bool(self.engine_kwargs)
+
+    @property
     def penalties(self) -> tuple[tuple[str, float], ...]:
         """The penalties in force, by name."""
         return tuple(

@@ -3,7 +3,6 @@
 - `StopStrings`, `text_before_stop`: which token completes a stop string, and the text before it.
 - `Deadline`: how much time a call has left.
 - `generate_result`, `score_result`, `RowFailure`: the result of a call from what became of its rows.
-- `logprob_label`: which distribution the log-probs of an answer are of.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).

@@ -12,11 +12,9 @@ from .http import HttpClient as HttpClient
 from .http_errors import ABORTED as ABORTED
 from .http_errors import Aborted as Aborted
 from .http_errors import TransientError as TransientError
-from .row_results import LogprobLabel as LogprobLabel
 from .row_results import RowAnswer as RowAnswer
 from .row_results import RowFailure as RowFailure
 from .row_results import generate_result as generate_result
-from .row_results import logprob_label as logprob_label
 from .row_results import raise_if_none_was_served as raise_if_none_was_served
 from .row_results import row_failure as row_failure
 from .row_results import score_result as score_result

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm.spec.provenance import Mode, Support
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.spec.sampling import SamplingParams
 from corelm.support.http_errors import ABORTED
 from corelm.tensors.ragged import Ragged
 
@@ -71,36 +70,6 @@ def raise_if_none_was_served(entries: Sequence[Any]) -> None:
         raise others[0]
 
 
-class LogprobLabel(TypedDict):
-    """The fields of a `GenerateResult` that say which distribution its log-probs are of."""
-
-    mode: Mode
-    temperature: float
-    support: Support
-
-
-def logprob_label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogprobLabel:
-    """Return the label of log-probs that an engine returns as the request asked for them.
-
-    Processed ones are of the distribution sampled from. Its support is truncated by top-k, top-p and min-p, by
-    ``min_new_tokens`` (which forbids the stop ids for a while), and possibly by ``engine_kwargs``.
-
-    >>> logprob_label("processed", SamplingParams(temperature=0.5, top_k=3))
-    {'mode': 'processed', 'temperature': 0.5, 'support': 'truncated'}
-
-    Args:
-        logprobs: ``request.logprobs``. sampling: ``request.sampling``.
-    """
-    if logprobs != "processed":
-        return {"mode": "raw", "temperature": 1.0, "support": "full"}
-    truncated = sampling.truncates or sampling.min_new_tokens or sampling.engine_kwargs
-    return {
-        "mode": "processed",
-        "temperature": sampling.temperature,
-        "support": "truncated" if truncated else "full",
-    }
-
-
 def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
     """Return the result of `request` from what became of each of its rows, in their order.
 
@@ -117,7 +86,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         logprobs=logprobs,
         finish_reasons=tuple(answer.finish_reason for answer in answers),
         errors=tuple(errors) if any(errors) else None,
-        **logprob_label(request.logprobs, request.sampling),
+        **Provenance.label(request.logprobs, request.sampling),
     )
 
 
@@ -159,10 +128,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | Row
     return ScoreResult(
         logprobs=Ragged(values, sequences.lengths).to(device),
         scored=Ragged(scored, sequences.lengths).to(device),
-        # At another temperature it is no longer the model's own distribution.
-        mode="raw" if request.temperature == 1.0 else "processed",
-        temperature=request.temperature,
         errors=tuple(errors) if any(errors) else None,
+        **Provenance.label_of_scores(request.temperature),
     )
 
 

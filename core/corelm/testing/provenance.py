@@ -27,7 +27,7 @@ class ProvenancePromises(ConformanceBase):
     def test_a_processed_log_prob_says_what_was_sampled_from(self, backend: Backend) -> None:
         for sampling in _samplings(backend):
             found = _of_answers(backend, "processed", **sampling)
-            cut = {"top_k", "top_p", "min_p"}.intersection(sampling)
+            cut = {"top_k", "top_p", "min_p", "min_new_tokens"}.intersection(sampling)
             penalties = tuple((name, value) for name, value in sampling.items() if name.endswith("_penalty"))
             expected = ("processed", sampling.get("temperature", 1.0), "truncated" if cut else "full", penalties)
             assert (found.mode, found.temperature, found.support, found.penalties) == expected, sampling
@@ -77,6 +77,7 @@ def _samplings(backend: Backend) -> list[dict[str, Any]]:
         "top_k": 5,
         "top_p": 0.9,
         "min_p": 0.05,
+        "min_new_tokens": 1,
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.5,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm import Capabilities, Ragged, SamplingParams, hookimpl
+from corelm import Capabilities, Provenance, Ragged, SamplingParams, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
 from corelm.support import RowAnswer, StopStrings, generate_result
 from toy_backend.model import Bigram
@@ -85,8 +85,7 @@ class ToyBackend:
             logprobs=Ragged(logprobs, rows.lengths).to(request.device),
             scored=Ragged(scored, rows.lengths).to(request.device),
             logits=Ragged(logits, rows.lengths).to(request.device) if request.return_logits else None,
-            mode="raw" if request.temperature == 1.0 else "processed",
-            temperature=request.temperature,
+            **Provenance.label_of_scores(request.temperature),
         )
 
     @hookimpl
