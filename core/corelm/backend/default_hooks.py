@@ -1,4 +1,4 @@
-"""Core's own `tokenize` and `to_containers`, called when a plugin brings none."""
+"""Core's own `tokenize` and `to_containers`, for plugins that do not implement them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corelm.spec.records import ContainerRequest, TokenizeRequest, TokenizeResul
 
 
 class DefaultHooks:
-    """Registered `trylast` beside every backend."""
+    """Registered with every backend, as the last to be tried."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._encode = Encoder(tokenizer)

@@ -1,4 +1,4 @@
-"""What `concurrent.futures` leaves to its users: settling a future that others may settle, and one thread a call."""
+"""Helpers for `concurrent.futures`: settle a future that others may settle too, and run a function on a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> bool:
-    """Give the future its result or error. False if it has one, or was cancelled."""
+    """Give the future its result or error. Return False if it already has one or was cancelled."""
     try:
         if error is None:
             future.set_result(result)
@@ -25,20 +25,20 @@ def settle(future: Future[Any], result: Any = None, *, error: BaseException | No
 
 
 def own(error: E) -> E:
-    """A copy for one of several callers: each raises it on its own thread, which writes to it."""
+    """Return a copy of an error for one of several callers. Raising an error writes to it, so callers cannot share it."""
     try:
         made = copy.copy(error)
     except Exception:
-        # An exception class that cannot be copied.
+        # This exception class cannot be copied.
         return error
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Run the function on a thread of its own, which holds up no interpreter that ends.
+    """Run the function on a new daemon thread, which never keeps the interpreter from ending.
 
-    Cancelling the future drops the result; the function goes on.
+    Cancelling the future drops the result; the function still runs to its end.
     """
     future: Future[T] = Future()
 

@@ -1,7 +1,7 @@
-"""`EngineHooks`: the hooks of one engine, called in turn, retried if asked, with every failure typed.
+"""`EngineHooks`: calls the hooks of one engine, in turn, with retries if asked, and gives every failure a type.
 
-pluggy broadcasts and a name selects, so every opened engine has a `PluginManager` of its own. It holds the engine,
-core's defaults and the wrappers its user passed.
+pluggy calls every plugin that is registered, but a user opens one engine by name. So each open engine has its own
+`PluginManager`, which holds the engine, core's default hooks and the wrappers that the user passed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,28 @@ from corelm.spec.hookspecs import PROJECT, BackendSpec
 from corelm.spec.records import AbortRequest, CloseRequest
 from corelm.tensors.modes import no_inference_mode
 
-#: Repeating these changes nothing but the time it takes.
+#: Hooks that may be repeated: repeating them changes nothing but the time taken.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
-#: These are about a call that is under way, so they do not wait for it.
+#: Hooks about a call that is under way. They do not wait for that call.
 OUT_OF_TURN = frozenset({"abort", "health"})
 
 
 class EngineHooks:
-    """Calls the hooks of `engine`. One that does not declare `concurrent_calls` is entered by one thread at a time; new
-    weights are loaded into either kind while no other call is under way.
+    """Calls the hooks of one engine.
+
+    One thread at a time enters an engine that does not declare `concurrent_calls`. New weights are loaded into any
+    engine while no other call is under way.
 
     Args:
+        engine: what the plugin's ``open`` returned.
+        name: the name that the engine was opened by.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
 
     Raises:
-        BackendIncompatibleError: an engine without capabilities or tokenizer, or a hook that the specification does not
-            know, or with other arguments.
-        InvalidRequestError: a `retry` of another kind.
+        BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
+            does not know or that takes other arguments.
+        InvalidRequestError: `retry` is neither a count nor a `Retrying`.
     """
 
     def __init__(
@@ -71,17 +76,19 @@ class EngineHooks:
         try:
             manager.register(DefaultHooks(engine.tokenizer))
             manager.register(engine, name)
-            for plugin in wrappers:
-                manager.register(plugin)
-                if not manager.get_hookcallers(plugin):
-                    raise self._misfit(f"{plugin!r} was passed as a plugin and has no hook; mark its methods @hookimpl")
-            # Without this a misspelt hook would be silence.
+            for wrapper in wrappers:
+                manager.register(wrapper)
+                if not manager.get_hookcallers(wrapper):
+                    raise self._misfit(
+                        f"the wrapper {wrapper!r} has no hook; mark its methods with @hookimpl(wrapper=True)"
+                    )
+            # Otherwise a misspelt hook would be ignored silently.
             manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
             raise self._misfit(str(error)) from error
         self._hooks = manager.hook
-        # What core does by itself does not wait for the engine. Tokenizing waits for other tokenizing: an encoder's
-        # settings are changed while it encodes.
+        # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes the
+        # encoder's settings.
         self._own_turns: dict[str, AbstractContextManager[object]] = {
             hook: turn
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
@@ -99,17 +106,19 @@ class EngineHooks:
             raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
 
     def fault(self, hook: str) -> Callable[[str], EngineError]:
-        """Makes the error for a result that breaks the specification."""
+        """Return a function that makes the error for a result that breaks the specification."""
         return lambda what: EngineError(f"backend {self._name!r}, hook {hook}: {what}", usable=True)
 
     def call(self, hook: str, request: Any, finish: Callable[[Any], Any] = lambda result: result) -> Any:
-        """The hook's answer, as `finish` makes it while the engine is still this call's: nobody can have changed the
-        weights in between.
+        """Call a hook and return what `finish` makes of its result.
+
+        `finish` runs before another call may enter the engine, so no other caller can have changed the weights.
 
         Raises:
-            BackendClosedError, CapabilityError: the engine is closed, or has no such hook.
-            BackendTimeoutError: the wait for one's turn and the engine together took longer than ``request.timeout``.
-            EngineError: the hook raised something else (chained), or answered None.
+            BackendClosedError: the engine is closed.
+            CapabilityError: the engine has no such hook.
+            BackendTimeoutError: waiting for a turn and the engine's work together took longer than ``request.timeout``.
+            EngineError: the hook raised another exception (chained), or returned None.
         """
         self.require_open()
         if not self.implements(hook):
@@ -119,9 +128,9 @@ class EngineHooks:
         return attempt() if self._retry is None or hook not in RETRIED else self._retry.copy()(attempt)
 
     def close(self) -> None:
-        """Call the engine's `close`, once; the engine counts as closed from the start, and even if that fails.
+        """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
-        An engine that takes one call at a time finishes that one first; another ends what is under way.
+        An engine that takes one call at a time finishes that call first. Other engines end what is under way.
         """
         with nullcontext() if self._concurrent else self._lock.exclusive():
             with self._closing:
@@ -139,7 +148,7 @@ class EngineHooks:
                 request = replace(request, timeout=self._left(end))
             result = self._ask(hook, request)
             if result is None:
-                raise self.fault(hook)("returned None, which is no result")
+                raise self.fault(hook)("returned None; a hook must return a result")
             return finish(result)
 
     def _ask(self, hook: str, request: Any) -> Any:
@@ -157,7 +166,7 @@ class EngineHooks:
         if hook in OUT_OF_TURN:
             return nullcontext()
         if hook == "update_weights":
-            # An abort that comes before its answer has reached the engine is lost, so it is repeated.
+            # An abort that reaches the engine before its request does is lost, so it is repeated.
             remind = None if request.drain else self._abort_all
             return self._in_turn(partial(self._lock.exclusive, remind=remind), end)
         return self._own_turns.get(hook) or self._in_turn(
@@ -172,14 +181,14 @@ class EngineHooks:
             try:
                 stack.enter_context(enter(None if end is None else self._left(end)))
             except TimeoutError:
-                busy = f"backend {self._name!r} was busy with other calls until the time was over"
+                busy = f"backend {self._name!r} was busy with other calls for the whole timeout"
                 raise BackendTimeoutError(busy) from None
             self.require_open()
             yield
 
     @contextmanager
     def _listed(self, hook: str, request: Any) -> Iterator[None]:
-        """The names of answers under way, so that they can be ended."""
+        """Remember the names of answers under way, so that they can be aborted."""
         call = object()
         self._in_flight[call] = request.request_ids if hook == "generate" else ()
         try:
@@ -195,7 +204,7 @@ class EngineHooks:
     def _left(self, end: float) -> float:
         left = end - time.monotonic()
         if left <= 0:
-            raise BackendTimeoutError(f"backend {self._name!r}: the time was over before the engine was asked")
+            raise BackendTimeoutError(f"backend {self._name!r}: the timeout passed before the engine could be asked")
         return left
 
     def _misfit(self, what: str) -> BackendIncompatibleError:
@@ -206,7 +215,7 @@ def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetryin
     if retry is None:
         return None
     if isinstance(retry, tenacity.Retrying):
-        # The last error itself, not tenacity's wrapping of it.
+        # Raise the last error itself instead of tenacity's wrapper of it.
         return retry.copy(reraise=True)
     if not isinstance(retry, int) or retry < 1:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Serving the good rows of a batch when some are bad: which to serve, and their results put back in place."""
+"""Serve the good rows of a batch when some are bad: which rows to serve, and where their results go back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ OnError = Literal["raise", "skip"]
 
 
 def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Tensor:
-    """int64: the rows to serve, ascending. Raises for all bad rows together unless they are to be skipped."""
+    """Return int64: the rows to serve, ascending.
+
+    Raises:
+        InvalidRequestError: for all bad rows together, unless `on_error` is "skip".
+    """
     if on_error == "raise":
         refuse(problems, field)
     elif on_error != "skip":
@@ -27,7 +31,7 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Te
 
 
 def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerateResult:
-    """What an engine would return for no prompts; it is not asked."""
+    """Return what an engine would return for no prompts."""
     return GenerateResult(
         ids=Ragged.from_list([]),
         logprobs=Ragged.from_list([], dtype=torch.float32),
@@ -37,7 +41,7 @@ def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> Genera
 
 
 def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
-    """What an engine would return for no sequences; it is not asked."""
+    """Return what an engine would return for no sequences."""
     return ScoreResult(
         logprobs=Ragged.from_list([], dtype=torch.float32),
         scored=Ragged.from_list([], dtype=torch.bool),
@@ -49,9 +53,7 @@ def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
 def spread_answers(
     batch: GenerateResult, answers: Tensor, samples: int, problems: Problems, version: str
 ) -> GenerateResult:
-    """Put the answers back among the rows that were skipped; those are empty, with finish reason `error` and a
-    message.
-    """
+    """Put the answers back among the skipped rows, which are empty and have the finish reason `error` and a message."""
     total = len(answers) + len(problems) * samples
     # Skipped rows are empty, so the flat values stay as they are and only the lengths are spread.
     lengths = torch.zeros(total, dtype=torch.int64)
@@ -69,7 +71,7 @@ def spread_answers(
 
 
 def spread_scores(batch: ScoreResult, lengths: Tensor, served: Tensor, problems: Problems, version: str) -> ScoreResult:
-    """Put the scores back among the rows that were skipped; of those nothing is scored, and a message says why."""
+    """Put the scores back among the skipped rows. Nothing of a skipped row is scored, and a message says why."""
     total = len(lengths)
     index = Ragged(torch.arange(int(lengths.sum())), lengths).select(served).values
 
@@ -95,7 +97,7 @@ def _spread(values: tuple[Any, ...], rows: Tensor, total: int, filler: Any) -> t
 
 
 def _merged(errors: tuple[str, ...] | None, rows: Tensor, messages: list[str]) -> tuple[str, ...]:
-    """The engine's own messages for the rows it served, beside ours for the rest."""
+    """Return the engine's messages for the rows that it served and core's messages for the rest."""
     for row, message in zip(rows.tolist(), errors or ("",) * len(rows), strict=True):
         messages[row] = message
     return tuple(messages)

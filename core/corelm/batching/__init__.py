@@ -1,7 +1,10 @@
 """Callers on many threads and in many tasks share an engine's calls.
 
-Read `rules.py` for who goes next, `joining.py` for how requests become one call, `dispatcher.py` for the threads, and
-`batcher.py` for the façade in front of them.
+- `scheduling.py`: which requests go next, as rules without threads.
+- `merging.py`: how requests become one call, and how its result is taken apart.
+- `dispatcher.py`: the threads that take requests to the engine.
+- `timers.py`: when a request's time is over.
+- `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 
 from corelm.batching.batcher import BatchingState, DynamicBatcher

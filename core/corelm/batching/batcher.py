@@ -1,4 +1,4 @@
-"""`DynamicBatcher`: a backend whose callers share its forward passes, from any number of threads and tasks."""
+"""`DynamicBatcher`: a backend whose callers, on any number of threads and in any number of tasks, share its calls."""
 
 from __future__ import annotations
 
@@ -27,20 +27,25 @@ from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
 
-#: Seconds that an interpreter which ends waits for a call under way.
+#: Seconds that an ending interpreter waits for a call under way.
 PATIENCE_AT_EXIT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingState:
-    """What a batcher is doing at this moment.
+    """What a batcher is doing at one moment.
 
     Attributes:
-        queued: requests that wait, of `queued_rows` and `queued_tokens`. outside: of these, the ones that `max_queue`
-            keeps out of the queue proper. oldest_wait: seconds, 0.0 if nobody waits.
+        queued: requests that wait.
+        queued_rows: rows of these requests.
+        queued_tokens: tokens of these requests, given and to be sampled.
+        outside: those of these requests that `max_queue` keeps out of the queue proper.
+        oldest_wait: seconds that the oldest request has waited; 0.0 if none waits.
         in_flight: requests in the engine.
-        batches: calls to the engine so far. settled: requests answered, failed or cancelled so far.
-        threads: of the batcher, alive.
+        batches: calls to the engine so far.
+        settled: requests answered, failed or cancelled so far.
+        threads: living threads of the batcher.
+        closed: whether the batcher was closed.
     """
 
     queued: int
@@ -186,15 +191,19 @@ class DynamicBatcher(Backend):
         super().abort(request_ids)
 
     def cleanup(self, *, flush: bool = True) -> None:
-        """Answer what is waiting, or fail it with `BackendClosedError`, and end the threads. The engine stays open,
-        and a later request starts a thread again.
+        """Answer the waiting requests and end the threads. The engine stays open; a later request starts a thread again.
+
+        Args:
+            flush: False fails the waiting requests with `BackendClosedError` instead.
         """
         self.dispatcher.stop(flush=flush, final=False)
 
     def close(self, *, flush: bool = True) -> None:
-        """Answer what is waiting, or fail it with `BackendClosedError`; end the threads; close the engine.
+        """Answer the waiting requests, end the threads and close the engine.
 
-        Without `flush`, calls under way are aborted in an engine that can, and finished in another.
+        Args:
+            flush: False fails the waiting requests with `BackendClosedError` and aborts the calls under way if the engine
+                can abort; another engine finishes them.
         """
         try:
             self.dispatcher.stop(flush=flush, final=True)
@@ -228,7 +237,7 @@ class DynamicBatcher(Backend):
 
 @no_inference_mode()
 def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
-    """Empty answers, each ended by `abort`."""
+    """Return empty answers, each with the finish reason `abort`."""
     request = prepared.request
     if not isinstance(request, GenerateRequest):
         raise EngineError("the request was aborted before it was scored", usable=True)
@@ -249,6 +258,6 @@ _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    # A daemon thread inside an engine while the interpreter is taken down could crash it.
+    # A daemon thread that is inside an engine could crash an interpreter that is being taken down.
     for dispatcher in list(_DISPATCHERS):
         dispatcher.stop(flush=False, final=True, patience=PATIENCE_AT_EXIT)

@@ -1,6 +1,7 @@
 """`Dispatcher`: the threads that take requests from a queue to an engine. Every future is settled exactly once.
 
-A dispatcher knows nothing of the batcher in front of it, so an abandoned batcher is garbage, and its threads end.
+A dispatcher does not refer to the batcher in front of it, so an abandoned batcher is garbage-collected and its threads
+end.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class QueuedCall(Ticket):
-    """A request on its way. Without `prepared` it is a turn: the engine is its caller's until it is `released`.
+    """A request on its way to the engine, or a caller's turn to use the engine on the caller's own thread.
 
     Attributes:
-        owner: what must not be garbage before the request is answered.
-        timeout: seconds from its submission until it fails, wherever it is then.
-        answered: the engine is done with it.
+        prepared: the call to make; None for a turn, in which the engine is the caller's until `released` is set.
+        owner: an object that must not be garbage-collected before the request is answered.
+        timeout: seconds after its submission at which the request fails, whether it waits or is in the engine.
+        future: gets the result, or becomes ready when the turn has come.
+        released: set by the caller at the end of a turn.
+        end: the time at which the request fails; None for never.
+        timer: the timer that goes off at `end`.
+        answered: the engine has finished with the request.
     """
 
     prepared: PreparedCall[Any] | None
@@ -44,7 +50,14 @@ class QueuedCall(Ticket):
 
 
 class Dispatcher:
-    """Requests come in by `submit` from any thread; `workers` threads, started when needed, take them to `engine`."""
+    """Takes requests, which any thread may `submit`, to an engine.
+
+    Args:
+        engine: the engine to call.
+        queue: decides which requests go next.
+        workers: most threads that call the engine; they are started when needed.
+        clock: returns seconds and never goes back.
+    """
 
     def __init__(
         self, engine: OpenEngine, queue: TicketQueue[QueuedCall], workers: int, clock: Callable[[], float]
@@ -52,7 +65,7 @@ class Dispatcher:
         self.engine, self.queue = engine, queue
         self.batches = self.settled = 0
         self.in_flight: set[QueuedCall] = set()
-        # Nobody will see to the last thread but itself.
+        # The last thread has to clean up by itself.
         self.closed = self._unattended = False
         self.lock = threading.RLock()
         self.clock, self._workers = clock, workers
@@ -61,7 +74,7 @@ class Dispatcher:
         self._calls: dict[Future[Any], QueuedCall] = {}
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
-        # Callers' threads that have a turn: they must not wait for one.
+        # Callers' threads that have a turn, and so must not wait for another one.
         self._turning: set[threading.Thread] = set()
         self._idle = self._generation = 0
         self._process = os.getpid()
@@ -69,10 +82,14 @@ class Dispatcher:
     # For callers -----------------------------------------------------------------------------------------------------
 
     def submit(self, call: QueuedCall, block: bool = True) -> Future[Any]:
-        """Queue a call. Where the queue is full it waits outside, and so does its caller if it may `block`.
+        """Queue a call and return its future.
+
+        Args:
+            block: whether this thread may wait for room in a full queue. Otherwise only the call waits.
 
         Raises:
-            BackendClosedError, QueueFullError: as they say.
+            BackendClosedError: the batcher is closed, or belongs to another process.
+            QueueFullError: the queue is full, with ``on_full="raise"``.
         """
         if os.getpid() != self._process:
             raise BackendClosedError("this batcher belongs to another process; open the backend where it is needed")
@@ -96,10 +113,11 @@ class Dispatcher:
 
     @contextmanager
     def turn(self, call: QueuedCall) -> Iterator[None]:
-        """The engine is this thread's, in the order of the queue.
+        """Wait for this thread's turn in the queue, and keep the engine until the block ends.
 
         Raises:
-            BackendTimeoutError, BackendClosedError: the turn did not come.
+            BackendTimeoutError: the turn did not come in time.
+            BackendClosedError: the batcher was closed before the turn came.
         """
         if self.mine:
             yield
@@ -108,7 +126,7 @@ class Dispatcher:
         self.submit(call, block=False)
         try:
             call.future.result()
-            # What a wrapper asks for from in here is a part of the turn.
+            # Requests that a wrapper makes from in here are part of the turn.
             self._turning.add(me)
             yield
         finally:
@@ -118,12 +136,12 @@ class Dispatcher:
 
     @property
     def mine(self) -> bool:
-        """Whether this is one of the dispatcher's own threads, or has a turn, and so must not wait for the others."""
+        """Whether this thread is one of the dispatcher's own or has a turn, and so must not wait for the queue."""
         me = threading.current_thread()
         return me in self._threads or me in self._turning or me is self._timers.thread
 
     def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
-        """The calls that are `wanted`, out of the queue, for the caller to settle."""
+        """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
         with self.lock:
             found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
             for call in found:
@@ -132,7 +150,11 @@ class Dispatcher:
         return found
 
     def left(self, calls: Sequence[QueuedCall]) -> float | None:
-        """Seconds until the last of these calls is over; None for never."""
+        """Return the seconds until the last of these calls times out; None for never.
+
+        Raises:
+            BackendTimeoutError: all of them have timed out.
+        """
         latest = 0.0
         for call in calls:
             if call.end is None:
@@ -140,7 +162,9 @@ class Dispatcher:
             latest = max(latest, call.end)
         left = latest - self.clock()
         if left <= 0:
-            raise BackendTimeoutError(f"backend {self.engine.name!r}: the time was over before the engine was asked")
+            raise BackendTimeoutError(
+                f"backend {self.engine.name!r}: the timeout passed before the engine could be asked"
+            )
         return left
 
     def threads(self) -> list[threading.Thread]:
@@ -151,12 +175,13 @@ class Dispatcher:
     # Ending ----------------------------------------------------------------------------------------------------------
 
     def stop(self, *, flush: bool, final: bool, patience: float | None = None) -> None:
-        """Answer what is waiting, or refuse it, and end the threads.
+        """Answer or refuse the waiting requests, and end the threads.
 
         Args:
-            flush: answer it. Otherwise what is in the engine is aborted where that is possible, and finished elsewhere.
-            final: refuse whatever comes later. Otherwise that finds new threads.
-            patience: seconds to wait for the threads; None for as long as it takes.
+            flush: True answers them. False refuses them and aborts the requests in the engine if it can abort; another
+                engine finishes them.
+            final: True refuses later requests. False starts new threads for them.
+            patience: seconds to wait for the threads; None waits as long as it takes.
         """
         with self.lock:
             self.closed |= final
@@ -166,9 +191,14 @@ class Dispatcher:
             pending, threads = list(self._calls), set(self._threads)
             self._notify_all()
         for call in dropped:
-            settle(call.future, error=BackendClosedError("batching was ended before this request had its turn"))
+            settle(
+                call.future,
+                error=BackendClosedError(
+                    "the batcher was stopped before this request reached the engine; send it again"
+                ),
+            )
         if self.mine:
-            # Asked by a callback of a request: the threads end once nothing is left.
+            # A request's callback asks. The threads end once the queue is empty.
             self._unattended = final
             return
         for call in running:
@@ -178,7 +208,7 @@ class Dispatcher:
         with self.lock:
             for call in list(self.queue):
                 if call.future.done():
-                    # Cancelled at this moment.
+                    # Its caller has cancelled it at this moment.
                     self.queue.remove(call)
             self._generation += 1
             threads |= self._threads
@@ -188,7 +218,7 @@ class Dispatcher:
         self._timers.stop(patience)
 
     def abandon(self) -> None:
-        """Nobody waits and nobody comes any more. May be called by the garbage collector in the middle of anything."""
+        """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
         self.closed = self._unattended = True
         with self.lock:
             self._notify_all()
@@ -198,7 +228,7 @@ class Dispatcher:
     # Workers ---------------------------------------------------------------------------------------------------------
 
     def _staff(self) -> None:
-        """See to it that there is a thread for one more call. Under the lock."""
+        """Start a thread if one more call needs one. The caller holds the lock."""
         if self._idle == 0 and len(self._threads) < self._workers:
             thread = threading.Thread(
                 target=self._serve_all, args=(self._generation,), name=f"corelm-{self.engine.name}", daemon=True
@@ -214,7 +244,7 @@ class Dispatcher:
         try:
             while batch := self._next_batch(generation):
                 self._serve(batch)
-                # An idle thread holds nobody's request.
+                # An idle thread must keep no request alive.
                 del batch
         except BaseException as error:
             self._fail_queue(error)
@@ -228,11 +258,11 @@ class Dispatcher:
                 self._timers.stop(0)
 
     def _next_batch(self, generation: int) -> list[QueuedCall]:
-        """The next calls to make together; [] to end the thread."""
+        """Return the next calls to make together, or [] to end the thread."""
         with self.lock:
             while True:
                 now = self.clock()
-                # A thread that belongs to the past goes, and leaves what there is to its successor.
+                # A thread of an earlier generation ends and leaves the queue to its successor.
                 ended = generation != self._generation
                 rows, tokens = (sum(getattr(call, what) for call in self.in_flight) for what in ("rows", "tokens"))
                 batch = [] if ended else self.queue.take(now, rows, tokens)
@@ -248,7 +278,7 @@ class Dispatcher:
                 self._idle += 1
                 try:
                     if not self._work.wait(self.queue.wait(now)):
-                        # Even where the clock stands still.
+                        # This also holds where a test's clock stands still.
                         self.queue.lose_patience()
                 finally:
                     self._idle -= 1
@@ -261,20 +291,20 @@ class Dispatcher:
                 for call, result in bisect(batch, self._ask, self.engine.health):
                     self._answer(call, result)
         except BaseException as error:
-            # Even a SystemExit of the engine is an answer to the requests, and no end of the thread.
+            # Even a SystemExit raised by the engine becomes the requests' error and does not end the thread.
             for call in batch:
                 self._answer(call, self._failure(error))
         finally:
             with self.lock:
                 self.in_flight.difference_update(batch)
-                # There is room in the engine.
+                # The engine has room again.
                 self._work.notify()
 
     def _ask(self, calls: Sequence[QueuedCall]) -> list[Result]:
-        # Who left in the meantime is not asked for again.
+        # Requests whose callers have left in the meantime are not sent.
         there = [call for call in calls if not call.future.done()]
         if not there:
-            return [BackendClosedError("nobody waits for this")] * len(calls)
+            return [BackendClosedError("the caller has cancelled this request")] * len(calls)
         with self.lock:
             self.batches += 1
         prepared = [call.prepared for call in there if call.prepared is not None]
@@ -283,7 +313,7 @@ class Dispatcher:
         with self.lock:
             now = self.clock()
             self.queue.came_back(there, now - started, now)
-        return [results.get(call, BackendClosedError("nobody waits for this")) for call in calls]
+        return [results.get(call, BackendClosedError("the caller has cancelled this request")) for call in calls]
 
     def _answer(self, call: QueuedCall, result: Result) -> None:
         call.answered = True
@@ -300,7 +330,9 @@ class Dispatcher:
     def _failure(self, error: BaseException) -> CoreLMError:
         if isinstance(error, CoreLMError):
             return error
-        failure = EngineError(f"backend {self.engine.name!r}: the batching thread met {type(error).__name__}: {error}")
+        failure = EngineError(
+            f"backend {self.engine.name!r}: the batching thread failed with {type(error).__name__}: {error}"
+        )
         failure.__cause__ = error
         return failure
 
@@ -314,7 +346,7 @@ class Dispatcher:
     # What happens to a request from outside --------------------------------------------------------------------------
 
     def _gone(self, future: Future[Any]) -> None:
-        """Somebody has settled the future: a worker, the timer, or its caller by cancelling it."""
+        """Clean up after a future that a worker, its timer, or its caller (by cancelling it) has settled."""
         with self.lock:
             call = self._calls.pop(future, None)
             if call is None:
@@ -325,14 +357,14 @@ class Dispatcher:
             if self.queue.remove(call):
                 self._notify_all()
             elif call in self.in_flight and not call.answered and self.engine.capabilities.abort:
-                # Not here: this may be the thread of an event loop.
+                # Abort on the timer thread: this thread may be an event loop's, which must not wait.
                 self._timers.call_at(self.clock(), partial(self._abort, call))
         if future.cancelled():
-            # Otherwise concurrent.futures.wait would wait for it.
+            # Otherwise concurrent.futures.wait would go on waiting for it.
             future.set_running_or_notify_cancel()
 
     def _expire(self, future: Future[Any]) -> None:
-        busy = f"backend {self.engine.name!r}: the time was over before there was an answer"
+        busy = f"backend {self.engine.name!r}: the timeout passed before the engine answered"
         settle(future, error=BackendTimeoutError(busy))
 
     def _abort(self, call: QueuedCall) -> None:
@@ -340,7 +372,7 @@ class Dispatcher:
             try:
                 self.engine.abort(call.prepared.request.request_ids)
             except CoreLMError:
-                # It goes on, then, and its answer is dropped.
+                # The request then goes on, and its answer is dropped.
                 return
 
     def _wait_for_room(self, call: QueuedCall) -> None:

@@ -1,6 +1,6 @@
-"""Many requests in one call to the engine, and its answer taken apart again, so that sharing changes no answer.
+"""Merge many requests into one call to the engine, and take its result apart again. Sharing changes no answer.
 
-The answer is checked as a whole: if something is wrong with it the call has failed, and `bisect` finds out with whom.
+The result is checked as a whole. If it is wrong, the call has failed, and `bisect` finds the request at fault.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Result = GenerateResult | ScoreResult | Exception
 
 
 def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
-    """Equal for requests that may share a call; None for one that has to go alone.
+    """Return a key that is equal for requests that may share a call, or None for a request that has to go alone.
 
-    Seeds are given per answer, so they may differ. Gradients and logits are one caller's. What `engine_kwargs` mean,
-    and whether two of them are the same, only the engine knows.
+    Seeds are given per answer, so they may differ. Gradients and logits belong to one caller. Only the engine knows
+    what `engine_kwargs` mean and whether two of them are the same, so requests with `engine_kwargs` go alone.
     """
     request = call.request
     if call.on_caller_thread:
@@ -38,10 +38,10 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
 
 
 def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:
-    """One result, or what is wrong with it, for each of the calls; their keys are equal.
+    """Make one call for calls with equal keys, and return a result or an error for each of them.
 
     Raises:
-        CoreLMError: the call failed for all of them, as `EngineHooks.call` does.
+        CoreLMError: the call failed for all of them; see `EngineHooks.call`.
     """
     if len(calls) == 1:
         return [calls[0].run(timeout)]
@@ -59,10 +59,11 @@ def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> l
 def bisect(
     calls: Sequence[Any], ask: Callable[[Sequence[Any]], list[Result]], healthy: Callable[[], bool]
 ) -> Iterator[tuple[Any, Result]]:
-    """Each of the calls with its result. A batch that fails is asked again in halves, so that a request is alone with
-    its error and the others are served.
+    """Yield each call with its result.
 
-    Nothing is asked again if the error is nobody's in particular (see `_is_everybodys`) or the engine is not healthy.
+    A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others are
+    served. Nothing is asked again if the error concerns all requests alike (see `_concerns_all`) or if the engine is not
+    healthy.
     """
     batches = [list(calls)]
     while batches:
@@ -70,7 +71,7 @@ def bisect(
         try:
             yield from zip(batch, ask(batch), strict=True)
         except Exception as error:
-            if len(batch) > 1 and not _is_everybodys(error) and healthy():
+            if len(batch) > 1 and not _concerns_all(error) and healthy():
                 middle = len(batch) // 2
                 batches += [batch[middle:], batch[:middle]]
                 continue
@@ -80,7 +81,7 @@ def bisect(
                 return
 
 
-def _is_everybodys(error: Exception) -> bool:
+def _concerns_all(error: Exception) -> bool:
     if isinstance(error, EngineError):
         return error.usable is False
     return isinstance(error, (BackendClosedError, BackendTimeoutError, CapabilityError))
@@ -94,7 +95,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     first = requests[0]
     names = tuple(name for request in requests for name in request.request_ids)
     if len({*names}) != len(names):
-        # `bisect` sends them one after another.
+        # `bisect` then sends the requests one after another.
         raise EngineError("two requests give their rows the same request_ids", usable=True)
     if isinstance(first, GenerateRequest):
         seeds = None if first.seeds is None else torch.cat([request.seeds for request in requests])
@@ -118,12 +119,12 @@ def _parted(batch: Any, calls: Sequence[PreparedCall[Any]]) -> Iterator[Result]:
         try:
             yield call.finish(part)
         except Exception as error:
-            # Its own rows, its own error.
+            # An error of this request's own rows is this request's alone.
             yield error
 
 
 def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult]:
-    """Batches of so many rows each, with storage of their own."""
+    """Split a result into results of so many rows each, which share no storage."""
     ends = list(accumulate(rows, initial=0))
 
     def parted(value: Any) -> Sequence[Any]:

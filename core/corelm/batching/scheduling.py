@@ -1,6 +1,7 @@
-"""Who goes next: the rules of batching, as data. No thread, no clock, no engine; every method is told the time.
+"""Which requests go next: the rules of batching, without threads, clock or engine. Every method is passed the time.
 
-A queue's owner asks `take` for the next batch whenever the engine may have room, and otherwise sleeps for `wait`.
+The owner of a queue calls `take` for the next batch whenever the engine may have room, and otherwise sleeps for `wait`
+seconds.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from typing import Any, Generic, Literal, TypeVar
 
 from corelm import validate
 
-#: Callers who were answered together may come back together with their next requests, and rather than go off with the
-#: first one alone the engine waits for the others: for this share of the time that their call took (and never longer
-#: than so many seconds) after it, and after each who comes; in all for the batching_timeout. As many are expected as
-#: there were in one of so many last calls.
+#: Callers that were answered together often come back together with their next requests. So the engine does not start
+#: with the first of them alone but waits for the others: after the call, and after each new request, for PATIENCE times
+#: the duration of the call, at most LONGEST_PATIENCE seconds, and at most batching_timeout in all. It expects as many
+#: requests as the largest of the last REMEMBERED calls had.
 PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How requests are put together. Rows are answers, or sequences to score; a request may bring many.
+    """How requests are put together. A row is an answer, or a sequence to score; a request may have many rows.
 
     Attributes:
-        min_batch_size: rows that the engine waits for. batching_timeout: seconds after which the oldest request goes
-            all the same.
-        max_batch_size: rows in the engine at once. max_batch_tokens: prompt tokens and tokens to come in the engine
-            at once; None sets no limit. A request that exceeds either goes alone.
-        max_queue: requests that may wait. on_full: what happens to one more: "block" keeps its caller waiting, "raise"
-            refuses it.
+        min_batch_size: rows that the batcher waits for before it calls the engine.
+        max_batch_size: most rows in the engine at once. A request with more rows goes alone.
+        max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
+            request with more tokens goes alone.
+        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
+        max_queue: most requests that may wait.
+        on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 
     Raises:
-        InvalidRequestError: a value that is not legal; `field` names it.
+        InvalidRequestError: an illegal value; `field` names it.
     """
 
     min_batch_size: int = 1
@@ -68,9 +70,12 @@ class Ticket:
     """A place in the queue.
 
     Attributes:
-        key: requests of one key may share a call; None shares with nobody.
-        barrier: everything that came before is sent first, and nothing that comes later is sent before.
-        arrived, number: when and as the how many-th it was added; set by the queue.
+        rows: number of rows.
+        tokens: number of tokens, those given and those to be sampled.
+        key: requests with equal keys may share a call; a request with None goes alone.
+        barrier: earlier requests are sent before it, and later ones after it.
+        arrived: when it was queued; set by the queue.
+        number: its position in arrival order; set by the queue.
     """
 
     rows: int
@@ -85,7 +90,7 @@ T = TypeVar("T", bound=Ticket)
 
 
 class TicketQueue(ABC, Generic[T]):
-    """Tickets in the order of their arrival. Those beyond `max_queue` stand outside until there is room."""
+    """Tickets in the order of their arrival. Tickets beyond `max_queue` stand outside until there is room."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -113,7 +118,7 @@ class TicketQueue(ABC, Generic[T]):
             self._enter(ticket)
 
     def remove(self, ticket: T) -> bool:
-        """Whether it was here."""
+        """Remove a ticket. Return whether it was in the queue."""
         if self.outside.pop(ticket.number, None) is None:
             if ticket.number not in self.inside:
                 return False
@@ -122,18 +127,24 @@ class TicketQueue(ABC, Generic[T]):
         return True
 
     def clear(self) -> list[T]:
-        """All tickets, removed."""
+        """Remove all tickets and return them."""
         tickets = list(self)
         for ticket in reversed(tickets):
             self.remove(ticket)
         return tickets
 
     def rush(self) -> None:
-        """Send whatever is here now as soon as the engine can take it."""
+        """Send every ticket that is in the queue now as soon as the engine can take it."""
         self._rushed = next(self._numbers)
 
     def take(self, now: float, rows: int = 0, tokens: int = 0) -> list[T]:
-        """What to send now, removed from the queue, to an engine that has so many rows and tokens; [] for nothing."""
+        """Remove the tickets to send now and return them; [] for none.
+
+        Args:
+            now: the time.
+            rows: rows that are in the engine.
+            tokens: tokens that are in the engine.
+        """
         batch = self._next(now, rows, tokens)
         for ticket in batch:
             self._leave(ticket)
@@ -142,13 +153,13 @@ class TicketQueue(ABC, Generic[T]):
 
     @abstractmethod
     def wait(self, now: float) -> float | None:
-        """In how many seconds `take` may say something else although nothing has happened; None for never."""
+        """Return the seconds after which `take` may return something else even if nothing happens; None for never."""
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
-        """The engine has answered these tickets, in so many seconds; their owners do not know yet."""
+        """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
 
     def lose_patience(self) -> None:
-        """Who was waited for has not come."""
+        """Note that the awaited requests have not come."""
 
     @abstractmethod
     def _next(self, now: float, rows: int, tokens: int) -> list[T]: ...
@@ -165,7 +176,7 @@ class TicketQueue(ABC, Generic[T]):
 
 
 class PassThroughQueue(TicketQueue[T]):
-    """For an engine that batches by itself: each request alone, in order, while the limits are kept."""
+    """A queue for an engine that batches by itself: each request goes alone, in order, as far as the limits allow."""
 
     def wait(self, now: float) -> float | None:
         return None
@@ -178,19 +189,19 @@ class PassThroughQueue(TicketQueue[T]):
 
 
 class GroupingQueue(TicketQueue[T]):
-    """For an engine that takes one call at a time: requests of one key share a call.
+    """A queue for an engine that takes one call at a time: requests with equal keys share a call.
 
-    A group is sent once it is ready: enough rows, or no room for more, or its oldest request has waited long enough.
-    Of the groups that are ready, the one with the oldest request goes. Within a group nobody overtakes.
+    A group of equal keys is ready when it has enough rows, has no room for more, or its oldest request has waited long
+    enough. Of the groups that are ready, the one with the oldest request goes. Within a group, requests keep their order.
     """
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         self._groups: dict[Hashable, dict[int, T]] = {}
         self._barriers: dict[int, T] = {}
-        # The groups of the last calls, and how many of each there were: in the call or waiting for the next.
+        # The groups of the last calls, and how many requests each had, in the call or waiting for the next one.
         self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
-        # Who is waited for, until when if nobody comes, and until when at the most.
+        # The awaited group; until when it is awaited if no request comes; until when at the most.
         self._awaited: Hashable = None
         self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
 
@@ -221,7 +232,7 @@ class GroupingQueue(TicketQueue[T]):
         return []
 
     def _batch(self, head: T, barrier: int | None) -> tuple[list[T], bool]:
-        """What can go together with `head`, and whether nothing more could be added to it."""
+        """Return the tickets that can go together with `head`, and whether no further ticket could be added."""
         batch: list[T] = []
         rows = tokens = 0
         for ticket in self._groups[self._group(head)].values():
@@ -250,7 +261,7 @@ class GroupingQueue(TicketQueue[T]):
         return [next(iter(group.values())) for group in self._groups.values()]
 
     def _group(self, ticket: T) -> Hashable:
-        # A key of its own for what shares with nobody.
+        # A ticket that shares with none gets a key that no other ticket has.
         return ticket.number if ticket.key is None else (ticket.key,)
 
     def add(self, ticket: T, now: float) -> None:
@@ -259,7 +270,7 @@ class GroupingQueue(TicketQueue[T]):
         if group == self._awaited and now < self._at_last:
             self._until = min(now + self._patience, self._at_last)
         elif next(iter(self._groups.get(group, ())), None) == ticket.number and now >= self._until:
-            # The first of those who have been away for longer.
+            # The first request of a group that has been away for longer.
             self._await(group, now)
 
     def _enter(self, ticket: T) -> None:

@@ -1,4 +1,8 @@
-"""`Timers`: a thread that calls functions when their time has come."""
+"""`Timers`: a thread that calls functions at given times.
+
+asyncio's ``call_later`` would be shorter, but an event loop reads its own clock. The batcher's clock is injectable, so
+that its tests move time by hand instead of sleeping: that is why this module keeps a heap.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from contextlib import suppress
 
 
 class Timer:
-    """Compared by time, then by age, as a heap needs it."""
+    """A function and the time to call it. Timers are ordered by time, then by age, as a heap needs it."""
 
     __slots__ = ("end", "function", "number")
 
@@ -23,7 +27,13 @@ class Timer:
 
 
 class Timers:
-    """The thread starts with the first timer. Functions should not take long; what they raise is nobody's to see."""
+    """Calls functions at given times, on one thread that starts with the first timer.
+
+    Functions should not take long. Exceptions that they raise are dropped.
+
+    Args:
+        clock: returns seconds and never goes back.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -50,7 +60,7 @@ class Timers:
         return timer
 
     def cancel(self, timer: Timer) -> None:
-        """Forget an timer. One that has gone off is forgotten already."""
+        """Forget a timer. A timer that has gone off is already forgotten."""
         with self._changed:
             if timer.function is None:
                 return
