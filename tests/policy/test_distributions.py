@@ -76,7 +76,7 @@ def test_which_containers_are_written_changes_no_distribution(backend):
 
 def test_a_mask_that_the_input_does_not_have_is_refused(backend):
     policy = LLMPolicy(backend, input_mode="text", generate=False)
-    with pytest.raises(InvalidRequestError, match="does not say which tokens are the assistant's"):
+    with pytest.raises(InvalidRequestError, match="does not say which tokens belong to the assistant"):
         policy.get_dist(TensorDict(text=["hello"]), mask="assistant")
     with pytest.raises(InvalidRequestError, match="expected one of"):
         policy.get_dist(TensorDict(text=["hello"]), mask="prompt")

@@ -25,7 +25,7 @@ def settle(future: Future[Any], result: Any = None, *, error: BaseException | No
 
 
 def own(error: E) -> E:
-    """Return a copy of an error for one of several callers. Raising an error writes to it, so callers cannot share it."""
+    """Return a copy of an error for one of several callers. Raising it writes to it, so callers cannot share one."""
     try:
         made = copy.copy(error)
     except Exception:

@@ -87,8 +87,8 @@ class EngineHooks:
         except (pluggy.PluginValidationError, ValueError) as error:
             raise self._misfit(str(error)) from error
         self._hooks = manager.hook
-        # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes the
-        # encoder's settings.
+        # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes
+        # the encoder's settings.
         self._own_turns: dict[str, AbstractContextManager[object]] = {
             hook: turn
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))

@@ -94,11 +94,11 @@ def prepare_generation(
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
-    good = admitted(problems, len(prompts), on_error, "prompts")
-    answers = (good[:, None] * samples + torch.arange(samples)).flatten() if samples > 1 else good
+    served = admitted(problems, len(prompts), on_error, "prompts")
+    answers = served.repeat(samples)
     # A copy, as the caller may write to the rows again while the request waits.
     names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
-    prompts = prompts.select(good) if problems else prompts.clone()
+    prompts = prompts.select(served.index) if problems else prompts.clone()
     if not capabilities.native_samples and sampling.num_samples is not None:
         prompts = prompts.repeat(samples)
         sampling = SamplingParams.make(sampling, num_samples=None)
@@ -106,9 +106,9 @@ def prepare_generation(
         prompts=prompts,
         sampling=sampling,
         logprobs=mode,
-        seeds=None if seeds is None else seeds[answers],
+        seeds=None if seeds is None else seeds[answers.index],
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
-        request_ids=tuple(names[row] for row in (good if capabilities.native_samples else answers).tolist()),
+        request_ids=tuple(names[row] for row in (served if capabilities.native_samples else answers).index.tolist()),
         timeout=engine.time_limit(timeout),
     )
 
@@ -172,17 +172,17 @@ def prepare_scoring(
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
     found = check_requests.sequence_problems(sequences, capabilities, may_be_empty=False)
     problems = {**found, **(problems or {})}
-    good = admitted(problems, len(sequences), on_error, "sequences")
-    served = sequences.select(good) if problems else sequences.clone()
+    served = admitted(problems, len(sequences), on_error, "sequences")
+    rows = sequences.select(served.index) if problems else sequences.clone()
     names = arguments.request_ids(request_ids, len(sequences))
     request = ScoreRequest(
-        sequences=served,
-        score_from=starts[good],
+        sequences=rows,
+        score_from=starts[served.index],
         temperature=temperature,
         return_logits=return_logits,
         grad=grad,
         device=validate.device(device),
-        request_ids=tuple(names[row] for row in good.tolist()),
+        request_ids=tuple(names[row] for row in served.index.tolist()),
         timeout=engine.time_limit(timeout),
     )
 
@@ -192,12 +192,12 @@ def prepare_scoring(
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
             check_results.every_row_was_served(batch, 1, engine.name)
-        return spread(replace(batch, weight_versions=batch.weight_versions or (engine.weight_version,) * len(good)))
+        return spread(replace(batch, weight_versions=batch.weight_versions or (engine.weight_version,) * len(served)))
 
     def spread(batch: ScoreResult) -> ScoreResult:
         if not problems:
             return batch
-        return spread_scores(batch, lengths, good, problems, engine.weight_version)
+        return spread_scores(batch, served, lengths, problems, engine.weight_version)
 
     return PreparedCall(
         engine=engine,
@@ -205,8 +205,8 @@ def prepare_scoring(
         request=request,
         check=check,
         finish=finish,
-        nothing=None if len(good) else lambda: spread(no_scores(temperature, capabilities.vocab_size)),
-        rows=len(good),
-        tokens=served.values.shape[0],
+        nothing=None if len(served) else lambda: spread(no_scores(temperature, capabilities.vocab_size)),
+        rows=len(served),
+        tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
     )

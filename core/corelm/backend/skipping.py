@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError, Problems, refuse
+from corelm import validate
+from corelm.errors import Problems, refuse
 from corelm.spec.provenance import Mode, Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
 OnError = Literal["raise", "skip"]
+T = TypeVar("T")
 
 
-def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Tensor:
-    """Return int64: the rows to serve, ascending.
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRows:
+    """The rows of a batch that are served, and where their results go back among the rows that are skipped.
+
+    Attributes:
+        index: int64, ascending: the numbers of the served rows.
+        total: number of rows, served and skipped.
+    """
+
+    index: Tensor
+    total: int
+
+    @classmethod
+    def without(cls, problems: Collection[int], total: int) -> ServedRows:
+        """Return all rows but those that have problems."""
+        return cls(torch.tensor([row for row in range(total) if row not in problems], dtype=torch.int64), total)
+
+    def __len__(self) -> int:
+        return self.index.shape[0]
+
+    def repeat(self, n: int) -> ServedRows:
+        """Return the rows of a batch that has every row `n` times, copies next to each other."""
+        if n == 1:
+            return self
+        return ServedRows((self.index[:, None] * n + torch.arange(n)).flatten(), self.total * n)
+
+    def ragged(self, rows: Ragged) -> Ragged:
+        """Put rows back among the skipped ones, which are empty."""
+        if len(self) == self.total:
+            return rows
+        # Empty rows have no values, so only the lengths change.
+        lengths = torch.zeros(self.total, dtype=torch.int64)
+        lengths[self.index] = rows.lengths
+        return Ragged(rows.values, lengths)
+
+    def values(self, values: Sequence[T], filler: T) -> tuple[T, ...]:
+        """Put one value per row back among the skipped rows, which get the filler."""
+        if len(self) == self.total:
+            return tuple(values)
+        out = [filler] * self.total
+        for row, value in zip(self.index.tolist(), values, strict=True):
+            out[row] = value
+        return tuple(out)
+
+
+def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> ServedRows:
+    """Return the rows to serve.
 
     Raises:
         InvalidRequestError: for all bad rows together, unless `on_error` is "skip".
     """
+    validate.one_of("on_error", on_error, ("raise", "skip"))
     if on_error == "raise":
         refuse(problems, field)
-    elif on_error != "skip":
-        raise InvalidRequestError(f"on_error: expected 'raise' or 'skip', got {on_error!r}", field="on_error")
-    return torch.tensor([row for row in range(rows) if row not in problems], dtype=torch.int64)
+    return ServedRows.without(problems, rows)
 
 
 def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerateResult:
@@ -51,32 +98,44 @@ def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
 
 
 def spread_answers(
-    batch: GenerateResult, answers: Tensor, samples: int, problems: Problems, version: str
+    batch: GenerateResult, served: ServedRows, samples: int, problems: Problems, version: str
 ) -> GenerateResult:
-    """Put the answers back among the skipped rows, which are empty and have the finish reason `error` and a message."""
-    total = len(answers) + len(problems) * samples
-    # Skipped rows are empty, so the flat values stay as they are and only the lengths are spread.
-    lengths = torch.zeros(total, dtype=torch.int64)
-    lengths[answers] = batch.ids.lengths
-    messages = [problems.get(row // samples, "") for row in range(total)]
+    """Put the answers back among those to skipped prompts: empty ones, with the finish reason `error` and a message.
+
+    Args:
+        served: the answers that the engine gave.
+        samples: answers per prompt.
+        problems: the skipped prompts, and why.
+        version: the label of the weights in force.
+    """
+    skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
     return replace(
         batch,
-        ids=Ragged(batch.ids.values, lengths),
-        logprobs=None if batch.logprobs is None else Ragged(batch.logprobs.values, lengths),
-        finish_reasons=_spread(batch.finish_reasons, answers, total, "error"),
-        texts=None if batch.texts is None else _spread(batch.texts, answers, total, ""),
-        weight_versions=_spread(batch.weight_versions or (), answers, total, version),
-        errors=_merged(batch.errors, answers, messages),
+        ids=served.ragged(batch.ids),
+        logprobs=None if batch.logprobs is None else served.ragged(batch.logprobs),
+        finish_reasons=served.values(batch.finish_reasons, "error"),
+        texts=None if batch.texts is None else served.values(batch.texts, ""),
+        weight_versions=served.values(batch.weight_versions or (), version),
+        errors=_errors(batch, served, skipped),
     )
 
 
-def spread_scores(batch: ScoreResult, lengths: Tensor, served: Tensor, problems: Problems, version: str) -> ScoreResult:
-    """Put the scores back among the skipped rows. Nothing of a skipped row is scored, and a message says why."""
-    total = len(lengths)
-    index = Ragged(torch.arange(int(lengths.sum())), lengths).select(served).values
+def spread_scores(
+    batch: ScoreResult, served: ServedRows, lengths: Tensor, problems: Problems, version: str
+) -> ScoreResult:
+    """Put the scores back among the skipped sequences. Nothing of a skipped sequence is scored; a message says why.
+
+    Args:
+        served: the sequences that the engine scored.
+        lengths: int64[rows], the lengths of all sequences.
+        problems: the skipped sequences, and why.
+        version: the label of the weights in force.
+    """
+    total = int(lengths.sum())
+    index = Ragged(torch.arange(total), lengths).select(served.index).values
 
     def spread(rows: Ragged) -> Ragged:
-        values = rows.values.new_zeros((int(lengths.sum()), *rows.values.shape[1:]))
+        values = rows.values.new_zeros((total, *rows.values.shape[1:]))
         return Ragged(values.index_copy(0, index.to(values.device), rows.values), lengths)
 
     return replace(
@@ -84,20 +143,12 @@ def spread_scores(batch: ScoreResult, lengths: Tensor, served: Tensor, problems:
         logprobs=spread(batch.logprobs),
         scored=spread(batch.scored),
         logits=None if batch.logits is None else spread(batch.logits),
-        weight_versions=_spread(batch.weight_versions or (), served, total, version),
-        errors=_merged(batch.errors, served, [problems.get(row, "") for row in range(total)]),
+        weight_versions=served.values(batch.weight_versions or (), version),
+        errors=_errors(batch, served, problems),
     )
 
 
-def _spread(values: tuple[Any, ...], rows: Tensor, total: int, filler: Any) -> tuple[Any, ...]:
-    out = [filler] * total
-    for row, value in zip(rows.tolist(), values, strict=True):
-        out[row] = value
-    return tuple(out)
-
-
-def _merged(errors: tuple[str, ...] | None, rows: Tensor, messages: list[str]) -> tuple[str, ...]:
-    """Return the engine's messages for the rows that it served and core's messages for the rest."""
-    for row, message in zip(rows.tolist(), errors or ("",) * len(rows), strict=True):
-        messages[row] = message
-    return tuple(messages)
+def _errors(batch: GenerateResult | ScoreResult, served: ServedRows, problems: Problems) -> tuple[str, ...]:
+    """Return the engine's messages for the rows that it served and core's messages for the skipped ones."""
+    errors = served.values(batch.errors or ("",) * len(served), "")
+    return tuple(problems.get(row, error) for row, error in enumerate(errors))

@@ -191,7 +191,7 @@ class DynamicBatcher(Backend):
         super().abort(request_ids)
 
     def cleanup(self, *, flush: bool = True) -> None:
-        """Answer the waiting requests and end the threads. The engine stays open; a later request starts a thread again.
+        """Answer the waiting requests and end the threads. The engine stays open; a later request starts a thread.
 
         Args:
             flush: False fails the waiting requests with `BackendClosedError` instead.
@@ -202,8 +202,8 @@ class DynamicBatcher(Backend):
         """Answer the waiting requests, end the threads and close the engine.
 
         Args:
-            flush: False fails the waiting requests with `BackendClosedError` and aborts the calls under way if the engine
-                can abort; another engine finishes them.
+            flush: False fails the waiting requests with `BackendClosedError` and aborts the calls under way if the
+                engine can abort; another engine finishes them.
         """
         try:
             self.dispatcher.stop(flush=flush, final=True)

@@ -62,8 +62,8 @@ def bisect(
     """Yield each call with its result.
 
     A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others are
-    served. Nothing is asked again if the error concerns all requests alike (see `_concerns_all`) or if the engine is not
-    healthy.
+    served. Nothing is asked again if the error concerns all requests alike (see `_concerns_all`), or if the engine is
+    not healthy.
     """
     batches = [list(calls)]
     while batches:

@@ -192,7 +192,7 @@ class GroupingQueue(TicketQueue[T]):
     """A queue for an engine that takes one call at a time: requests with equal keys share a call.
 
     A group of equal keys is ready when it has enough rows, has no room for more, or its oldest request has waited long
-    enough. Of the groups that are ready, the one with the oldest request goes. Within a group, requests keep their order.
+    enough. Of the groups that are ready, the one with the oldest request goes. Requests of a group keep their order.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -1,8 +1,7 @@
-"""A user's TensorDict → flat rows that an engine takes. Nothing here runs a model.
+"""From a user's TensorDict to flat rows of token ids. Nothing here runs a model.
 
-Three input modes read three places: `history` and `text` are rendered and tokenized, `tokens` are taken as they are.
-In each the value is either a container with a `prompt` (to generate from) and a `full` (to score), or bare: the thing
-itself at the top key.
+The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as they are.
+The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at the top key.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, rows_of_ids
-from corelm.backend.skipping import OnError
+from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
@@ -50,11 +49,16 @@ class InputRows:
     """What was read, one row per prompt or sequence, in C order of `batch_size`.
 
     Attributes:
+        batch_size: the shape of the batch.
         ids: the prompts, or the whole sequences.
-        prompt_lengths: int64[rows], where sequences tell prompt and response apart.
-        columns: the dense layout the sequences came in.
-        retokenized: whether sampled turns of a row lost their ids to a rendering from text; None where that cannot be.
-        problems: rows that could not be read, and why. They are empty.
+        texts: the texts that were tokenized; None where tokens were read.
+        chats: the conversations that were rendered; None where no history was read.
+        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
+        prompt_lengths: int64[rows], if the input tells prompt and response apart.
+        columns: the dense layout that the sequences came in.
+        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None where this
+            cannot happen.
+        problems: rows that could not be read, and why. These rows are empty.
     """
 
     batch_size: tuple[int, ...]
@@ -69,7 +73,7 @@ class InputRows:
 
     @property
     def tokens(self) -> Parts[Ragged]:
-        """The ids, as prompt and response too where they are told apart."""
+        """The ids, split into prompt and response if the input tells them apart."""
         if self.prompt_lengths is None:
             return Parts(None, None, self.ids)
         start = torch.zeros_like(self.prompt_lengths)
@@ -77,7 +81,7 @@ class InputRows:
         return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
 
     def repeat(self, n: int) -> InputRows:
-        """Every prompt `n` times, under a new last batch dimension."""
+        """Return every prompt `n` times, under a new last batch dimension."""
 
         def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
             return None if values is None else tuple(value for value in values for _ in range(n))
@@ -105,7 +109,7 @@ class InputReader:
     prefer_tokens: bool = True
 
     def key(self, part: Part) -> tuple[str, ...]:
-        """The key that is read, as in ``("history", "prompt")``."""
+        """Return the key that is read, for example ``("history", "prompt")``."""
         return (*_parts(getattr(self.keys, self.mode)), part)
 
     def read(
@@ -117,17 +121,21 @@ class InputReader:
         want_assistant: bool = True,
         on_error: OnError = "raise",
     ) -> InputRows:
-        """The prompts or the whole sequences of `td`, as token ids on the CPU.
+        """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
 
-        Sequences that are rendered or tokenized here and that stand in `td` as tokens already, id for id, keep the
-        layout and the split of those, so that two scorings of one batch line up.
+        Sequences that are rendered or tokenized here may also be in `td` as tokens. If the ids are equal, the sequences
+        keep the layout and the split of those tokens, so that two scorings of one batch line up.
 
         Args:
-            on_error: "skip" leaves a row that cannot be read empty and puts it among `problems`.
+            td: the TensorDict to read.
+            part: "prompt" to generate, "full" to score.
+            backend: tokenizes and knows the special tokens.
+            want_assistant: whether the mask of the assistant's tokens is needed.
+            on_error: "skip" leaves a row that cannot be read empty and adds it to `problems`.
 
         Raises:
-            MissingKeyError: the key is not there.
-            InvalidRequestError: what is there is not what this mode reads.
+            MissingKeyError: `td` lacks the key.
+            InvalidRequestError: the value is not what this mode reads.
             TemplateError: a conversation cannot be rendered.
         """
         if self.mode == "tokens":
@@ -165,37 +173,37 @@ class InputReader:
                 raise
             problems = error.problems
             rendered = apply([chat for row, chat in enumerate(chats) if row not in problems])
-        gaps = _Gaps(len(chats), problems)
+        read = ServedRows.without(problems, len(chats))
         return InputRows(
             batch_size=shape,
-            ids=gaps.rows(rendered.ids),
-            texts=gaps.values(rendered.texts, ""),
+            ids=read.ragged(rendered.ids),
+            texts=read.values(rendered.texts, ""),
             chats=chats,
-            assistant=None if rendered.assistant is None else gaps.rows(rendered.assistant),
-            retokenized=None if self.prefer_tokens else gaps.values(rendered.retokenized, False),
+            assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
+            retokenized=None if self.prefer_tokens else read.values(rendered.retokenized, False),
             problems=problems,
         )
 
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
         value = self._value(td, part, bare=(str, list, Tensor))
         if isinstance(value, Tensor) and value.numel() == 0:
-            # What tensordict makes of an empty list.
+            # tensordict turns an empty list into an empty tensor.
             value = []
         texts, shape = _flatten(value)
         container = td.get(self.keys.text, None)
         if isinstance(container, Text):
-            # Nested lists of nothing do not tell their shape.
+            # Empty nested lists do not show their shape.
             shape = tuple(container.batch_size)
         problems = not_texts(texts)
         if on_error == "raise":
             refuse(problems, ".".join(self.key(part)))
-        gaps = _Gaps(len(texts), problems)
+        read = ServedRows.without(problems, len(texts))
         good = [text for row, text in enumerate(texts) if row not in problems]
         options = {"add_special_tokens": True, **self.tokenizer_kwargs}
         return InputRows(
             batch_size=_batch(td, shape, self.key(part)),
-            ids=gaps.rows(backend.tokenize(good, **options).ids),
-            texts=gaps.values(good, ""),
+            ids=read.ragged(backend.tokenize(good, **options).ids),
+            texts=read.values(good, ""),
             problems=problems,
         )
 
@@ -212,13 +220,13 @@ class InputReader:
             raise self._wrong(part, "token ids along the last dimension", value)
         mask = td.get((*_parts(self.keys.masks), "all_attention_mask"), None)
         if mask is None:
-            # A bare tensor without a mask has no pads in it.
+            # A bare tensor without a mask is taken to have no pads.
             mask = torch.ones_like(value, dtype=torch.bool)
         if mask.shape != value.shape:
             raise InvalidRequestError(
                 f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {tuple(mask.shape)}", field=key
             )
-        # Zeros and ones are transformers' way to write a mask.
+        # transformers writes masks as zeros and ones.
         mask = _two_dimensional(mask).to("cpu", torch.bool)
         ids = rows_of_ids(Ragged.from_padded(_two_dimensional(value).cpu(), mask), key)
         shape = _batch(td, tuple(value.shape[:-1]), self.key(part))
@@ -235,7 +243,7 @@ class InputReader:
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
 
     def _own_tokens(self, td: TensorDictBase, tokens: Tokens, part: Part) -> InputRows:
-        """From `Tokens`: the sequences keep their split and, if dense, their columns."""
+        """Read `Tokens`. The sequences keep their split and, if dense, their columns."""
 
         def read(key: NestedKey, name: str) -> Ragged:
             return ragged(td, (*_parts(key), name), masks=self.keys.masks).to("cpu")
@@ -251,13 +259,13 @@ class InputReader:
         if tokens.padded:
             mask = _two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
             columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
-        # Scoring cannot tell whose words these are, but must not forget it where the input says so.
+        # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
         known = masks is not None and masks.all_assistant_mask is not None
         assistant = read(self.keys.masks, "all_assistant_mask") if known else None
         return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
 
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
-        """What stands at the key: the container's `part`, or the bare thing at the container's own key."""
+        """Return the container's `part`, or the bare value at the container's own key."""
         top = getattr(self.keys, self.mode)
         value = _entry(td, top)
         if value is None:
@@ -286,7 +294,7 @@ class InputReader:
 
 
 def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
-    """Keep the last `limit` tokens of every prompt. The text of one that was cut is decoded anew, to tell the truth."""
+    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
     cut = rows.ids.lengths > limit
     if not bool(cut.any()):
         return rows
@@ -300,26 +308,6 @@ def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
     return replace(rows, ids=ids, texts=texts, assistant=assistant)
 
 
-class _Gaps:
-    """Puts what was made of the good rows back among the others, which are empty."""
-
-    def __init__(self, total: int, problems: Mapping[int, str]) -> None:
-        self.good = [row not in problems for row in range(total)] if problems else None
-
-    def rows(self, rows: Ragged) -> Ragged:
-        if self.good is None:
-            return rows
-        lengths = torch.zeros(len(self.good), dtype=torch.int64)
-        lengths[torch.tensor(self.good)] = rows.lengths
-        return Ragged(rows.values, lengths)
-
-    def values(self, values: Sequence[Any], filler: Any) -> tuple[Any, ...]:
-        if self.good is None:
-            return tuple(values)
-        left = iter(values)
-        return tuple(next(left) if good else filler for good in self.good)
-
-
 def _entry(td: TensorDictBase, key: NestedKey) -> Any:
     """What stands at the key, None if nothing does; a list where bare rows of different lengths are stacked lazily."""
     if key not in td.keys(include_nested=True):
@@ -331,7 +319,7 @@ def _entry(td: TensorDictBase, key: NestedKey) -> Any:
 
 
 def _two_dimensional(tensor: Tensor) -> Tensor:
-    """``[*batch, width]`` → ``[rows, width]``, also of no rows."""
+    """Reshape ``[*batch, width]`` to ``[rows, width]``, also without rows."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -344,7 +332,7 @@ def _listing(td: TensorDictBase) -> str:
 
 
 def _batch(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> tuple[int, ...]:
-    """The batch is the TensorDict's; one without a batch takes it from the data."""
+    """Return the batch size: the TensorDict's, or the data's if the TensorDict has none."""
     batch = tuple(td.batch_size)
     if batch and batch != found:
         raise InvalidRequestError(
@@ -354,7 +342,7 @@ def _batch(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> 
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """Nested lists → the leaves in C order, and the shape; lists of unequal length are left as leaves."""
+    """Return the leaves of nested lists in C order, and the shape. Lists of unequal length are leaves."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [value], ()
     parts = [_flatten(item) for item in value]

@@ -1,6 +1,6 @@
-"""What an engine returned, put beside the rows it was asked for: everything `to_containers` needs.
+"""From an engine's result and the rows it was asked about to a `ContainerRequest`.
 
-An answer's ids say two things more: its text, ended before a stop string, and the message it adds to a conversation.
+An answer's text (cut before a stop string) and the message that it adds to a conversation are made here from its ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from corelm.spec.sampling import SamplingParams
 from corelm.support.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
 
-#: Turns an answer's text into a message, given as a `Message` or a dict; its ids are added by the caller.
+#: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
 
@@ -36,7 +36,7 @@ def generated(
     on_error: OnError = "raise",
     **layout: Any,
 ) -> ContainerRequest:
-    """Prompts and their answers. Of a prompt nothing is scored; all of an answer is, and all of it the assistant's."""
+    """Return prompts and their answers. All of an answer is scored and the assistant's; nothing of a prompt is."""
     if sampling.num_samples is not None:
         rows = rows.repeat(sampling.num_samples)
     texts = chats = None
@@ -52,7 +52,7 @@ def generated(
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
             replies = tuple((message,) for message in messages)
             chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
-    # Where the answers stand: what is scored, and whose words they are.
+    # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
     if rows.assistant is not None:
@@ -83,7 +83,7 @@ def generated(
 def scored(
     rows: InputRows, batch: ScoreResult, backend: Backend, *, fields: frozenset[str], **layout: Any
 ) -> ContainerRequest:
-    """Whole sequences and their scores, in the columns they came in."""
+    """Return whole sequences and their scores, in the columns that they came in."""
     texts = None
     if "text" in fields:
         texts = Parts(None, None, rows.texts or given_texts(rows.ids, backend))
@@ -105,14 +105,14 @@ def scored(
 
 
 def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
-    """What prompts or sequences decode to. An illegal id, in a row that is skipped, stands for no text."""
+    """Return the texts that prompts or sequences decode to. Illegal ids, which only skipped rows have, are left out."""
     legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
     counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
     return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
 
 
 def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
-    """One text per answer: the engine's own, or what the ids decode to; without the stop string that ended it."""
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it."""
     skip = sampling.skip_special_tokens
     texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
     if not sampling.stop:
@@ -128,8 +128,9 @@ def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backe
 def response_messages(
     texts: tuple[str, ...], batch: GenerateResult, parser: ResponseParser | None
 ) -> tuple[tuple[Message, ...], Problems]:
-    """One assistant message per answer, holding the sampled ids; and which answers the parser failed on. Those are
-    taken as they are.
+    """Return one assistant message per answer, with the sampled ids, and the problems of answers that did not parse.
+
+    The message of an answer that did not parse holds its plain text.
     """
     messages, problems = [], {}
     for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):

@@ -1,6 +1,4 @@
-"""`LLMPolicy`: the TensorDictModule people call. Conversations, texts or tokens in; containers out; any engine
-underneath.
-"""
+"""`LLMPolicy`: the TensorDictModule that people call. Conversations, texts or tokens go in; containers come out."""
 
 from __future__ import annotations
 
@@ -186,7 +184,7 @@ class LLMPolicy(TensorDictModuleBase):
         )
 
     def _scoring(self, rows: InputRows) -> dict[str, Any]:
-        """The arguments for scoring."""
+        """Return the arguments for scoring these rows."""
         sampling = self._sampling
         restricted = sampling.truncates_support or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
@@ -203,7 +201,7 @@ class LLMPolicy(TensorDictModuleBase):
         }
 
     def _must_fit(self, td: TensorDictBase, batch_size: tuple[int, ...]) -> None:
-        """Whether the results can go where `inplace` says: asked before anything is sampled."""
+        """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
         if self.options.writes_in_place is True and td.is_locked:
             raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
         if self.options.writes_in_place is False or tuple(td.batch_size) == batch_size:
@@ -228,7 +226,7 @@ class LLMPolicy(TensorDictModuleBase):
         else:
             out = td if self.options.writes_in_place is True else td.empty()
             if tuple(out.batch_size) != tuple(request.batch_size):
-                # The bare input makes way for the container that holds it.
+                # The container that holds the input replaces the bare input.
                 out.exclude(getattr(self.options.keys, self.options.input_mode), inplace=True)
                 out.batch_size = torch.Size(request.batch_size)
         for name, value in made.items():
@@ -239,19 +237,20 @@ class LLMPolicy(TensorDictModuleBase):
 
     @no_inference_mode()
     def get_dist(self, tensordict: TensorDictBase, mask: Positions | Tensor = "attention") -> MaskedCategorical:
-        """The next-token distributions of whole sequences, dense, with gradients where the engine has them.
+        """Return the next-token distributions of whole sequences, dense, with gradients if the engine has them.
 
         Args:
-            mask: the positions that count: every scored one (`attention`), the `assistant`'s, the `response`'s, or bool
-                ``[*batch, width]`` of your own. Position 0 never counts: nothing predicts it.
+            tensordict: what `forward` reads to score.
+            mask: the positions that count: every scored one (`attention`), those of the `assistant`, those of the
+                `response`, or your own bool ``[*batch, width]``. Position 0 never counts, as no token precedes it.
 
         Returns:
-            A distribution over ``[*batch, width]`` whose position t predicts token t. A dense batch keeps its
-            columns; other rows stand as ``pad_output=True`` would put them.
+            A distribution over ``[*batch, width]`` whose position t predicts token t. A dense batch keeps its columns;
+            rows of unequal length are laid out as ``pad_output=True`` would lay them out.
 
         Raises:
             CapabilityError: the engine returns no logits.
-            InvalidRequestError: a mask that this input does not have, or of another shape.
+            InvalidRequestError: the input has no such mask, or `mask` has another shape.
         """
         rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
         batch = self.backend.score_logprobs(**self._scoring(rows), return_logits=True, grad=self._grad())
@@ -271,8 +270,10 @@ class LLMPolicy(TensorDictModuleBase):
 
     @no_inference_mode()
     def log_prob(self, tensordict: TensorDictBase) -> Any:
-        """float32 log-probabilities of whole sequences, as ``log_probs.full`` would hold them, with gradients where the
-        engine has them: a tensor if `pad_output`, else one a row. Unscored positions hold 0.0.
+        """Return the float32 log-probabilities of whole sequences, with gradients if the engine has them.
+
+        They are what ``log_probs.full`` would hold: one tensor with `pad_output`, else one tensor a row. Positions that
+        are not scored hold 0.0.
         """
         rows = self._read(tensordict, "full", want_assistant=False)
         batch = self.backend.score_logprobs(**self._scoring(rows), grad=self._grad())
@@ -284,7 +285,7 @@ class LLMPolicy(TensorDictModuleBase):
         return torch.is_grad_enabled() and self.backend.capabilities.gradients
 
     def _positions(self, rows: InputRows, batch: ScoreResult, mask: str) -> Ragged:
-        """bool, as long as the sequences."""
+        """Return bool, as long as the sequences: the positions that count."""
         validate.one_of("mask", mask, ("attention", "assistant", "response"))
         if mask == "attention":
             return batch.scored
@@ -296,7 +297,7 @@ class LLMPolicy(TensorDictModuleBase):
             "assistant": "read a history (input_mode='history'), or tokens with their all_assistant_mask",
             "response": "read tokens with their prompt and response (input_mode='tokens')",
         }
-        raise validate.invalid("mask", f"this input does not say which tokens are the {mask}'s; {where[mask]}")
+        raise validate.invalid("mask", f"this input does not say which tokens belong to the {mask}; {where[mask]}")
 
     # Variants --------------------------------------------------------------------------------------------------------
 
@@ -315,15 +316,18 @@ class LLMPolicy(TensorDictModuleBase):
     get_new_version = replace
 
     def cleanup_batching(self, flush: bool = True) -> None:
-        """Answer what is waiting in the batcher's queue, or fail it with `BackendClosedError`, and end its threads.
+        """Answer the requests in the batcher's queue and end its threads. Without a batcher, do nothing.
 
-        The engine stays open, and the next call starts anew. Without a batcher there is nothing to do.
+        The engine stays open; the next call starts the threads again.
+
+        Args:
+            flush: False fails the waiting requests with `BackendClosedError` instead.
         """
         if isinstance(self.backend, DynamicBatcher):
             self.backend.cleanup(flush=flush)
 
     def get_batching_state(self) -> BatchingState | None:
-        """What the batcher is doing; None where there is none."""
+        """Return what the batcher is doing at this moment, or None without a batcher."""
         return self.backend.state() if isinstance(self.backend, DynamicBatcher) else None
 
     def close(self) -> None:
