@@ -1,12 +1,54 @@
-"""The exception tree: everything `corelm` raises on purpose, each also a builtin a caller would think to catch."""
+"""The exception tree: everything that `corelm` and its plugins raise on purpose.
+
+Each is also a builtin exception that a caller would think to catch::
+
+    CoreLMError
+    ├── BackendNotFoundError      (LookupError)          no backend has this name
+    ├── BackendNotInstalledError  (ImportError)          its extra is not installed
+    ├── BackendImportError        (ImportError)          its module fails to import
+    ├── BackendConflictError      (RuntimeError)         two distributions claim its name
+    ├── BackendIncompatibleError  (TypeError)            it does not fit this hook specification
+    ├── BackendClosedError        (RuntimeError)         it was closed
+    ├── BackendTimeoutError       (TimeoutError)         no answer within the timeout
+    ├── CapabilityError           (NotImplementedError)  the engine cannot do this
+    ├── InvalidRequestError       (ValueError)           the request is wrong: field, rows
+    │   └── MissingKeyError       (KeyError)             a key is not in the TensorDict
+    ├── TemplateError             (ValueError)           the chat template fails: rows
+    ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
+    └── EngineError               (RuntimeError)         the engine failed: usable, rows
+        └── QueueFullError                               a batcher's queue is full
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+#: Row numbers, each with what is wrong with the row.
+Problems = dict[int, str]
+
+#: How many lines a message spells out. The error's `problems` hold all of them.
+_SPELLED_OUT = 5
 
 
 class CoreLMError(Exception):
     """Root of every error raised on purpose by `corelm` and its plugins."""
+
+
+class _RowsError(CoreLMError):
+    """An error that can name the rows at fault."""
+
+    problems: Problems
+
+    def __init__(self, message: str, *, problems: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = dict(sorted((problems or {}).items()))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.problems)
+
+
+# Finding and opening a backend ----------------------------------------------------------------------------------------
 
 
 class BackendNotFoundError(CoreLMError, LookupError):
@@ -18,11 +60,11 @@ class BackendNotInstalledError(CoreLMError, ImportError):
 
 
 class BackendImportError(CoreLMError, ImportError):
-    """The plugin is installed and its module failed to import; the cause is chained."""
+    """The plugin is installed, but its module failed to import; the cause is chained."""
 
 
 class BackendConflictError(CoreLMError, RuntimeError):
-    """Two distributions claim one backend name; none is picked."""
+    """Several distributions claim one backend name, and none of them is used."""
 
 
 class BackendIncompatibleError(CoreLMError, TypeError):
@@ -33,51 +75,41 @@ class BackendClosedError(CoreLMError, RuntimeError):
     """The backend was closed; open a new one."""
 
 
-class InvalidRequestError(CoreLMError, ValueError):
+# A request ------------------------------------------------------------------------------------------------------------
+
+
+class InvalidRequestError(_RowsError, ValueError):
     """A request that must not reach the engine.
 
     Attributes:
-        rows: the flat indices of the rows at fault, ascending; empty if the fault is not one row's.
         field: the field or parameter at fault.
-        problems: `rows` with what is wrong with each.
+        rows: the flat indices of the rows at fault, ascending; empty if no single row is at fault.
+        problems: those rows, each with what is wrong with it.
     """
 
     def __init__(self, message: str, *, field: str | None = None, problems: Mapping[int, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, problems=problems)
         self.field = field
-        self.problems = dict(sorted((problems or {}).items()))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(self.problems)
 
 
 class MissingKeyError(InvalidRequestError, KeyError):
     """The TensorDict lacks a key that the policy reads."""
 
-    # KeyError shows its message in quotes.
+    # KeyError would show the message in quotes.
     __str__ = Exception.__str__
 
 
-class TemplateError(CoreLMError, ValueError):
-    """A chat template is missing, fails, or cannot give what was asked of it.
+class TemplateError(_RowsError, ValueError):
+    """A chat template is missing, fails, or cannot do what was asked of it.
 
     Attributes:
-        rows: the flat indices of the conversations at fault, ascending; empty if it is not one conversation's fault.
-        problems: `rows` with what is wrong with each.
+        rows: the flat indices of the conversations at fault, ascending; empty if no single conversation is at fault.
+        problems: those rows, each with what is wrong with it.
     """
-
-    def __init__(self, message: str, *, problems: Mapping[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.problems = dict(sorted((problems or {}).items()))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(self.problems)
 
 
 class CapabilityError(CoreLMError, NotImplementedError):
-    """The engine cannot do what was asked, and says so instead of doing something else.
+    """The engine cannot do what was asked. Nothing else was done instead.
 
     Attributes:
         capability: the field of `Capabilities`, the sampling parameter or the hook that is missing.
@@ -92,38 +124,32 @@ class ProvenanceMismatchError(CoreLMError, ValueError):
     """Log-probabilities of different distributions were about to be compared."""
 
 
-class EngineError(CoreLMError, RuntimeError):
+# An engine ------------------------------------------------------------------------------------------------------------
+
+
+class EngineError(_RowsError, RuntimeError):
     """The engine or its plugin failed, or returned what the specification does not allow.
 
     Attributes:
-        usable: whether the engine can take another request; None where that is not known.
-        rows: the flat indices of the rows that failed, ascending; empty if it is not one row's failure.
-        problems: `rows` with what is wrong with each.
+        usable: whether the engine can take another request; None if that is not known.
+        rows: the flat indices of the rows that failed, ascending; empty if the whole call failed.
+        problems: those rows, each with what is wrong with it.
     """
 
     def __init__(self, message: str, *, usable: bool | None = None, problems: Mapping[int, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, problems=problems)
         self.usable = usable
-        self.problems = dict(sorted((problems or {}).items()))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(self.problems)
 
 
 class QueueFullError(EngineError):
-    """A batcher's queue holds `max_queue` requests, and was told to say so; nothing is wrong with the engine."""
+    """A batcher's queue holds `max_queue` requests and is set to refuse more. The engine itself is fine."""
 
 
 class BackendTimeoutError(CoreLMError, TimeoutError):
     """The engine did not answer within the timeout of the call."""
 
 
-Problems = dict[int, str]
-
-
-#: How many rows a message spells out; `InvalidRequestError.problems` always holds them all.
-_SPELLED_OUT = 5
+# Messages about many things -------------------------------------------------------------------------------------------
 
 
 def refuse(problems: Mapping[int, str], field: str) -> None:
@@ -133,8 +159,15 @@ def refuse(problems: Mapping[int, str], field: str) -> None:
 
 
 def spelled_out(problems: Mapping[int, str]) -> str:
-    rows = sorted(problems)
-    lines = [f"row {row}: {problems[row]}" for row in rows[:_SPELLED_OUT]]
-    if len(rows) > _SPELLED_OUT:
-        lines.append(f"and {len(rows) - _SPELLED_OUT} more rows")
-    return "; ".join(lines)
+    """Return the first few problems, row by row, and how many more rows have one."""
+    return first_few([f"row {row}: {problems[row]}" for row in sorted(problems)], "more rows")
+
+
+def first_few(lines: Sequence[str], rest: str = "more") -> str:
+    """Return the first few lines in one text, and how many more there are.
+
+    >>> first_few(["a", "b", "c", "d", "e", "f", "g"])
+    'a; b; c; d; e; and 2 more'
+    """
+    left_out = len(lines) - _SPELLED_OUT
+    return "; ".join([*lines[:_SPELLED_OUT], *([f"and {left_out} {rest}"] if left_out > 0 else [])])

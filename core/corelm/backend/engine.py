@@ -53,7 +53,7 @@ class OpenEngine:
         self.plugin = plugin
         self.name = name
         self.model_name = model_name
-        self.timeout = None if timeout is None else validate.positive(timeout, "timeout")
+        self.timeout = None if timeout is None else validate.positive("timeout", timeout)
         self.weight_version = "0"
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
 
@@ -97,7 +97,7 @@ class OpenEngine:
 
     def time_limit(self, timeout: float | None) -> float | None:
         """Return the seconds that a call may take: its own timeout, else the engine's."""
-        return self.timeout if timeout is None else validate.positive(timeout, "timeout")
+        return self.timeout if timeout is None else validate.positive("timeout", timeout)
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""

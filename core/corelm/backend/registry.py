@@ -6,7 +6,6 @@ Only the plugin's ``open`` imports its engine, and `get_backend` calls that.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections import Counter
@@ -32,6 +31,7 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from corelm.spec.hookspecs import API_VERSION, PROJECT
+from corelm.validate import did_you_mean, nearest
 
 BACKENDS = "corelm.backends"
 ENGINES = "corelm.engines"
@@ -165,8 +165,7 @@ def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Map
     except TypeError as error:
         known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
         unknown = next((option for option in options if option not in signature.parameters), None)
-        near = difflib.get_close_matches(unknown or "", known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(unknown or "", known) or "."
         raise InvalidRequestError(
             f"backend {info.name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
         ) from error
@@ -248,10 +247,10 @@ def _absent(name: str, found: Scan) -> CoreLMError:
     if name in extras:
         return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
     reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
-    near = difflib.get_close_matches(name.lower(), sorted(reachable), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    if near and near[0] not in found.names:
-        hint += f" It is not installed: {install_line(near[0])}."
+    near = nearest(name.lower(), sorted(reachable))
+    hint = f" Did you mean {near!r}?" if near else ""
+    if near and near not in found.names:
+        hint += f" It is not installed: {install_line(near)}."
     return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
 
 

@@ -50,15 +50,13 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("min_batch_size", "max_batch_size", "max_batch_tokens", "max_queue"):
             value = getattr(self, name)
-            if value is None and name == "max_batch_tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise validate.invalid(name, f"expected a whole number from 1, got {value!r}")
+            if value is not None or name != "max_batch_tokens":
+                object.__setattr__(self, name, validate.count(name, value, 1))
         if self.min_batch_size > self.max_batch_size:
             raise validate.invalid(
                 "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
             )
-        validate.positive(self.batching_timeout, "batching_timeout")
+        validate.positive("batching_timeout", self.batching_timeout)
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
     def fits(self, rows: int, tokens: int) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from corelm.validate import invalid, positive
+from corelm.validate import invalid, number, positive
 
 
 class KLController(Protocol):
@@ -20,7 +19,7 @@ class FixedKLController:
     """Always `coef`."""
 
     def __init__(self, coef: float) -> None:
-        self._value = finite(coef, "coef")
+        self._value = number("coef", coef)
 
     @property
     def value(self) -> float:
@@ -34,7 +33,7 @@ class FixedKLController:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._value = finite(state["value"], "value")
+        self._value = number("value", state["value"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(value={self._value:g})"
@@ -56,9 +55,9 @@ class AdaptiveKLController(FixedKLController):
     MAX_ERROR = 0.2
 
     def __init__(self, init_coef: float, target: float, horizon: float) -> None:
-        super().__init__(positive(init_coef, "init_coef"))
-        self.target = positive(target, "target")
-        self.horizon = positive(horizon, "horizon")
+        super().__init__(positive("init_coef", init_coef))
+        self.target = positive("target", target)
+        self.horizon = positive("horizon", horizon)
 
     def update(self, kl: Any, n_steps: int = 1) -> float:
         """Take a measured KL in, a number or a tensor of one, and return the new value.
@@ -70,20 +69,9 @@ class AdaptiveKLController(FixedKLController):
         Raises:
             InvalidRequestError: a KL that is not finite, which would spoil the coefficient for good; or `n_steps`.
         """
-        measured = finite(kl, "kl")
+        measured = number("kl", kl)
         if not 0 < n_steps * self.MAX_ERROR < self.horizon:
             raise invalid("n_steps", f"expected above 0 and below {self.horizon / self.MAX_ERROR:g}, got {n_steps}")
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
         self._value *= 1 + error * n_steps / self.horizon
         return self._value
-
-
-def finite(given: Any, field: str) -> float:
-    """A finite number, from a number or a tensor of one."""
-    try:
-        number = math.nan if isinstance(given, (bool, str)) else float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise invalid(field, f"expected a finite number, got {given!r}")
-    return number

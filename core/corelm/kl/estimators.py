@@ -39,7 +39,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError
 from corelm.tensors.ragged import Ragged
-from corelm.validate import one_of
+from corelm.validate import count, one_of
 
 Estimator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 How = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
@@ -116,8 +116,7 @@ def top_k(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, *,
     Raises:
         InvalidRequestError: `k` is below 1.
     """
-    if k < 1:
-        raise InvalidRequestError(f"k: expected at least 1, got {k}", field="k")
+    k = count("k", k, 1)
     if k >= gen_logits.shape[-1]:
         return exact(gen_logits, ref_logits, mask)
     return _of_logits(functools.partial(_top_k, k=k), gen_logits, ref_logits, mask)

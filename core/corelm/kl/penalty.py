@@ -10,12 +10,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.kl.controllers import KLController, finite
+from corelm.kl.controllers import KLController
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.layout import place
 from corelm.kl.pairs import PairKeys, read_pair
 from corelm.kl.rewards import penalised, put
-from corelm.validate import invalid, one_of
+from corelm.validate import invalid, number, one_of
 
 Where = Literal["reward", "loss"]
 
@@ -126,7 +126,7 @@ class KLComputation(TensorDictModuleBase):
 
     def coefficient(self) -> float:
         """What the KL is multiplied by just now."""
-        return finite(getattr(self.coeff, "value", self.coeff), "coeff")
+        return number("coeff", getattr(self.coeff, "value", self.coeff))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator

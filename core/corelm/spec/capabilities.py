@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from corelm.spec.sampling import FIELDS
+from corelm.validate import did_you_mean, invalid
+
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
 
@@ -49,3 +52,9 @@ class Capabilities:
     concurrent_calls: bool = False
     update_weights: bool = False
     abort: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.sampling:
+            if name not in FIELDS:
+                # Otherwise a misspelt name would be ignored, and the parameter refused at every request.
+                raise invalid("sampling", f"SamplingParams has no field {name!r}{did_you_mean(name, FIELDS)}")

@@ -1,16 +1,14 @@
-"""`SamplingParams`: the field's names for how to sample, their aliases, their validation; and one seed per answer."""
+"""`SamplingParams`: how to sample an answer, under the names that the field uses, and their aliases."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.errors import InvalidRequestError
+from corelm.validate import count, did_you_mean, flag, invalid, number
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -26,10 +24,11 @@ ALIASES = {
     "beam_width": "num_beams",
 }
 
-#: Names that people know for something close, but not the same.
+#: Names that other libraries use for something close to one of ours, and what to give instead.
 NOT_OURS = {"max_length": "it counts the prompt too; give max_new_tokens", "best_of": "give num_samples and choose"}
 
-#: What core does itself or every engine must do: never looked up in ``Capabilities.sampling``.
+#: Parameters that core handles itself or that every engine must honour. They are not looked up in
+#: ``Capabilities.sampling``.
 EVERY_ENGINE = frozenset(
     {"max_new_tokens", "stop_token_ids", "ignore_eos", "num_samples", "seed", "do_sample", "skip_special_tokens"}
 )
@@ -44,18 +43,23 @@ class SamplingParams:
         max_new_tokens: answer length limit in tokens; None fills the model's context.
         min_new_tokens: no stop id and no stop string ends an answer before this many tokens.
         temperature: 0 is greedy. Default 1.0.
-        top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; `top_k` None, 0 or -1 is off.
+        top_k: keep this many of the likeliest tokens; None, 0 or -1 keeps all. Applied first.
+        top_p: keep the smallest set of the likeliest tokens whose probabilities sum to at least this. Applied second.
+        min_p: keep the tokens that are at least this fraction as likely as the likeliest one. Applied last.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt or answer (CTRL,
             arXiv:1909.05858, §4.1).
-        presence_penalty, frequency_penalty: subtracted from the logits of ids in the answer, once, or once per
-            occurrence.
-        stop: strings that end an answer. The ids keep the token that completes one; the text ends before it.
-        stop_token_ids: ids that end an answer, beside the model's EOS, and stay in it.
-        ignore_eos: EOS is a token like any other.
-        num_samples: answers per prompt; None is one, without a batch dimension of its own.
-        seed: fixes the answers; see `answer_seeds`.
-        num_beams, length_penalty, early_stopping: beam search, where an engine has it.
-        do_sample: False is temperature 0; it is derived from the temperature when not given.
+        presence_penalty: subtracted once from the logits of ids that are in the answer.
+        frequency_penalty: subtracted from the logits of ids in the answer, once for each occurrence.
+        stop: strings that end an answer. The ids keep the token that completes the string; the text ends before it.
+        stop_token_ids: ids that end an answer, in addition to the model's EOS, and stay in it.
+        ignore_eos: EOS is a token like any other and ends no answer.
+        num_samples: answers per prompt; None is one answer and adds no batch dimension.
+        seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among that
+            prompt's samples.
+        num_beams: number of beams, if the engine has beam search; 1 samples.
+        length_penalty: exponent of the length in a beam's score.
+        early_stopping: end the beam search as soon as there are `num_beams` complete answers.
+        do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
         engine_kwargs: passed to the engine's own sampling call, unchecked by core.
 
@@ -91,67 +95,67 @@ class SamplingParams:
         temperature = self.temperature
         if temperature is None:
             temperature = 0.0 if self.do_sample is False else 1.0
-        put("temperature", _number("temperature", temperature, 0.0))
+        temperature = number("temperature", temperature, 0.0)
+        put("temperature", temperature)
         sampled = temperature > 0
         if self.do_sample is not None and self.do_sample != sampled:
-            raise _invalid(
+            raise invalid(
                 "do_sample", f"do_sample={self.do_sample} contradicts temperature={temperature}; give one of them"
             )
         put("do_sample", sampled)
         put("stop", _texts("stop", self.stop))
-        put("stop_token_ids", tuple(_ids("stop_token_ids", self.stop_token_ids)))
-        put("top_k", None if self.top_k in (None, 0, -1) else _count("top_k", self.top_k, 1))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        put("top_k", None if self.top_k in (None, 0, -1) else count("top_k", self.top_k, 1))
         if self.max_new_tokens is not None:
-            put("max_new_tokens", _count("max_new_tokens", self.max_new_tokens, 1))
-        put("min_new_tokens", _count("min_new_tokens", self.min_new_tokens, 0))
+            put("max_new_tokens", count("max_new_tokens", self.max_new_tokens, 1))
+        put("min_new_tokens", count("min_new_tokens", self.min_new_tokens))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise _invalid("min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, above=True))
-        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, above=True))
-        put("presence_penalty", _number("presence_penalty", self.presence_penalty))
-        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty))
-        put("length_penalty", _number("length_penalty", self.length_penalty))
-        put("num_beams", _count("num_beams", self.num_beams, 1))
+            raise invalid("min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        put("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True))
+        put("min_p", number("min_p", self.min_p, 0.0, 1.0))
+        put("repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0.0, above=True))
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+            put(name, number(name, getattr(self, name)))
+        put("num_beams", count("num_beams", self.num_beams, 1))
         if self.num_samples is not None:
-            put("num_samples", _count("num_samples", self.num_samples, 1))
+            put("num_samples", count("num_samples", self.num_samples, 1))
         if self.seed is not None:
-            put("seed", _count("seed", self.seed, None))
+            put("seed", count("seed", self.seed, None))
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, f"expected True or False, got {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
-            raise _invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
+            raise invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
         if not isinstance(self.engine_kwargs, Mapping):
-            raise _invalid("engine_kwargs", f"expected a mapping, got {self.engine_kwargs!r}")
+            raise invalid("engine_kwargs", f"expected a mapping, got {self.engine_kwargs!r}")
         put("engine_kwargs", dict(self.engine_kwargs))
 
     def __hash__(self) -> int:
-        # By value, like ==. What the engine's own arguments hold need not be hashable, their names are.
+        # By value, like ==. The values in engine_kwargs need not be hashable; their names are.
         plain = (getattr(self, name) for name in FIELDS if name != "engine_kwargs")
         return hash((*plain, frozenset(self.engine_kwargs)))
 
     @classmethod
     def make(cls, value: SamplingParams | Mapping[str, Any] | None = None, **changes: Any) -> SamplingParams:
-        """From a `SamplingParams`, a mapping or nothing, with keyword changes on top. Aliases are understood.
+        """Return parameters from a `SamplingParams`, a mapping or nothing, with the keyword changes applied.
+
+        Aliases are understood.
 
         >>> params = SamplingParams.make({"max_tokens": 8, "do_sample": False}, n=2)
         >>> params.max_new_tokens, params.temperature, params.num_samples
         (8, 0.0, 2)
 
         Raises:
-            InvalidRequestError: an unknown name (with the nearest known one), or two names for one thing that disagree.
+            InvalidRequestError: an unknown name (the message suggests the nearest known one), or two names for one
+                parameter with different values.
         """
         changes = _canonical(changes)
         if isinstance(value, SamplingParams):
             if "temperature" in changes or "do_sample" in changes:
-                # The one that is not given follows the other, as it did when `value` was made.
+                # The one of the two that is not given follows the other, as it did when `value` was made.
                 changes = {"temperature": None, "do_sample": None, **changes}
             return dataclasses.replace(value, **changes) if changes else value
         if value is not None and not isinstance(value, Mapping):
-            raise InvalidRequestError(
-                f"sampling parameters: expected a SamplingParams or a mapping, got {value!r}", field="sampling_params"
-            )
+            raise invalid("sampling_params", f"expected a SamplingParams or a mapping, got {value!r}")
         return cls(**{**_canonical(value or {}), **changes})
 
     @property
@@ -160,7 +164,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
+        """Whether top-k, top-p or min-p truncate the distribution."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -180,7 +184,9 @@ class SamplingParams:
         )
 
     def engine_parameters(self) -> dict[str, Any]:
-        """The parameters in force that an engine has to honour by declaring them: set, and not core's own business."""
+        """Return the parameters that an engine must declare to be given them: not at their default, and not handled by
+        core.
+        """
         return {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -189,59 +195,34 @@ class SamplingParams:
 
 
 def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Aliases resolved; conflicts and unknown names refused."""
+    """Return the parameters under their own names; refuse conflicts and unknown names."""
     out: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in given.items():
         key = ALIASES.get(name, name)
         if key not in FIELDS:
-            near = difflib.get_close_matches(str(name), [*FIELDS, *ALIASES], n=1)
-            hint = NOT_OURS.get(name) or (
-                f"did you mean {near[0]!r}?" if near else "the engine's own go into engine_kwargs"
-            )
-            raise _invalid(str(name), f"unknown sampling parameter; {hint}")
+            hint = f"; {NOT_OURS[name]}" if name in NOT_OURS else did_you_mean(name, [*FIELDS, *ALIASES])
+            hint = hint or "; the engine's own parameters go into engine_kwargs"
+            raise invalid(str(name), f"unknown sampling parameter{hint}")
         if key in out and out[key] != value:
-            raise _invalid(key, f"{source[key]}={out[key]!r} and {name}={value!r} name one thing with two values")
+            raise invalid(key, f"{source[key]}={out[key]!r} and {name}={value!r} are the same parameter; give one")
         out[key], source[key] = value, name
     return out
 
 
-def _invalid(name: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"sampling parameter {name!r}: {message}", field=name)
-
-
-def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, above: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _invalid(name, f"expected a finite number, got {value!r}")
-    if not low <= value <= high or (above and value == low):
-        raise _invalid(name, f"{value} is not in {'(' if above else '['}{low}, {high}]")
-    return float(value)
-
-
-def _count(name: str, value: Any, low: int | None) -> int:
-    try:
-        if isinstance(value, bool) or int(value) != value:
-            raise TypeError
-    except (TypeError, ValueError, OverflowError):
-        raise _invalid(name, f"expected a whole number, got {value!r}") from None
-    if low is not None and value < low:
-        raise _invalid(name, f"{value} is less than {low}")
-    return int(value)
-
-
-def _ids(name: str, value: Any) -> Iterable[int]:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
     try:
         found = [operator.index(i) for i in ((value,) if isinstance(value, int) else () if value is None else value)]
     except TypeError:
-        raise _invalid(name, f"expected token ids, got {value!r}") from None
-    return [_count(name, i, 0) for i in found]
+        raise invalid(name, f"expected token ids, got {value!r}") from None
+    return tuple(count(name, i) for i in found)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else () if value is None else value
     texts = tuple(found) if isinstance(found, Iterable) else (found,)
     if not all(isinstance(text, str) and text for text in texts):
-        raise _invalid(name, f"a stop string is a text of at least one character, not {value!r}")
+        raise invalid(name, f"expected strings of at least one character, got {value!r}")
     return texts
 
 

@@ -5,6 +5,7 @@
 - `generate_result`, `score_result`, `RowFailure`: the result of a call from what became of its rows.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
+- `did_you_mean`: a hint for an error message about an unknown name.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
 - `EventLoopThread`: an asyncio event loop on a thread.
 

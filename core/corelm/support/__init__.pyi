@@ -8,6 +8,7 @@ from .checkpoints import without_tied_copies as without_tied_copies
 from .deadline import Deadline as Deadline
 from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
+from .hints import did_you_mean as did_you_mean
 from .http import HttpClient as HttpClient
 from .http_errors import ABORTED as ABORTED
 from .http_errors import Aborted as Aborted

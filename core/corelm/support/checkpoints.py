@@ -20,14 +20,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, first_few
 from corelm.spec.records import WeightUpdate
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
-
-#: How many problems a message spells out.
-_SPELLED_OUT = 5
 
 
 @contextmanager
@@ -143,14 +140,12 @@ def refuse_weights(problems: Sequence[str], field: str) -> None:
     Args:
         field: what the caller gave: ``state_dict`` or ``path``.
     """
-    if not problems:
-        return
-    more = f"; and {len(problems) - _SPELLED_OUT} more" if len(problems) > _SPELLED_OUT else ""
-    raise InvalidRequestError(
-        f"{field} does not fit the model, which keeps its weights: {'; '.join(problems[:_SPELLED_OUT])}{more}. "
-        "Give every tensor of this model, under the names of its checkpoint",
-        field=field,
-    )
+    if problems:
+        raise InvalidRequestError(
+            f"{field} does not fit the model, which keeps its weights: {first_few(problems)}. "
+            "Give every tensor of this model, under the names of its checkpoint",
+            field=field,
+        )
 
 
 def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:

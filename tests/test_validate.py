@@ -1,0 +1,81 @@
+"""Checks of single arguments: what they return, and messages that say what was expected and what was given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corelm import validate
+from corelm.errors import InvalidRequestError
+
+
+def refused(check: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        check("size", *arguments, **options)
+    assert caught.value.field == "size"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", [2, 2.0, np.float32(2), torch.tensor(2.0), torch.tensor([2])])
+def test_a_number_may_be_an_int_a_float_or_a_tensor_of_one(given: Any):
+    assert validate.number("size", given) == 2.0 and type(validate.number("size", given)) is float
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, True, "2", None, 10**400, torch.ones(2), [2]])
+def test_anything_else_is_not_a_number(given: Any):
+    assert refused(validate.number, given).startswith("size: expected a finite number, got ")
+
+
+def test_a_message_names_the_range_of_a_number():
+    assert refused(validate.number, -1, 0) == "size: expected a finite number of at least 0, got -1"
+    assert refused(validate.number, 2, high=1) == "size: expected a finite number of at most 1, got 2"
+    assert refused(validate.number, 1.5, 0, 1) == "size: expected a number from 0 to 1, got 1.5"
+    assert refused(validate.number, 0, 0, 1, above=True) == "size: expected a number above 0 and up to 1, got 0"
+    assert refused(validate.positive, 0) == "size: expected a finite number above 0, got 0"
+    assert validate.number("size", 1, 0, 1, above=True) == 1.0
+
+
+@pytest.mark.parametrize("given", [3, 3.0, np.int64(3), torch.tensor(3)])
+def test_a_count_is_a_whole_number(given: Any):
+    assert validate.count("size", given, 3) == 3 and type(validate.count("size", given)) is int
+
+
+@pytest.mark.parametrize("given", [2.5, True, "3", None, math.nan, math.inf, torch.ones(2), [3]])
+def test_anything_else_is_not_a_count(given: Any):
+    assert refused(validate.count, given).startswith("size: expected a whole number of at least 0, got ")
+
+
+def test_a_count_has_a_lower_bound_unless_it_is_none():
+    assert refused(validate.count, 0, 1) == "size: expected a whole number of at least 1, got 0"
+    assert refused(validate.count, 0.5, None) == "size: expected a whole number, got 0.5"
+    assert validate.count("size", -7, None) == -7
+
+
+def test_flags_choices_and_keys():
+    assert validate.flag("size", True) is True
+    assert refused(validate.flag, 1) == "size: expected True or False, got 1"
+    validate.one_of("size", "small", ("small", "large"))
+    assert refused(validate.one_of, "tiny", ("small", "large")) == "size: expected one of 'small', 'large', got 'tiny'"
+    given = {"a": 1}
+    assert validate.subset("size", given, ("a", "b")) == given and validate.subset("size", given, ("a",)) is not given
+    assert validate.subset("size", None, ("a",)) == {}
+    message = "size: unknown: 'widht'; it takes width, height; did you mean 'width'?"
+    assert refused(validate.subset, {"widht": 1}, ("width", "height")) == message
+
+
+def test_a_device_is_read_by_torch():
+    assert validate.device("cpu") == torch.device("cpu") and validate.device(None) is None
+    with pytest.raises(InvalidRequestError, match="device: ") as caught:
+        validate.device("abacus")
+    assert caught.value.field == "device"
+
+
+def test_the_nearest_known_name_is_suggested():
+    known = ["temperature", "top_p", "top_k"]
+    assert validate.did_you_mean("temprature", known) == "; did you mean 'temperature'?"
+    assert validate.did_you_mean("zzz", known) == "" and validate.did_you_mean(7, known) == ""
+    assert validate.nearest("topk", known) == "top_k"
