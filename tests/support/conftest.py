@@ -1,4 +1,4 @@
-"""The HTTP client, and a real server that misbehaves."""
+"""Fixtures: an HTTP client, and a real server that misbehaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 def connect(waits: Waits) -> Iterator[Connect]:
-    """``connect(server, **options)``: a client that does not sleep; closed, with its thread gone, after the test."""
+    """``connect(server, **options)``: a client that does not sleep; it is closed after the test, and its thread ended."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""A loop on a thread of its own: results, errors, timeouts and the end, for any number of threads."""
+"""The event loop on its own thread: results, errors, timeouts and stopping, for any number of threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 class Watched:
-    """A coroutine that never ends by itself and says when it began and when it was cancelled."""
+    """A coroutine that never ends by itself and records when it began and when it was cancelled."""
 
     def __init__(self) -> None:
         self.begun, self.cancelled = threading.Event(), threading.Event()
@@ -54,7 +54,7 @@ def test_many_threads_run_coroutines_at_once(loop: EventLoopThread) -> None:
     assert here == ["a loop of the tests"] * 8
 
 
-def test_an_error_reaches_the_caller_as_it_is(loop: EventLoopThread) -> None:
+def test_an_error_reaches_the_caller_unchanged(loop: EventLoopThread) -> None:
     async def fail() -> None:
         raise KeyError("its own")
 
@@ -69,7 +69,7 @@ def test_a_timeout_cancels_the_coroutine(loop: EventLoopThread) -> None:
     assert watched.cancelled.wait(30)
 
 
-def test_a_timeout_of_the_coroutine_itself_is_passed_on(loop: EventLoopThread) -> None:
+def test_a_timeout_error_of_the_coroutine_is_passed_on(loop: EventLoopThread) -> None:
     async def own() -> None:
         raise TimeoutError("its own")
 
@@ -84,7 +84,7 @@ def test_cancelling_the_future_cancels_the_coroutine(loop: EventLoopThread) -> N
     assert future.cancel() and watched.cancelled.wait(30)
 
 
-def test_cancel_ends_what_runs_and_the_loop_goes_on(loop: EventLoopThread) -> None:
+def test_cancel_ends_running_coroutines_and_the_loop_goes_on(loop: EventLoopThread) -> None:
     watched = Watched()
     future = loop.submit(watched())
     assert watched.begun.wait(30)
@@ -95,7 +95,7 @@ def test_cancel_ends_what_runs_and_the_loop_goes_on(loop: EventLoopThread) -> No
     assert loop.run(give(7)) == 7
 
 
-def test_stop_cancels_lets_clean_up_and_ends_the_thread() -> None:
+def test_stop_cancels_coroutines_lets_them_clean_up_and_ends_the_thread() -> None:
     loop = EventLoopThread("to be stopped")
     cleaned = []
 
@@ -114,7 +114,7 @@ def test_stop_cancels_lets_clean_up_and_ends_the_thread() -> None:
     loop.stop()
 
 
-def test_stop_closes_generators_that_nobody_finished() -> None:
+def test_stop_closes_unfinished_generators() -> None:
     loop = EventLoopThread("with a generator")
     closed = []
 
@@ -135,14 +135,14 @@ def test_stop_closes_generators_that_nobody_finished() -> None:
     assert closed == [True]
 
 
-def test_a_stopped_loop_refuses_and_leaves_no_coroutine_behind() -> None:
+def test_a_stopped_loop_refuses_a_coroutine_and_closes_it() -> None:
     loop = EventLoopThread("stopped")
     loop.stop()
     coroutine = give(1)
     with pytest.raises(RuntimeError, match="was stopped"):
         loop.run(coroutine)
     with pytest.raises(RuntimeError, match="already"):
-        # Closed, and so not to be awaited by anyone.
+        # It is closed, so it does not warn that it was never awaited.
         coroutine.send(None)
 
 
@@ -159,7 +159,7 @@ def test_the_loops_own_thread_cannot_wait_for_itself(loop: EventLoopThread) -> N
     assert loop.run(give(2)) == 2
 
 
-def test_whoever_comes_while_it_stops_is_refused_or_cancelled_and_never_waits_for_ever() -> None:
+def test_a_caller_during_stop_is_refused_or_cancelled_and_never_waits_forever() -> None:
     for _ in range(20):
         loop = EventLoopThread("contended")
         start = threading.Barrier(5)

@@ -1,4 +1,4 @@
-"""The HTTP client against a real server: answers, aborting, closing, and what it is opened with."""
+"""The HTTP client against a real server: answers, aborting, closing, and the arguments that open a client."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from corelm.support.http import ABORTED, HttpClient
 from helpers.http_clients import KEY, Connect, Waits, echo
 from helpers.http_server import Reply, Request, hang, held, json_reply, raw, reset
 
-# What goes well ------------------------------------------------------------------------------------------------------
+# Answers -------------------------------------------------------------------------------------------------------------
 
 
-def test_get_and_post_give_decoded_json(connect: Connect, serve: Any) -> None:
+def test_get_and_post_return_decoded_json(connect: Connect, serve: Any) -> None:
     server = serve()
     client = connect(server)
     assert client.get("/a") == {"you said": None}
@@ -27,18 +27,18 @@ def test_get_and_post_give_decoded_json(connect: Connect, serve: Any) -> None:
     assert server.requests[1].headers["Content-Type"] == "application/json"
 
 
-def test_a_path_of_the_base_url_comes_first(connect: Connect, serve: Any) -> None:
+def test_the_path_of_the_base_url_precedes_the_path_of_a_request(connect: Connect, serve: Any) -> None:
     server = serve()
     connect(server.url + "/behind/").get("/a")
     assert server.paths() == ["/behind/a"]
 
 
-def test_an_answer_that_is_no_json_is_given_as_text_where_that_is_expected(connect: Connect, serve: Any) -> None:
+def test_a_body_that_is_not_json_is_returned_as_text_if_asked_for(connect: Connect, serve: Any) -> None:
     client = connect(serve(lambda request: raw(b"done")))
     assert client.post("/flush", {}, expect_json=False) == "done"
 
 
-def test_answers_come_in_the_order_of_their_payloads(connect: Connect, serve: Any) -> None:
+def test_answers_are_in_the_order_of_their_payloads(connect: Connect, serve: Any) -> None:
     # The later a payload, the sooner its answer.
     gates = [threading.Event() for _ in range(5)]
     server = serve(lambda request: held(echo(request), gates[request.body]))
@@ -51,12 +51,12 @@ def test_answers_come_in_the_order_of_their_payloads(connect: Connect, serve: An
         assert future.result() == [{"you said": number} for number in range(5)]
 
 
-def test_no_payloads_are_no_requests(connect: Connect, serve: Any) -> None:
+def test_without_payloads_nothing_is_sent(connect: Connect, serve: Any) -> None:
     server = serve()
     assert connect(server).post_each("/x", [], names=[], timeout=1) == [] and server.requests == []
 
 
-def test_many_threads_share_one_bound_on_what_is_in_flight(connect: Connect, serve: Any) -> None:
+def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, serve: Any) -> None:
     gate = threading.Event()
     server = serve(lambda request: held(echo(request), gate))
     client = connect(server, max_in_flight=3)
@@ -73,7 +73,7 @@ def test_many_threads_share_one_bound_on_what_is_in_flight(connect: Connect, ser
     assert server.peak == 3 and len(server.requests) == 20
 
 
-# Abort, health and the end -------------------------------------------------------------------------------------------
+# Abort, health and closing -------------------------------------------------------------------------------------------
 
 
 def test_abort_ends_exactly_the_requests_it_names(connect: Connect, serve: Any) -> None:
@@ -92,7 +92,7 @@ def test_abort_ends_exactly_the_requests_it_names(connect: Connect, serve: Any) 
     assert client.post_each("/x", [3], names=["a"], timeout=30) == [{"you said": 3}]
 
 
-def test_with_grace_what_was_sent_may_answer_and_what_waits_may_not(connect: Connect, serve: Any) -> None:
+def test_grace_is_for_requests_already_sent_and_not_for_those_that_wait(connect: Connect, serve: Any) -> None:
     gate = threading.Event()
     server = serve(lambda request: held(echo(request), gate))
     client = connect(server, max_in_flight=1)
@@ -106,7 +106,7 @@ def test_with_grace_what_was_sent_may_answer_and_what_waits_may_not(connect: Con
     assert len(server.requests) == 1
 
 
-def test_grace_is_over_when_it_is_over(connect: Connect, serve: Any) -> None:
+def test_a_request_that_outlasts_its_grace_is_cancelled(connect: Connect, serve: Any) -> None:
     server = serve(lambda request: hang())
     client = connect(server)
     with ThreadPoolExecutor(1) as pool:
@@ -116,7 +116,7 @@ def test_grace_is_over_when_it_is_over(connect: Connect, serve: Any) -> None:
         assert rows.result() == [ABORTED]
 
 
-def test_answers_says_whether_the_server_does_and_never_raises(connect: Connect, serve: Any, waits: Waits) -> None:
+def test_answers_reports_whether_the_server_does_and_never_raises(connect: Connect, serve: Any, waits: Waits) -> None:
     server = serve(echo, raw(b""), raw(b"", 503), reset(), raw(b"", 302, {"Location": "/a"}))
     client = connect(server)
     assert [client.answers("/health") for _ in range(5)] == [True, False, False, False, True]
@@ -127,7 +127,7 @@ def test_answers_says_whether_the_server_does_and_never_raises(connect: Connect,
     assert not client.answers("/health")
 
 
-def test_closing_ends_what_is_in_flight_with_a_typed_error(connect: Connect, serve: Any) -> None:
+def test_closing_ends_requests_in_flight_with_a_typed_error(connect: Connect, serve: Any) -> None:
     server = serve(lambda request: hang())
     client = connect(server)
     with ThreadPoolExecutor(3) as pool:
@@ -147,10 +147,10 @@ def test_closing_ends_what_is_in_flight_with_a_typed_error(connect: Connect, ser
         client.post_each("/x", [0], names=["a"], timeout=1)
 
 
-# What it is opened with ----------------------------------------------------------------------------------------------
+# Opening a client ----------------------------------------------------------------------------------------------------
 
 
-def test_the_key_is_sent_and_never_told(
+def test_the_key_is_sent_and_never_appears_in_messages_or_logs(
     connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def tell(request: Request) -> Reply:
@@ -171,12 +171,12 @@ def test_the_key_is_sent_and_never_told(
     assert server.requests[-1].headers["Authorization"] == f"Bearer {KEY}"
 
 
-def test_a_refused_key_says_so(connect: Connect, serve: Any) -> None:
+def test_a_refused_key_is_named_in_the_error(connect: Connect, serve: Any) -> None:
     with pytest.raises(EngineError, match="api_key"):
         connect(serve(lambda request: json_reply({"error": "Unauthorized"}, 401))).get("/a")
 
 
-def test_the_environments_proxy_is_not_asked_for_this_machine(
+def test_the_environments_proxy_is_not_used_for_this_machine(
     connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, server = serve(), serve()
@@ -191,7 +191,7 @@ def test_the_environments_proxy_is_not_asked_for_this_machine(
     assert len(proxy.requests) == 1
 
 
-def test_without_httpx_the_command_to_type_is_said() -> None:
+def test_without_httpx_the_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['httpx'] = None; import corelm.support.http"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "BackendNotInstalledError" in ended.stderr and 'pip install "core[http]"' in ended.stderr
@@ -201,7 +201,7 @@ def test_without_httpx_the_command_to_type_is_said() -> None:
     "url",
     ["", "127.0.0.1:80", "ftp://host", "http://", "http://user:hidden-word@host", "http://h?x=1", "http://h:port", 7],
 )
-def test_a_base_url_that_is_none_is_refused(url: Any) -> None:
+def test_an_unusable_base_url_is_refused(url: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         HttpClient(url)
     assert caught.value.field == "base_url" and "hidden-word" not in str(caught.value)
@@ -217,7 +217,7 @@ def test_a_base_url_that_is_none_is_refused(url: Any) -> None:
         ("api_key", "a\nb-secret"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(field: str, value: Any) -> None:
+def test_an_illegal_argument_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         HttpClient("http://127.0.0.1:1", **{field: value})
     assert caught.value.field == field and "b-secret" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The HTTP client against a real server that misbehaves: what is repeated, what is not, and what callers get."""
+"""The HTTP client against a real server that misbehaves: which requests are retried, and what callers get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from helpers.http_clients import KEY, Connect, Waits, echo
 from helpers.http_server import FaultServer, Reply, Request, hang, json_reply, raw, reset, truncated
 
-# What is repeated ----------------------------------------------------------------------------------------------------
+# Retried -------------------------------------------------------------------------------------------------------------
 
 PASSING = {
     "429": json_reply({"error": "busy"}, 429),
@@ -34,7 +34,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_what_may_pass_is_tried_again(connect: Connect, serve: Any, waits: Waits, fault: str) -> None:
+def test_a_failure_that_may_pass_is_retried(connect: Connect, serve: Any, waits: Waits, fault: str) -> None:
     server = serve(echo, PASSING[fault], PASSING[fault])
     if fault in ("truncated", "closed"):
         # The connection must end for the client to see it.
@@ -53,7 +53,7 @@ def closing(reply: Reply) -> Reply:
 
 
 @pytest.mark.parametrize("fault", ["429", "garbage", "reset"])
-def test_get_is_tried_again_and_post_only_if_that_is_safe(connect: Connect, serve: Any, fault: str) -> None:
+def test_get_is_retried_and_post_only_if_the_caller_says_so(connect: Connect, serve: Any, fault: str) -> None:
     server = serve(echo, PASSING[fault])
     client = connect(server)
     assert client.get("/a") == {"you said": None}
@@ -65,7 +65,7 @@ def test_get_is_tried_again_and_post_only_if_that_is_safe(connect: Connect, serv
     assert client.post("/c", 1, retry=True) == {"you said": 1}
 
 
-def test_after_the_last_try_a_row_has_its_error_and_the_others_their_answers(
+def test_after_the_last_retry_a_row_has_its_error_and_the_others_their_answers(
     connect: Connect, serve: Any, waits: Waits
 ) -> None:
     def answer(request: Request) -> Reply:
@@ -88,7 +88,7 @@ def test_a_refused_connection_is_an_engine_error_that_says_where(connect: Connec
     assert caught.value.usable is False and len(waits) == 2
 
 
-def test_a_server_that_comes_back_serves_the_rows_that_waited_for_it(connect: Connect) -> None:
+def test_rows_that_wait_for_a_restarted_server_are_served(connect: Connect) -> None:
     with FaultServer(echo) as server:
         port = server.port
     asleep, back = threading.Event(), threading.Event()
@@ -106,23 +106,23 @@ def test_a_server_that_comes_back_serves_the_rows_that_waited_for_it(connect: Co
             assert future.result() == [{"you said": 1}, {"you said": 2}]
 
 
-def test_retry_after_is_granted_within_reason(connect: Connect, serve: Any, waits: Waits) -> None:
+def test_retry_after_is_respected_up_to_a_minute(connect: Connect, serve: Any, waits: Waits) -> None:
     later = email.utils.formatdate(time.time() + 40, usegmt=True)
     replies = [json_reply({}, 429, {"Retry-After": text}) for text in ("7", later, "86400", "soon", "-3", "nan")]
     connect(serve(echo, *replies), max_retries=6).get("/a")
     assert waits[0] == 7 and 30 < waits[1] <= 40 and waits[2] == 60
-    # What cannot be read leaves the usual wait: 0.5, 1, 2, 4, … and up to half a second.
+    # A value that cannot be read leaves the usual wait: 0.5, 1, 2, 4, … and up to half a second.
     assert 4 <= waits[3] <= 4.5 and 8 <= waits[4] <= 8.5 and 15 <= waits[5] <= 15.5
 
 
-def test_every_repetition_is_logged(connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_retry_is_logged(connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "corelm.support.http"):
         connect(serve(echo, PASSING["500"])).get("/a")
     (record,) = caplog.records
     assert "GET /a" in record.getMessage() and "500" in record.getMessage()
 
 
-# What is not ---------------------------------------------------------------------------------------------------------
+# Not retried ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
@@ -157,7 +157,7 @@ def test_redirects_are_not_followed(connect: Connect, serve: Any, waits: Waits) 
     assert elsewhere.requests == [] and len(server.requests) == 1 and waits == []
 
 
-def test_a_server_that_hangs_is_a_timeout_and_not_asked_again(connect: Connect, serve: Any) -> None:
+def test_a_server_that_hangs_is_a_timeout_and_not_retried(connect: Connect, serve: Any) -> None:
     server = serve(lambda request: hang())
     client = connect(server, read_timeout=0.05)
     with pytest.raises(BackendTimeoutError, match="hangs"):
@@ -168,18 +168,18 @@ def test_a_server_that_hangs_is_a_timeout_and_not_asked_again(connect: Connect, 
     assert len(server.requests) == 3
 
 
-def test_the_time_of_a_call_ends_all_that_is_in_flight(connect: Connect, serve: Any) -> None:
+def test_the_timeout_of_a_call_ends_all_of_its_requests(connect: Connect, serve: Any) -> None:
     server = serve(lambda request: hang() if request.body else echo(request))
     client = connect(server)
     with pytest.raises(BackendTimeoutError, match="3 of 3") as caught:
         client.post_each("/x", [1, 2, 3], names=list("abc"), timeout=2.0)
     assert server.url in str(caught.value) and isinstance(caught.value, TimeoutError)
-    # The connections are closed, so the server knows that nobody waits any more.
+    # The connections are closed, so the server sees that the answers are no longer wanted.
     server.wait_for(lambda: server.given_up == 3 and server.in_flight == 0)
     assert client.post_each("/x", [0], names=["a"], timeout=30) == [{"you said": 0}]
 
 
-def test_the_time_of_a_call_counts_the_waits_between_tries(connect: Connect, serve: Any) -> None:
+def test_the_timeout_of_a_call_includes_the_waits_between_retries(connect: Connect, serve: Any) -> None:
     server = serve(lambda request: raw(b"", 503, {"Retry-After": "50"}))
     client = connect(server, sleep=asyncio.sleep)
     for ask in (
@@ -191,7 +191,7 @@ def test_the_time_of_a_call_counts_the_waits_between_tries(connect: Connect, ser
             ask()
 
 
-def test_what_json_cannot_say_is_refused_before_anything_is_sent(connect: Connect, serve: Any) -> None:
+def test_a_payload_that_is_not_json_is_refused_before_anything_is_sent(connect: Connect, serve: Any) -> None:
     server = serve()
     for payload in (float("nan"), {1, 2}):
         with pytest.raises(InvalidRequestError, match="JSON"):

@@ -1,4 +1,4 @@
-"""`EventLoopThread`: an asyncio event loop on a thread of its own, for engines and clients that live on one."""
+"""`EventLoopThread`: an asyncio event loop that runs on its own thread, for engines and clients that need a loop."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ T = TypeVar("T")
 class EventLoopThread:
     """Runs coroutines for any number of threads at once.
 
-    The thread is a daemon: an interpreter that ends without `stop` is not held up by it.
+    The thread is a daemon, so it does not keep an interpreter alive that ends without calling `stop`.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._stopped = False
-        # Nothing may slip in behind the last task that `stop` cancels: it would never end, nor whoever waits for it.
-        self._door = threading.Lock()
+        # `stop` and `submit` exclude each other. A coroutine submitted after `stop` has cancelled the others would
+        # never end, and its caller would wait forever.
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The coroutine's result. Whatever ends the wait early, a `KeyboardInterrupt` too, cancels the coroutine.
+        """Run the coroutine and return its result. If the wait ends early, the coroutine is cancelled.
 
         Raises:
             TimeoutError: it took longer than `timeout` seconds.
             concurrent.futures.CancelledError: `stop` or `cancel` ended it.
-            RuntimeError: the loop was stopped, or this is its own thread, which must not wait for itself.
+            RuntimeError: the loop was stopped, or the caller is the loop's own thread, which cannot wait for itself.
         """
         future = self.submit(coroutine)
         try:
@@ -41,10 +42,10 @@ class EventLoopThread:
             future.cancel()
             if isinstance(error, TimeoutError):
                 raise
-            # Before Python 3.11 it is not the builtin.
+            # Before Python 3.11 it is not the builtin TimeoutError.
             raise TimeoutError(*error.args) from error
         except BaseException:
-            # Nothing to do if the coroutine itself raised.
+            # For example a KeyboardInterrupt. If the coroutine itself raised, cancelling does nothing.
             future.cancel()
             raise
 
@@ -52,29 +53,30 @@ class EventLoopThread:
         """Start the coroutine. Cancelling the future cancels it.
 
         Raises:
-            RuntimeError: the loop was stopped, or this is its own thread.
+            RuntimeError: the loop was stopped, or the caller is the loop's own thread.
         """
-        with self._door:
+        with self._lock:
             if not self._stopped and threading.current_thread() is not self._thread and self._thread.is_alive():
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise RuntimeError("called from the loop's own thread" if self._is_mine() else "this event loop was stopped")
+        own = self._is_own_thread()
+        raise RuntimeError("called from the loop's own thread" if own else "this event loop was stopped")
 
     def cancel(self) -> None:
-        """Cancel everything that is running and wait until it has cleaned up."""
+        """Cancel all running coroutines and wait until they have cleaned up."""
         self.run(_cancel_the_others())
 
     def stop(self) -> None:
-        """Cancel what is running, let it clean up, and end the thread. Stopping twice is fine.
+        """Cancel all running coroutines, let them clean up, and end the thread. Stopping twice is fine.
 
         Raises:
-            RuntimeError: this is the loop's own thread.
+            RuntimeError: the caller is the loop's own thread.
         """
-        if self._is_mine():
+        if self._is_own_thread():
             raise RuntimeError("called from the loop's own thread")
-        with self._door:
+        with self._lock:
             first, self._stopped = not self._stopped, True
-            # Not alive in a forked child, where only the thread that forked lives on.
+            # In a forked child the thread is not alive: only the thread that called fork is copied.
             last = first and self._thread.is_alive()
             ending = asyncio.run_coroutine_threadsafe(_end(), self._loop) if last else None
         if ending is not None:
@@ -85,7 +87,7 @@ class EventLoopThread:
         else:
             self._thread.join()
 
-    def _is_mine(self) -> bool:
+    def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
 

@@ -1,23 +1,20 @@
-"""`HttpClient`: one server behind a base URL, for any number of threads at once. No engine is named here.
+"""`HttpClient`: one server behind a base URL, for any number of threads at once. It knows no engine.
 
-Retries live in this file alone. What is repeated: refused and broken connections, the statuses of `_RETRIED`, a body
-that is garbage or cut off. What never is: a server that hangs, which is a `BackendTimeoutError`.
+All retries are made here. The client sends a request again after a refused or broken connection, a status that may pass
+(see `corelm.support.http_errors`), or a body that is garbage or cut off. It never repeats a request to a server that
+hangs: that is a `BackendTimeoutError`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import email.utils
 import ipaddress
 import json
 import logging
-import math
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,12 +29,13 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from corelm.support.event_loop import EventLoopThread
-from corelm.support.http_errors import ABORTED, Aborted, TransientError
+from corelm.support.http_errors import ABORTED, Aborted, ResponseReader, TransientError
+from corelm.validate import count, invalid, positive
 
 try:
     import httpx
 except ImportError as error:
-    raise BackendNotInstalledError('an engine behind a URL needs httpx; pip install "core[http]"') from error
+    raise BackendNotInstalledError('an engine behind a URL needs httpx: pip install "core[http]"') from error
 
 T = TypeVar("T")
 
@@ -47,35 +45,31 @@ Entry = Any | CoreLMError | Aborted
 
 _log = logging.getLogger(__name__)
 
-_RETRIED = frozenset({429, 500, 502, 503, 504})
-#: What the request itself is to blame for. Another one may well be served.
-_REFUSED = frozenset({400, 404, 413, 422})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout, httpx.DecodingError)
-#: Seconds before each repetition: 0.5, 1, 2, … and up to half a second of chance, lest all rows come back at once.
+#: Seconds before each retry: 0.5, 1, 2, … plus up to half a second at random, so that rows do not all return at once.
 _BACKOFF = tenacity.wait_exponential(multiplier=0.5, max=15.0) + tenacity.wait_random(0.0, 0.5)
-#: The longest wait, in seconds, that a server's Retry-After is granted.
-_LONGEST_WAIT = 60.0
-#: An idle connection is given up before the server does so (uvicorn: 5 s), or a request would run into its closing.
+#: Seconds after which the client closes an idle connection. The server must not be first (uvicorn: 5 s), or a request
+#: could be sent just as it closes.
 _IDLE = 3.0
-#: Characters of a server's message that an error repeats.
-_WORDS = 300
 
 
 class HttpClient:
-    """Requests and answers in JSON over one pool of connections.
+    """Sends requests and reads answers in JSON, over one pool of connections.
+
+    The environment's proxies are used, except to reach this machine itself. Redirects are not followed, since they
+    would carry the key to another server.
 
     Args:
-        base_url: ``http(s)://host:port``, with a path in front of every other if need be.
-        api_key: sent as a bearer token. key_variable: the environment variable to take it from otherwise.
+        base_url: ``http(s)://host:port``, optionally with a path, which then precedes the path of every request.
+        api_key: sent as a bearer token.
+        key_variable: the environment variable that holds the key if `api_key` is not given.
         headers: sent with every request.
-        connect_timeout: seconds to make a connection. read_timeout: seconds without a byte after which the server is
-            said to hang.
-        max_in_flight: how many requests of `post_each` are under way at a time, over all threads.
-        max_retries: how often a failure that may pass is tried again.
-        transport: an httpx transport used instead of the network. sleep: how to wait between two tries.
-
-    The environment's proxies are used, but not to reach this machine itself. Redirects are not followed: they would
-    carry the key elsewhere.
+        connect_timeout: seconds to make a connection.
+        read_timeout: seconds without a byte, after which the server counts as hanging.
+        max_in_flight: how many requests of `post_each` are sent at a time, over all threads.
+        max_retries: how often a request is sent again after a failure that may pass.
+        transport: an httpx transport to use instead of the network.
+        sleep: waits between two tries.
 
     Raises:
         InvalidRequestError: an argument that cannot be used; `field` names it.
@@ -95,16 +89,17 @@ class HttpClient:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        url = _server(base_url)
-        _positive(connect_timeout=connect_timeout, read_timeout=read_timeout, max_in_flight=max_in_flight)
-        if max_retries < 0:
-            raise InvalidRequestError(f"max_retries: expected a count from 0, got {max_retries}", field="max_retries")
+        url = _checked_url(base_url)
+        connect_timeout = positive("connect_timeout", connect_timeout)
+        read_timeout = positive("read_timeout", read_timeout)
+        max_in_flight = count("max_in_flight", max_in_flight, 1)
+        max_retries = count("max_retries", max_retries)
         key = api_key or (os.environ.get(key_variable) if key_variable else None)
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
-        _are_plain(sent)
+        _check_headers(sent)
         self.base_url = str(url)
         self.read_timeout = read_timeout
-        self._secrets = tuple(text for text in (key, *(headers or {}).values()) if text and len(text) >= 8)
+        self._reader = ResponseReader([text for text in (key, *(headers or {}).values()) if text and len(text) >= 8])
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Accept": "application/json", **sent},
@@ -114,14 +109,14 @@ class HttpClient:
             trust_env=not _is_this_machine(url.host),
             transport=transport,
         )
-        self._places = asyncio.Semaphore(max_in_flight)
+        self._slots = asyncio.Semaphore(max_in_flight)
         self._named: dict[str, set[asyncio.Task[Entry]]] = {}
         self._sent: set[asyncio.Task[Any]] = set()
         self._retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(max_retries + 1),
             wait=lambda state: max(_BACKOFF(state), _asked_to_wait(state)),
             retry=tenacity.retry_if_exception_type(TransientError),
-            before_sleep=_tell,
+            before_sleep=_log_retry,
             sleep=sleep,
             reraise=True,
         )
@@ -135,24 +130,31 @@ class HttpClient:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def get(self, path: str, *, timeout: float | None = None) -> Any:
-        """The decoded JSON at `path`; retried.
+        """Return the decoded JSON at `path`. The request is retried.
 
         Args:
-            timeout: seconds for all tries together; None leaves it to the timeouts of the client.
+            timeout: seconds for all tries together; None sets no limit in addition to the client's own timeouts.
 
         Raises:
-            InvalidRequestError: the server refuses the request (400, 404, 413, 422), in its own words.
-            EngineError: every other failure. BackendTimeoutError: no answer in time. BackendClosedError: as it says.
+            InvalidRequestError: the server refused the request (400, 404, 413, 422); the message repeats its words.
+            BackendTimeoutError: the server did not answer in time.
+            BackendClosedError: the client was closed, before the call or during it.
+            EngineError: every other failure.
         """
         return self._run(self._within(timeout, self._retried, "GET", path))
 
     def post(
         self, path: str, payload: Any, *, timeout: float | None = None, retry: bool = False, expect_json: bool = True
     ) -> Any:
-        """The answer to one request: decoded JSON, or its text without `expect_json`.
+        """Return the answer to one request.
 
         Args:
-            retry: repeating it is safe. Raises: what `get` does.
+            timeout: seconds for all tries together, or None.
+            retry: whether the request may be sent again after a failure. Only if repeating it is safe.
+            expect_json: whether to return decoded JSON or, if False, the text of the body.
+
+        Raises:
+            CoreLMError: the errors that `get` raises.
         """
         send = self._retried if retry else self._once
         return self._run(self._within(timeout, send, "POST", path, _encoded(payload), expect_json))
@@ -160,20 +162,22 @@ class HttpClient:
     def post_each(
         self, path: str, payloads: Sequence[Any], *, names: Sequence[str], timeout: float | None
     ) -> list[Entry]:
-        """One request for every payload, their answers in order. Repeating them must be safe: they are retried.
+        """Send one request for every payload and return their answers, in order.
+
+        The requests are retried, so repeating them must be safe.
 
         Args:
-            names: what `abort` knows each of them by; they may repeat.
+            names: the name that `abort` knows each request by; several may share one.
             timeout: seconds for all of them together, or None.
 
         Returns:
-            For every payload the decoded JSON, or `ABORTED`, or what went wrong with it: an `InvalidRequestError` with
-            the server's words if it is refused, a `BackendTimeoutError` if the server hangs, else an `EngineError`.
+            For every payload the decoded JSON, or `ABORTED`, or the error: an `InvalidRequestError` with the server's
+            words if the server refused it, a `BackendTimeoutError` if the server hangs, else an `EngineError`.
 
         Raises:
-            BackendTimeoutError: the time is over. What is in flight is cancelled: its connections close, by which the
-                server knows that nobody wants the answers.
-            BackendClosedError: the client was closed, before or meanwhile.
+            BackendTimeoutError: the time is over. The requests in flight are cancelled: their connections close, which
+                tells the server that the answers are no longer wanted.
+            BackendClosedError: the client was closed, before the call or during it.
         """
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
@@ -183,7 +187,8 @@ class HttpClient:
         """End the requests of exactly these names; their entries become `ABORTED`.
 
         Args:
-            grace: seconds that those already sent may still take to answer, where the server was told to end them.
+            grace: seconds that requests already sent may still take to answer, for callers that told the server to end
+                them.
         """
         self._run(self._abort(frozenset(names), grace))
 
@@ -196,8 +201,9 @@ class HttpClient:
         return True
 
     def close(self) -> None:
-        """Cancel what is in flight, whose callers get a `BackendClosedError`; close the connections; end the thread.
-        Closing twice is fine.
+        """Cancel the requests in flight, close the connections and end the thread. Closing twice is fine.
+
+        Callers that wait for an answer get a `BackendClosedError`.
         """
         with self._closing:
             if self._closed:
@@ -239,12 +245,12 @@ class HttpClient:
 
     async def _row(self, path: str, body: bytes) -> Entry:
         try:
-            return await self._retrying.copy()(partial(self._in_its_place, path, body))
+            return await self._retrying.copy()(partial(self._once_admitted, path, body))
         except CoreLMError as error:
             return error
 
-    async def _in_its_place(self, path: str, body: bytes) -> Any:
-        async with self._places:
+    async def _once_admitted(self, path: str, body: bytes) -> Any:
+        async with self._slots:
             task = asyncio.current_task()
             assert task is not None
             self._sent.add(task)
@@ -262,21 +268,21 @@ class HttpClient:
         try:
             response = await self._client.request(method, path, content=body or None, headers=headers)
         except _BROKEN as error:
-            raise TransientError(f"{where}: {_named(error)}", usable=False) from error
+            raise TransientError(f"{where}: {_described(error)}", usable=False) from error
         except httpx.TimeoutException as error:
-            hangs = f"{where}: the server hangs; nothing came for {self.read_timeout:g} s"
+            hangs = f"{where}: the server hangs; it sent nothing for {self.read_timeout:g} s"
             raise BackendTimeoutError(hangs) from error
         except httpx.HTTPError as error:
-            raise EngineError(f"{where}: {_named(error)}") from error
+            raise EngineError(f"{where}: {_described(error)}") from error
         if not response.is_success:
-            raise self._failure(where, response)
+            raise self._reader.error(where, response)
         if not expect_json:
             return response.text
         try:
             return json.loads(response.content)
         except (ValueError, RecursionError) as error:
-            seen = self._words(response) or "an empty body"
-            raise TransientError(f"{where}: status {response.status_code}, but no JSON: {seen}") from error
+            seen = self._reader.message(response) or "an empty body"
+            raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from error
 
     async def _within(self, timeout: float | None, send: Send, method: str, path: str, *rest: Any) -> Any:
         try:
@@ -295,52 +301,20 @@ class HttpClient:
         for row in late:
             row.cancel()
 
-    # What a server says when it does not do what it is asked ----------------------------------------------------------
-
     def _where(self, method: str, path: str) -> str:
         return f"{method} {path} at {self.base_url}"
 
-    def _failure(self, where: str, response: httpx.Response) -> CoreLMError:
-        status = response.status_code
-        said = f"{where}: status {status}: {self._words(response) or response.reason_phrase}"
-        if status in _REFUSED:
-            return InvalidRequestError(said)
-        if status in _RETRIED:
-            return TransientError(said, retry_after=_retry_after(response.headers.get("Retry-After", "")))
-        if status in (401, 403):
-            return EngineError(f"{said}; is the api_key the server's?", usable=True)
-        if response.is_redirect:
-            target = self._masked(response.headers.get("Location", ""))[:_WORDS]
-            return EngineError(f"{said}; it redirects to {target!r}, which is not followed: give that as base_url")
-        return EngineError(said)
 
-    def _words(self, response: httpx.Response) -> str:
-        """The beginning of the server's own message, wherever in the body it is."""
-        found: Any = response.text
-        with suppress(ValueError, RecursionError):
-            found = json.loads(found)
-        for name in ("error", "message", "detail"):
-            if isinstance(found, dict):
-                found = found.get(name, found)
-        text = found if isinstance(found, str) else json.dumps(found)
-        return self._masked(" ".join(text.split()))[:_WORDS]
-
-    def _masked(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
-
-def _server(base_url: str) -> httpx.URL:
+def _checked_url(base_url: str) -> httpx.URL:
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidRequestError(f"base_url: {error}", field="base_url") from error
+        raise invalid("base_url", str(error)) from error
     if url.userinfo:
-        # Names of models and servers end up in results and logs.
-        raise InvalidRequestError("base_url: leave user and password out; give api_key or headers", field="base_url")
+        # The URL appears in results and logs.
+        raise invalid("base_url", "it must not contain a user and password; pass api_key= or headers=")
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
-        raise InvalidRequestError(f"base_url: expected http(s)://host:port, got {base_url!r}", field="base_url")
+        raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
     return url
 
 
@@ -351,18 +325,12 @@ def _is_this_machine(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise InvalidRequestError(f"{name}: expected a number above 0, got {value}", field=name)
-
-
-def _are_plain(headers: Mapping[str, str]) -> None:
+def _check_headers(headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
-            # The value stays out of the message: it may be the key.
+            # The message must not contain the value: it may be the key.
             field = "api_key" if name == "Authorization" else "headers"
-            raise InvalidRequestError(f"{field}: the value of {name} has characters no header can carry", field=field)
+            raise invalid(field, f"the value of {name} has characters that a header cannot carry")
 
 
 def _encoded(payload: Any) -> bytes:
@@ -372,20 +340,8 @@ def _encoded(payload: Any) -> bytes:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error
 
 
-def _named(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _retry_after(text: str) -> float:
-    """Seconds from now, from a number of them or a date; 0 if it says neither."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except (TypeError, ValueError):
-            return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
 
 
 def _failed_with(state: tenacity.RetryCallState) -> TransientError:
@@ -398,5 +354,5 @@ def _asked_to_wait(state: tenacity.RetryCallState) -> float:
     return _failed_with(state).retry_after
 
 
-def _tell(state: tenacity.RetryCallState) -> None:
+def _log_retry(state: tenacity.RetryCallState) -> None:
     _log.warning("%s; trying again in %.1f s", _failed_with(state), state.upcoming_sleep)
