@@ -1,4 +1,4 @@
-"""SamplingParams: names, aliases, refusals; and the seeds that core derives."""
+"""SamplingParams: names, aliases and validation; and the seeds that core derives."""
 
 import dataclasses
 
@@ -18,21 +18,21 @@ def test_an_alias_sets_the_field_it_stands_for(alias):
     assert made != SamplingParams()
 
 
-def test_two_names_for_one_thing_must_agree():
+def test_two_names_for_one_parameter_must_agree():
     assert SamplingParams.make({"n": 2, "num_samples": 2}).num_samples == 2
     with pytest.raises(InvalidRequestError, match="n=2 and num_return_sequences=3") as error:
         SamplingParams.make({"n": 2, "num_return_sequences": 3})
     assert error.value.field == "num_samples"
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_known_one():
+def test_an_unknown_name_is_refused_and_the_nearest_known_one_suggested():
     with pytest.raises(InvalidRequestError, match="did you mean 'temperature'") as error:
         SamplingParams.make({"temprature": 0.5})
     assert error.value.field == "temprature"
 
 
 @pytest.mark.parametrize("off", [None, 0, -1])
-def test_top_k_none_zero_and_minus_one_are_off(off):
+def test_top_k_none_zero_and_minus_one_keep_all_tokens(off):
     assert SamplingParams(top_k=off).top_k is None
 
 
@@ -76,14 +76,14 @@ def test_an_illegal_value_is_refused_by_name(field, value):
     assert error.value.field == field
 
 
-def test_a_name_for_something_close_is_not_suggested_as_the_same():
+def test_a_name_for_something_similar_is_refused_with_what_to_give_instead():
     with pytest.raises(InvalidRequestError, match="it counts the prompt too; give max_new_tokens"):
         SamplingParams.make(max_length=5)
     with pytest.raises(InvalidRequestError, match="expected a SamplingParams or a mapping"):
         SamplingParams.make(5)
 
 
-def test_equal_parameters_are_one_key():
+def test_equal_parameters_are_the_same_dictionary_key():
     first, second = (SamplingParams(stop=["x"], engine_kwargs={"a": [1]}) for _ in range(2))
     assert {first: 1}[second] == 1 and first != SamplingParams(stop=["x"], engine_kwargs={"a": [2]})
 
@@ -108,7 +108,7 @@ def test_do_sample_and_temperature_follow_each_other():
     assert SamplingParams.make(greedy, max_tokens=3) == SamplingParams(do_sample=False, max_new_tokens=3)
 
 
-def test_engine_parameters_are_those_in_force_that_an_engine_must_declare():
+def test_engine_parameters_are_those_that_an_engine_must_declare():
     assert SamplingParams(max_new_tokens=3, seed=1, num_samples=2, ignore_eos=True).engine_parameters() == {}
     made = SamplingParams(temperature=0.5, top_k=4, stop="x", engine_kwargs={"a": 1})
     assert made.engine_parameters() == {"temperature": 0.5, "top_k": 4, "stop": ("x",), "engine_kwargs": {"a": 1}}
@@ -119,7 +119,7 @@ def test_every_field_has_a_line_of_documentation():
     assert undocumented == []
 
 
-def test_a_seed_depends_on_its_row_and_sample_alone():
+def test_a_seed_depends_only_on_its_row_and_sample():
     few, many = answer_seeds(7, [4, 9], 2), answer_seeds(7, range(10), 5).reshape(10, 5)
     assert few.reshape(2, 2).tolist() == many[[4, 9], :2].tolist()
     assert not set(answer_seeds(8, range(10), 5).tolist()) & set(many.flatten().tolist())

@@ -1,4 +1,4 @@
-"""The plugin: what an engine author writes, for the simplest engine there is."""
+"""The plugin: what the author of an engine writes, for the simplest possible engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toy_backend.tokenizer import ByteTokenizer
 
 
 class ToyBackend:
-    """Opens a `Bigram`: a given one, the path of a saved one, or by default one that was counted on a little talk."""
+    """Opens a `Bigram`: a given one, one saved at a path, or by default one counted on a few short dialogues."""
 
     requires_api = ">=1,<2"
 
@@ -77,7 +77,7 @@ class ToyBackend:
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
         with torch.set_grad_enabled(request.grad):
-            # Row t of the logits predicts token t, so it is what the model makes of the token before.
+            # Row t of the logits predicts token t, so the model is given the token before it.
             logits = torch.where(scored[:, None], self.model(rows.values.roll(1)), 0.0)
             chosen = (logits / request.temperature).log_softmax(-1).gather(-1, rows.values[:, None])[:, 0]
             logprobs = torch.where(scored, chosen, 0.0)
@@ -96,7 +96,7 @@ class ToyBackend:
 
 
 def _processed(logits: Tensor, sampling: SamplingParams, banned: frozenset[int]) -> Tensor:
-    """Log-probs ``[V]`` of what is sampled from; greedy decoding is a point mass."""
+    """Return the log-probs ``[V]`` of the distribution sampled from. Greedy decoding puts all mass on one token."""
     logits = logits.index_fill(0, torch.tensor(sorted(banned), dtype=torch.int64), -math.inf)
     top_k = 1 if sampling.greedy else sampling.top_k
     if not sampling.greedy:

@@ -1,4 +1,4 @@
-"""A bigram model: the next token depends on the last one alone, so every log-probability is a row of one table."""
+"""A bigram model: the next token depends only on the last one, so one table holds every log-probability."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bigram(nn.Module):
 
     @classmethod
     def of_talk(cls) -> Bigram:
-        """Counted on a little talk: log-probabilities are ``log((count + 0.0001) / (total + 0.026))``."""
+        """Return a model counted on `TALK`. Its log-probabilities are ``log((count + 0.0001) / (total + 0.026))``."""
         tokenizer = ByteTokenizer()
         chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in TALK]
         texts = [tokenizer.apply_chat_template(chat) for chat in chats]
@@ -40,9 +40,9 @@ class Bigram(nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Bigram:
-        """From what ``torch.save(model.state_dict(), path)`` wrote."""
+        """Load a file that ``torch.save(model.state_dict(), path)`` wrote."""
         return cls(torch.load(path, weights_only=True)["table"])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids ``[...]`` → logits ``[..., V]`` of what follows each."""
+        """Return the logits ``[..., V]`` of the token that follows each of the ids ``[...]``."""
         return self.table[ids]

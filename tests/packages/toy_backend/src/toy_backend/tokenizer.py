@@ -1,4 +1,4 @@
-"""A tokenizer without training: one id per UTF-8 byte, four special tokens and a ChatML template."""
+"""A tokenizer that needs no training: one id for each UTF-8 byte, four special tokens and a ChatML template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes, the special tokens follow. Every text survives encoding and decoding."""
+    """Ids 0 to 255 are bytes; the special tokens follow. Decoding returns every encoded text unchanged."""
 
     pad_token, bos_token, eos_token = SPECIALS[0], SPECIALS[1], SPECIALS[3]
     pad_token_id, bos_token_id, eos_token_id = 256, 257, 259
@@ -28,7 +28,10 @@ class ByteTokenizer:
         split_special_tokens: bool = False,
         return_offsets_mapping: bool = False,
     ) -> dict[str, list[Any]]:
-        """`input_ids`, one list a text, and `offset_mapping` if asked for; `add_special_tokens` puts a BOS in front."""
+        """Return `input_ids`, one list for each text, and `offset_mapping` if asked for.
+
+        `add_special_tokens` puts a BOS in front of each text.
+        """
         rows = [list(self._encode(text, parse=not split_special_tokens)) for text in texts]
         if add_special_tokens:
             rows = [[(self.bos_token_id, (0, 0)), *row] for row in rows]
@@ -52,7 +55,7 @@ class ByteTokenizer:
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **options: Any
     ) -> str:
-        """The conversation as ChatML. There is one template, it renders text, and other options change nothing."""
+        """Return the conversation as ChatML text. Other options change nothing."""
         turns = [f"<|im_start|>{turn['role']}\n{turn.get('content') or ''}<|im_end|>\n" for turn in conversation]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
