@@ -21,7 +21,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 def connect(waits: Waits) -> Iterator[Connect]:
-    """``connect(server, **options)``: a client that does not sleep; it is closed after the test, and its thread ended."""
+    """``connect(server, **options)``: a client that does not sleep. Closing it after the test must end its thread."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
 
