@@ -1,5 +1,6 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
-# make test-vllm and make test-sglang do the same with a real engine, each in an environment of its own.
+# make test-vllm and make test-sglang do the same with a real engine, and make test-tensordict with the newest tensordict,
+# each in its own environment.
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,10 +17,11 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-vllm test-sglang bench bench-quick install wheels pins format clean
+.PHONY: help demo test lint types unit test-tensordict test-vllm test-sglang bench bench-quick install wheels pins
+.PHONY: format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 21
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
 
 demo: install ## train a tiny model in seconds, chat with it, score the chat
 	$(BIN)/python examples/demo.py
@@ -36,6 +38,10 @@ types: install ## mypy, strict
 
 unit: install ## the tests, the README's and the docstrings' examples among them
 	$(BIN)/python -m pytest
+
+test-tensordict: .venv-tensordict/.installed ## what holds tensors, on the newest tensordict; TorchRL does not support it yet
+	.venv-tensordict/bin/python -m pytest \
+		tests/tensors tests/containers tests/kl tests/policy tests/backend tests/interop tests/test_docs.py
 
 test-vllm: .venv-vllm/.installed ## the vLLM plugin on a real vLLM: it runs on a CPU, and takes minutes
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
@@ -74,6 +80,18 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 		--editable ".[transformers,http,cli]" $(EDITABLE)
 	touch $@
 
+# The pins of cpu.txt, but for TorchRL and the lines that constraints/tensordict.txt replaces.
+.venv-tensordict/.installed: constraints/cpu.txt constraints/tensordict.txt $(METADATA)
+	@$(CHECK_PYTHON)
+	rm -rf .venv-tensordict
+	$(PYTHON) -m venv .venv-tensordict
+	grep -vE '^(tensordict|torchrl)==' constraints/cpu.txt | cat - constraints/tensordict.txt >.venv-tensordict/pins.txt
+	.venv-tensordict/bin/python -m pip install torch==2.13.0
+	.venv-tensordict/bin/python -m pip install --requirement .venv-tensordict/pins.txt
+	.venv-tensordict/bin/python -m pip install --no-build-isolation --constraint .venv-tensordict/pins.txt \
+		--editable ".[transformers,http,cli]" $(EDITABLE)
+	touch $@
+
 # An engine asks for a torch and for GPU libraries that a CPU has no use for, so its requirements are not looked at: the
 # constraints name everything. prepare.py mends what the engine's own wheels lack on a CPU.
 .venv-%/.installed: constraints/%-cpu.txt $(METADATA) $(wildcard tests/engines/*/cpu/prepare.py)
@@ -87,6 +105,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove what was built, and the environments
-	rm -rf $(VENV) .venv-vllm .venv-sglang wheels dist build demo-output grpo-output
+	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang wheels dist build demo-output grpo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -196,7 +196,9 @@ def test_to_another_device(pad_output: bool) -> None:
 @both_layouts
 def test_repr_tells_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
     shown = repr(batch(shape, pad_output))
-    for name in ("Tokens(", "LogProbs(", "Masks(", "Text(", "ChatHistory(", "scored_mask", "all_response_mask"):
+    for name in ("Tokens", "LogProbs", "Masks", "Text", "ChatHistory"):
+        assert f"{name}(" in shown or f"{name}{{" in shown  # as tensordict 0.14 shows it, or 0.15
+    for name in ("scored_mask", "all_response_mask"):
         assert name in shown
 
 

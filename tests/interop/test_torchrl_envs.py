@@ -4,6 +4,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
+
+import corelm
+from corelm import LLMPolicy
+from corelm.errors import InvalidRequestError
+from corelm.kl import KLRewardTransform, RetrieveKL
+from helpers import oracle
+from helpers.tiny_models import tiny_tokenizer
+from helpers.torchrl import skip_without_torchrl
+
+skip_without_torchrl()
+
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.llm import History as TheirHistory
@@ -11,13 +22,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
 
-import corelm
-from corelm import LLMPolicy
-from corelm.errors import InvalidRequestError
 from corelm.interop.torchrl import EnvPolicy, LossActor, ModuleTransform, from_torchrl
-from corelm.kl import KLRewardTransform, RetrieveKL
-from helpers import oracle
-from helpers.tiny_models import tiny_tokenizer
 
 QUESTIONS = ["Hello there, who are you?", "Hi"]
 SAMPLING = {"max_new_tokens": 6}

@@ -7,14 +7,19 @@ import sys
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from corelm import ChatHistory, History
+from corelm.errors import InvalidRequestError
+from helpers.tiny_models import tiny_tokenizer
+from helpers.torchrl import skip_without_torchrl
+
+skip_without_torchrl()
+
 from torchrl.data.llm import History as TheirHistory
 from torchrl.data.llm.history import ContentBase
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 
-from corelm import ChatHistory, History
-from corelm.errors import InvalidRequestError
 from corelm.interop.torchrl import from_torchrl, to_torchrl
-from helpers.tiny_models import tiny_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": [1, 2], "b": None}}}
 WEATHER = [

@@ -3,15 +3,20 @@
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
 
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError
-from corelm.interop.torchrl import LossActor, ModuleTransform
 from corelm.kl import RetrieveLogProb
 from corelm.policy.inputs import Keys
 from helpers import oracle
+from helpers.torchrl import skip_without_torchrl
+
+skip_without_torchrl()
+
+from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
+
+from corelm.interop.torchrl import LossActor, ModuleTransform
 
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]

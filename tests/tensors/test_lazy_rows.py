@@ -6,11 +6,13 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from torch.utils import _pytree as pytree
 
 from corelm.containers import Tokens, ragged
 from corelm.containers.assemble import assemble
@@ -18,7 +20,8 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import flat_source, lazy_objects, lazy_rows
+from corelm.tensors import lazy_rows as lazy_rows_module
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]
@@ -102,6 +105,8 @@ FIRST_TOUCHES = {
     "another shape": lambda stack: stack.reshape(2, 2),
     "the device": lambda stack: stack.device,
     "sharing": lambda stack: stack.is_shared(),
+    "its state": vars,
+    "names": lambda stack: setattr(stack, "names", ["sample"]),
 }
 
 
@@ -130,6 +135,14 @@ def test_its_batch_size_can_be_set_as_that_of_an_ordinary_one() -> None:
     stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
     stack.batch_size = torch.Size([4])
     assert type(stack) is LazyStackedTensorDict and stack.batch_size == stack.shape == (4,)
+
+
+def test_a_pytree_has_the_leaves_of_its_rows() -> None:
+    leaves, spec = pytree.tree_flatten({"rows": lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))})
+    assert [leaf.tolist() for leaf in leaves] == ROWS
+    doubled = pytree.tree_unflatten([2 * leaf for leaf in leaves], spec)["rows"]
+    assert type(doubled) is LazyStackedTensorDict
+    assert [row["full"].tolist() for row in doubled] == [[2 * token for token in row] for row in ROWS]
 
 
 def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
@@ -208,12 +221,90 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         assert len({tuple(map(id, rows)) for rows in found}) == 1
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
-    was = gc.isenabled()
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_making_rows_leaves_the_process_as_it_was(context: Any) -> None:
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    with context():
+        assert len(lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))[:2]) == 2
+        assert not torch.is_grad_enabled()
+    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+# What is needed from tensordict and torch ----------------------------------------------------------------------------
+
+
+class Plain:
+    pass
+
+
+def test_tensordict_has_what_lazy_rows_need() -> None:
+    rows = FlatRows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (2, 2)).make()
+    objects = FlatObjects(tuple("abcd"), (2, 2)).make()
+    for made, kind in ((rows, LazyStackedTensorDict), (objects, NonTensorStack)):
+        assert type(made) is kind and kind.__basicsize__ == Plain.__basicsize__  # all state is in the __dict__,
+        assert weakref.getweakrefcount(made) == 0  # which may move to another object,
+        made.__class__ = type("Lazy", (kind,), {})  # whose class may change,
+        made.__class__ = kind
+        assert made.batch_size == made.shape == (2, 2) and made._has_names() is False
+    assert set(rows.keys()) == {"full", "name"} and objects.tolist() == [["a", "b"], ["c", "d"]]
+    assert pytree.SUPPORTED_NODES[LazyStackedTensorDict].flatten_fn(rows)[0]
+
+
+def test_a_tensordict_that_takes_in_a_stack_asks_only_for_what_is_answered() -> None:
+    rows, objects = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,)), lazy_objects(tuple("abcd"), (4,))
+    td = TensorDict({"rows": rows, "objects": objects}, batch_size=[4])
+    td["tokens"] = Tokens.from_tensordict(rows)
+    assert td.get("rows") is rows and td.get("objects") is objects and td.get("tokens")._tensordict is rows
+    assert flat_source(rows) is not None and flat_source(objects) is not None
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise TypeError("not in this version")
+
+
+def referred_to(make: Any = LazyStackedTensorDict.__init__) -> Any:
+    found = []
+
+    def __init__(stack: Any, *args: Any, **kwargs: Any) -> None:
+        make(stack, *args, **kwargs)
+        found.append(weakref.ref(stack))
+
+    return __init__
+
+
+#: What another tensordict or torch may lack or do in another way, and what the trial then says.
+OTHERWISE = {
+    "no subclasses": (LazyStackedTensorDict, "__init_subclass__", classmethod(refuse), "not in this version"),
+    "names": (LazyStackedTensorDict, "_has_names", lambda stack: True, "_has_names"),
+    "registered stacks": (LazyStackedTensorDict, "__init__", referred_to(), "nothing refers to a new stack"),
+    "pytrees": (pytree, "register_pytree_node", lambda *args, **kwargs: None, "pytrees"),
+    "no pytrees": (pytree, "SUPPORTED_NODES", None, "AttributeError"),
+}
+
+
+@pytest.mark.parametrize(("where", "name", "other", "failed"), OTHERWISE.values(), ids=OTHERWISE)
+def test_where_something_is_missing_rows_are_made_at_once_and_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: Any, name: str, other: Any, failed: str
+) -> None:
+    expected = everything(assemble(request()))
+    monkeypatch.setattr(where, name, other)
+    lazy_rows_module._lazy_class.cache_clear()
     try:
-        (gc.enable if enabled else gc.disable)()
-        stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-        assert len(stack[:2]) == 2 and gc.isenabled() is enabled
+        td = assemble(request())
+        eager = {name for name, stack in stacks(td).items() if flat_source(stack) is None}
+        assert {"tokens", "masks", "log_probs"} <= eager
+        assert everything(td) == expected
     finally:
-        (gc.enable if was else gc.disable)()
+        lazy_rows_module._lazy_class.cache_clear()
+    (message,) = {
+        record.getMessage() for record in caplog.records if "for LazyStackedTensorDict" in record.getMessage()
+    }
+    assert "rows of every container are made at once" in message and failed in message
+
+
+def everything(td: TensorDict) -> list[Any]:
+    flat = [ragged(td, (container, "full")).tolist() for container in ("tokens", "log_probs")]
+    rows = [[row.tolist() for row in td[container].full] for container in ("tokens", "log_probs")]
+    masks = [row.tolist() for row in td["masks"].all_attention_mask]
+    others = [td["text"].full, td["history"].full.to_chats(), td["log_probs"].provenance, td["finish_reason"]]
+    return [flat, rows, masks, others, type(td["tokens"]._tensordict), td[1:]["text"].full]

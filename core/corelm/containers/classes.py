@@ -31,7 +31,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.field_access import data_of, field_readers, flat, is_padded, rows, strings, tensors
+from corelm.containers.field_access import as_stored, data_of, field_readers, flat, is_padded, rows, strings, tensors
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
@@ -73,7 +73,7 @@ class Masks(TensorClass["nocast"]):
 
 def _provenance(container: Any, name: str) -> Any:
     """The one all rows share, else a tuple of the distinct ones in order of appearance. None if there is none."""
-    # FlatRows made together share their datum, and most are, so each datum is read once.
+    # Rows made together share their datum, and most are, so each datum is read once.
     data = {id(datum): datum for datum in data_of(container._tensordict, name) if datum}
     found = tuple(dict.fromkeys(map(_as_provenance, data.values())))
     return found if len(found) > 1 else next(iter(found), None)
@@ -113,7 +113,7 @@ class PerToken(TensorClass["nocast"]):
     padded: bool = True
 
 
-@field_readers(None)
+@field_readers(as_stored)
 class ChatHistory(TensorClass["nocast"]):
     """Conversations. Append a message to `full` and it is the next turn's prompt."""
 
@@ -137,7 +137,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     Args:
         td: holds the container; a single row, of batch shape (), will do.
         key: container and field, as in ``("tokens", "response")``.
-        masks: where the `Masks` are that tell tokens from pads in a dense field. FlatRows that are not dense need none.
+        masks: where the `Masks` are that tell tokens from pads in a dense field. Rows that are not dense need none.
 
     Raises:
         InvalidRequestError: there is no such container or field, or a dense one has no masks beside it.

@@ -25,11 +25,27 @@ Reader = Callable[[Any, str], Any]
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance"})
 
 
-def field_readers(default: Reader | None, **readers: Reader) -> Callable[[C], C]:
+class _Field:
+    """A field of a container, read with a function. tensordict handles the setting of fields.
+
+    A descriptor and not a case of `__getattr__`, because tensordict 0.15 gives every field a descriptor of its own, and
+    Python asks those first.
+    """
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self._name, self._reader = name, reader
+
+    def __get__(self, container: Any, owner: type | None = None) -> Any:
+        if container is None:
+            raise AttributeError(f"{self._name!r} is a field of the instances of {owner}")
+        return self._reader(container, self._name)
+
+
+def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
     """Class decorator for a TensorClass: read its fields with these functions ``(container, name) -> value``.
 
-    `default` serves the fields without a reader of their own; None leaves them to tensordict. The decorated class also
-    keeps its keys when an index selects nothing, and takes back what it gave: a list of tensors, one a row.
+    `default` serves the fields that have no reader in `readers`. The decorated class also keeps its keys when an index
+    selects nothing, and takes back what it gave: a list of tensors, one a row.
     """
 
     def decorate(cls: C) -> C:
@@ -41,11 +57,6 @@ def field_readers(default: Reader | None, **readers: Reader) -> Callable[[C], C]
         set_field, select_fields = cls.set, cls._select  # type: ignore[attr-defined]
 
         def __getattr__(self: Any, name: str) -> Any:
-            reader = by_name.get(name)
-            if reader is not None:
-                return reader(self, name)
-            if name in by_name and name not in self._tensordict.keys():
-                return None
             try:
                 return get_attribute(self, name)
             except AttributeError as error:
@@ -90,12 +101,20 @@ def field_readers(default: Reader | None, **readers: Reader) -> Callable[[C], C]
         # A TensorDict that selects ("tokens", "full") asks its Tokens to `_select`.
         for name, method in (methods | {"select": select, "_select": select}).items():
             setattr(cls, name, method)
+        for name, reader in by_name.items():
+            setattr(cls, name, _Field(name, reader))
         return cls
 
     return decorate
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
+
+
+def as_stored(container: Any, name: str) -> Any:
+    """Return what tensordict holds for a field. None if the field is absent."""
+    td = container._tensordict
+    return td.get(name) if name in td.keys() else None
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:

@@ -11,7 +11,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from corelm.errors import InvalidRequestError
 from corelm.rendering.template import Template, by_row
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects, nested
+from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
+from corelm.tensors.stacks import nested
 from corelm.validate import invalid
 
 

@@ -1,34 +1,43 @@
-"""Lazy stacks whose rows are made when somebody asks for one: `lazy_rows` and `lazy_objects`.
+"""Stacks that make their rows on first access. Without this file every row is made at once: slower, the same results.
 
-A row costs a tensor with a storage of its own for every field, and a TensorDict around them: 15 to 20 µs where tokens,
-masks and log-probs are wanted. Much that is done with a batch needs no row. So a stack starts as the flat values it is
-made from, which answer for its shape and its keys, and which `flat_source` gives to those who can read them. Asked for
-anything else, it makes its rows and is an ordinary stack from then on, class and all.
+A row costs one tensor with its own storage for every field, and a TensorDict around them: 15 to 20 µs for tokens, masks
+and log-probs. Much of what is done with a batch needs no rows. So `lazy_rows` and `lazy_objects` return a stack that
+holds only the flat values its rows will be made from. The stack answers for its shape and its keys, and `flat_source`
+gives the flat values to code that can read them. Any other access makes the rows, and turns the stack into an ordinary
+one, its class included.
 
-Only speed rests on how tensordict works inside: what it asks for that is not answered here makes the rows.
+This leans on how tensordict and torch work inside, so it is tried out on first use: `_trial` has the list. Where a part
+of that list does not hold, `lazy_rows` and `lazy_objects` make every row at once. To do without this file, call
+`stack_rows` and `stack_objects` instead of them, and take `flat_source` to return None.
 """
 
 from __future__ import annotations
 
-import gc
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
+import tensordict
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
+from torch.utils import _pytree as pytree
 
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.stacks import Field, Shape, nested, stack_objects, stack_rows
 
-T = TypeVar("T")
-Shape = tuple[int, ...]
+_log = logging.getLogger(__name__)
 
-#: What a stack is made from stands here in its `__dict__`, until it has been made.
-_SOURCE = "_made_from"
-#: Two threads that touch one stack get the same rows.
+#: The entry of a stack's `__dict__` that holds what its rows will be made from.
+_SOURCE = "_corelm_source"
+#: What a stack answers without making its rows. All that tensordict asks of a stack that is put into a TensorDict.
+_ANSWERED = frozenset({"__class__", "shape", "batch_size", "_has_names", "keys", "tolist"})
+#: The classes of stacks that have not made their rows.
+_LAZY: set[type] = set()
+#: Two threads that access one stack at once get the same rows.
 _MAKING = threading.RLock()
 
 
@@ -39,157 +48,188 @@ class FlatObjects:
     values: Sequence[Any]
     shape: Shape
 
-    def make(self) -> NonTensorStack:
-        return stacked(_items(self.values), self.shape, NonTensorStack)
+    def make(self) -> NonTensorData | NonTensorStack:
+        return stack_objects(self.values, self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatRows:
-    """Fields of one row a sample, flat: tensors as `Ragged`, Python objects as one a row; in C order of `shape`."""
+    """Fields with one row a sample, held flat, in C order of `shape`."""
 
-    fields: Mapping[str, Ragged | Sequence[Any]]
+    fields: Mapping[str, Field]
     shape: Shape
 
     def make(self) -> LazyStackedTensorDict:
-        """Every row of every field has a storage of its own, and gradients reach it whatever mode this is called in."""
-        with torch.inference_mode(False), torch.enable_grad():
-            columns = [_copies(field) if isinstance(field, Ragged) else _items(field) for field in self.fields.values()]
-        rows = [
-            TensorDict(dict(zip(self.fields, row, strict=True)), batch_size=()) for row in zip(*columns, strict=True)
-        ]
-        return stacked(rows, self.shape, LazyStackedTensorDict)
+        return stack_rows(self.fields, self.shape)
 
     def objects(self, name: str) -> Sequence[Any]:
-        """What a field holds that is not a tensor; None stands for rows without it."""
+        """Return the objects of a field that holds no tensors. None stands for rows without the field."""
         field = self.fields.get(name)
         return (None,) if field is None or isinstance(field, Ragged) else field
 
 
-def lazy_rows(fields: Mapping[str, Ragged | Sequence[Any]], shape: Shape) -> LazyStackedTensorDict:
-    """A lazy stack of one TensorDict a row. `shape` has at least one row; nobody writes to `fields` again."""
-    return _deferred(_DeferredRows, FlatRows(fields, shape)) if shape else FlatRows(fields, shape).make()
+def lazy_rows(fields: Mapping[str, Field], shape: Shape) -> LazyStackedTensorDict:
+    """Return a lazy stack of one TensorDict a row. `shape` has at least one row. Do not modify `fields` afterwards."""
+    return _stack(LazyStackedTensorDict, FlatRows(fields, shape))
 
 
 def lazy_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
-    """One Python object a row, where `shape` has at least one."""
-    return _deferred(_DeferredObjects, FlatObjects(values, shape)) if shape else FlatObjects(values, shape).make()
+    """Return a stack of one Python object a row. `shape` has at least one row. Do not modify `values` afterwards."""
+    return _stack(NonTensorStack, FlatObjects(values, shape))
 
 
 def flat_source(stack: Any) -> FlatRows | FlatObjects | None:
-    """What a stack will be made from, as long as its rows are not made. It is only to be read."""
-    return stack.__dict__.get(_SOURCE) if type(stack) in (_DeferredRows, _DeferredObjects) else None
+    """Return what the rows of `stack` will be made from, or None once they are made. Do not modify it."""
+    if type(stack) not in _LAZY:
+        return None
+    source: FlatRows | FlatObjects | None = object.__getattribute__(stack, "__dict__").get(_SOURCE)
+    return source
 
 
-def stacked(rows: Sequence[T], shape: Shape, stack: Callable[..., Any]) -> Any:
-    """FlatRows in C order, as lazy stacks within lazy stacks."""
-    level: Sequence[Any] = rows
-    for width in reversed(shape):
-        level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
-    return level[0]
-
-
-def nested(flat: Iterator[Any], shape: Shape) -> Any:
-    """Items in C order, as lists within lists."""
-    return [nested(flat, shape[1:]) for _ in range(shape[0])] if shape else next(flat)
+def _stack(ordinary: type[TensorDictBase], source: FlatRows | FlatObjects) -> Any:
+    lazy = _lazy_class(ordinary) if source.shape else None  # type: ignore[arg-type]  # Any to mypy, hence not Hashable
+    return source.make() if lazy is None else _unmade(lazy, source)
 
 
 # How a stack waits ---------------------------------------------------------------------------------------------------
 
 
-def _deferring(ordinary: type[TensorDictBase], *answers: str) -> Any:
-    """The subclass of a kind of stack whose rows are not made yet. It answers by itself what is named in `answers`."""
-    answered = frozenset({"__class__", "__dict__", "shape", "batch_size", "_has_names", *answers})
+def _waiting(ordinary: type[TensorDictBase]) -> Any:
+    """Return the subclass of a class of stacks whose instances have not made their rows yet."""
 
-    class Deferred(ordinary):
+    class Lazy(ordinary):
+        # Another thread may have made the rows by the time one of these runs. `self` is an ordinary stack then, and
+        # `self.name` asks the ordinary class.
+
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             # tensordict makes other stacks as type(self)(…).
             return ordinary(*args, **kwargs)
 
         def __getattribute__(self, name: str) -> Any:
-            if name not in answered:
-                _make(self, ordinary)
-            return object.__getattribute__(self, name)
+            if name in _ANSWERED:
+                return object.__getattribute__(self, name)
+            return getattr(_make_rows(self), name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(_make_rows(self), name, value)
+
+        def __delattr__(self, name: str) -> None:
+            delattr(_make_rows(self), name)
 
         @property
         def batch_size(self) -> torch.Size:
             source = flat_source(self)
-            return ordinary.batch_size.fget(self) if source is None else torch.Size(source.shape)
-
-        @batch_size.setter
-        def batch_size(self, value: Any) -> None:
-            _make(self, ordinary)
-            self.batch_size = value
+            return self.batch_size if source is None else torch.Size(source.shape)
 
         @property
         def shape(self) -> torch.Size:
             return self.batch_size
 
         def _has_names(self) -> bool:
-            return False
+            return flat_source(self) is None and self._has_names()
 
         def keys(self, *args: Any, **kwargs: Any) -> Any:
             source = flat_source(self)
-            if args or kwargs or not isinstance(source, FlatRows):
-                _make(self, ordinary)
-                return ordinary.keys(self, *args, **kwargs)
-            return source.fields.keys()
+            if isinstance(source, FlatRows) and not args and not kwargs:
+                return source.fields.keys()
+            return _make_rows(self).keys(*args, **kwargs)
 
         def tolist(self, **options: Any) -> Any:
             source = flat_source(self)
-            if options or not isinstance(source, FlatObjects):
-                _make(self, ordinary)
-                return ordinary.tolist(self, **options)
-            return nested(iter(source.values), source.shape)
+            if isinstance(source, FlatObjects) and not options:
+                return nested(iter(source.values), source.shape)
+            return _make_rows(self).tolist(**options)
 
-    Deferred.__name__ = Deferred.__qualname__ = f"Deferred{ordinary.__name__}"
-    return Deferred
-
-
-_DeferredRows = _deferring(LazyStackedTensorDict, "keys")
-_DeferredObjects = _deferring(NonTensorStack, "tolist")
+    # The name that tensordict shows when it prints a TensorDict.
+    Lazy.__name__ = Lazy.__qualname__ = ordinary.__name__
+    _LAZY.add(Lazy)
+    return Lazy
 
 
-def _deferred(cls: Any, source: FlatRows | FlatObjects) -> Any:
-    stack = object.__new__(cls)
-    stack.__dict__[_SOURCE] = source
+def _unmade(lazy: Any, source: FlatRows | FlatObjects) -> Any:
+    stack = object.__new__(lazy)
+    object.__setattr__(stack, _SOURCE, source)
     return stack
 
 
-def _make(stack: Any, ordinary: type[TensorDictBase]) -> None:
+def _make_rows(stack: Any) -> Any:
+    """Turn a lazy stack into an ordinary one, and return it. Leave an ordinary one as it is."""
     with _MAKING:
         source = flat_source(stack)
         if source is not None:
-            with _no_collection():
-                stack.__dict__.update(source.make().__dict__)
-            stack.__class__ = ordinary
-            del stack.__dict__[_SOURCE]
+            made = source.make()
+            state = object.__getattribute__(stack, "__dict__")
+            state.update(made.__dict__)
+            object.__setattr__(stack, "__class__", type(made))
+            del state[_SOURCE]
+    return stack
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Thousands of objects that all stay make the garbage collector go through everything, again and again: twice the
-    time, and it finds nothing.
-    """
-    was = gc.isenabled()
-    gc.disable()
+# Whether it can be done ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _lazy_class(ordinary: type[TensorDictBase]) -> Any:
+    """Return the lazy subclass of a class of stacks; None where tensordict or torch lacks what that needs."""
     try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+        lazy = _waiting(ordinary)
+        _register(lazy, ordinary)
+        with torch.device("cpu"):
+            failed = _trial(lazy, ordinary)
+    except Exception as error:  # of any kind: this is only about speed
+        failed = repr(error)
+    if failed is None:
+        return lazy
+    _log.warning(
+        "tensordict %s does not support lazy rows, so the rows of every container are made at once. "
+        "Results are the same, and large batches are slower. What failed for %s: %s",
+        tensordict.__version__,
+        ordinary.__name__,
+        failed,
+    )
+    return None
 
 
-def _copies(rows: Ragged) -> Sequence[Tensor]:
-    # Not views: a row kept in a replay buffer or sent elsewhere must not take its whole batch along.
-    return torch.split_with_sizes_copy(rows.values, rows.lengths.tolist())  # type: ignore[func-returns-value,return-value]
+def _register(lazy: Any, ordinary: type[TensorDictBase]) -> None:
+    """Make torch's pytrees go into a lazy stack as into an ordinary one. They know exact classes, not subclasses."""
+    node = pytree.SUPPORTED_NODES.get(ordinary)
+    if node is None:
+        return
+    flatten, with_keys = node.flatten_fn, node.flatten_with_keys_fn
+    pytree.register_pytree_node(
+        lazy,
+        lambda stack: flatten(_make_rows(stack)),
+        node.unflatten_fn,
+        flatten_with_keys_fn=None if with_keys is None else lambda stack: with_keys(_make_rows(stack)),
+    )
 
 
-def _items(values: Sequence[Any]) -> Sequence[NonTensorData]:
-    """A carrier for each, of its own, since tensordict writes to them in place."""
-    first = next(iter(values))
-    # Taken from one carrier for all they cost half of what they do one by one, and less still if nothing is changed.
-    items: Sequence[NonTensorData] = NonTensorData(first, batch_size=(len(values),)).unbind(0)
-    for item, value in zip(items, values, strict=True):
-        if value is not first:
-            item.data = value
-    return items
+class _Plain:
+    pass
+
+
+def _trial(lazy: Any, ordinary: type[TensorDictBase]) -> str | None:
+    """Try out what lazy rows need from tensordict and torch, in order. Return the first thing that fails."""
+    shape = (2, 1)
+    objects = ("a", "b")
+    source: FlatRows | FlatObjects = FlatObjects(objects, shape)
+    answers = "tolist"
+    if ordinary is LazyStackedTensorDict:
+        source = FlatRows({"tensor": Ragged.from_list([[1], [2, 3]]), "object": objects}, shape)
+        answers = "keys"
+    made, waiting, other = source.make(), _unmade(lazy, source), _unmade(lazy, source)
+    needed = {
+        "the class of what is made": lambda: type(made) is ordinary,
+        "a stack keeps its state in its __dict__": lambda: ordinary.__basicsize__ == _Plain.__basicsize__,
+        "nothing refers to a new stack": lambda: weakref.getweakrefcount(made) == 0,
+        "batch_size": lambda: waiting.batch_size == made.batch_size and waiting.shape == made.shape,
+        "_has_names": lambda: waiting._has_names() is made._has_names() is False,
+        answers: lambda: sorted(getattr(waiting, answers)()) == sorted(getattr(made, answers)()),
+        "these answers make no rows": lambda: flat_source(waiting) is source,
+        "pytrees": lambda: len(pytree.tree_leaves([other])) == len(pytree.tree_leaves([made])),
+        "an index makes the rows": lambda: waiting[1].batch_size == made[1].batch_size and flat_source(waiting) is None,
+        "the class can be changed": lambda: type(waiting) is ordinary,
+        "the state of what is made": lambda: waiting.__dict__.keys() == made.__dict__.keys(),
+        "the rows": lambda: str(waiting.tolist()) == str(made.tolist()),
+    }
+    return next((what for what, holds in needed.items() if not holds()), None)
