@@ -1,6 +1,6 @@
-"""What the tests of the KL modules share: two bigram models behind the toy backend, rollouts of the one, and what the
-tables of both say of them, token by token. A test file names the two fixtures for itself: ``gen, ref = gen_policy,
-ref_policy``.
+"""Helpers of the KL tests: two bigram models behind the toy backend, rollouts, and KL values computed from the tables.
+
+A test file binds the two fixtures to short names: ``gen, ref = gen_policy, ref_policy``.
 """
 
 import pytest
@@ -13,10 +13,10 @@ from corelm import LLMPolicy, Ragged
 from corelm.containers.field_access import flat
 from corelm.kl import PerToken
 
-#: Whose answers, with seed 4, are 6, 9, 3 and 9 tokens long.
+#: With seed 4 their answers are 6, 9, 3 and 9 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so", "When is it dark"]
 GEN = Bigram.of_talk()
-#: As sure of itself, and of other things.
+#: `GEN` plus noise: its tokens have other probabilities.
 REF = Bigram(GEN.table.detach() + torch.randn(260, 260, generator=torch.Generator().manual_seed(0)))
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 SHAPES = pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
@@ -44,13 +44,13 @@ def rollout(gen, shape=(3,), pad=False, seed=4, texts=QUESTIONS, **changes):
 
 
 def said(model, ids):
-    """float64: what a bigram says of every id; 0 of the first."""
+    """Return float64[len(ids)]: a bigram's log-prob of every id; 0 for the first."""
     table = model.table.detach().double().log_softmax(-1)
     return torch.cat([torch.zeros(1, dtype=torch.float64), table[ids[:-1], ids[1:]]])
 
 
 def by_hand(td, counts=None, value=lambda gen, ref: gen - ref):
-    """Row by row, as long as the tokens: the estimate at each position that counts (the response's), else 0."""
+    """Return, row by row, the estimate at each position that counts (by default the response), and 0 elsewhere."""
     made = []
     prompts = corelm.ragged(td, ("tokens", "prompt")).tolist()
     for row, ids in enumerate(corelm.ragged(td, ("tokens", "full")).tolist()):
@@ -60,7 +60,7 @@ def by_hand(td, counts=None, value=lambda gen, ref: gen - ref):
 
 
 def rows_of(td, key):
-    """What stands under `key`, row by row without pads, whatever its form."""
+    """Return the values under `key`, row by row without pads: of a dense tensor or of a `PerToken`."""
     value = td[key] if key in td.keys(include_nested=True) else None
     lengths = corelm.ragged(td, ("tokens", "full")).lengths.tolist()
     if isinstance(value, PerToken):

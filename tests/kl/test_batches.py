@@ -15,7 +15,7 @@ from helpers.kl_cases import COEFF, LAYOUTS, QUESTIONS, assert_rows, by_hand, ge
 gen, ref = gen_policy, ref_policy
 
 
-def test_keys_are_parameters_and_true(gen, ref):
+def test_in_keys_and_out_keys_follow_the_key_arguments(gen, ref):
     keys = Keys(tokens=("a", "ids"), masks=("a", "masks"), log_probs=("a", "logp"), text="words")
     policy = gen.replace(keys=keys)
     td = policy(TensorDict(words=QUESTIONS[:3]), seed=4)
@@ -52,7 +52,7 @@ def test_in_a_sequence_after_the_policy(gen, ref):
 
 
 @LAYOUTS
-def test_rows_from_a_buffer_are_as_good_as_a_batch(gen, ref, pad):
+def test_rows_from_a_buffer_give_the_same_as_a_batch(gen, ref, pad):
     td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
     td["reward"] = torch.arange(3.0)
     kept = lazy_stack(list(td.clone().unbind(0)))[torch.tensor([2, 0])]
@@ -63,7 +63,7 @@ def test_rows_from_a_buffer_are_as_good_as_a_batch(gen, ref, pad):
     whole = RetrieveLogProb(ref)(lazy_stack(list(rollout(gen, (3,), pad).unbind(0))))
     KLComputation(add_to_reward=False)(whole)
     assert_rows(rows_of(whole, "kl_penalty"), by_hand(whole))
-    # What is written is stacked, sliced and saved as the rest is.
+    # The results can be stacked like other entries.
     again = lazy_stack([whole[1], whole[0]])
     assert_rows(rows_of(again, "kl_penalty"), by_hand(again))
 
@@ -87,7 +87,7 @@ def test_values_of_rows_can_be_saved_and_sent(gen, ref, shape, tmp_path):
 
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
-def test_no_rows_are_no_error(gen, ref, shape, pad):
+def test_a_batch_without_rows_is_accepted(gen, ref, shape, pad):
     history = History.of([], shape)
     td = gen.replace(input_mode="history", pad_output=pad)(TensorDict(history=history))
     td["reward"] = torch.zeros(shape)
@@ -100,7 +100,7 @@ def test_no_rows_are_no_error(gen, ref, shape, pad):
 
 
 @LAYOUTS
-def test_an_answer_that_was_never_made_costs_nothing(gen, ref, pad):
+def test_nothing_is_subtracted_from_the_reward_of_a_skipped_row(gen, ref, pad):
     long = "x" * 600
     td = gen.replace(pad_output=pad, on_error="skip")(TensorDict(text=[QUESTIONS[0], long]), seed=0)
     td["reward"] = torch.ones(2)

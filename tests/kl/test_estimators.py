@@ -22,12 +22,12 @@ def logits(seed=0, scale=1.0, shape=()):
 
 
 def pair(seed=0, scale=1.0):
-    """Logits of gen, which require gradients, and log-probs of ref."""
+    """Return logits of gen, which require gradients, and log-probs of ref."""
     return logits(2 * seed, scale).requires_grad_(), logits(2 * seed + 1, scale).log_softmax(-1)
 
 
 def closed_form(gen, ref):
-    """KL(gen‖ref) by its definition."""
+    """Return KL(gen‖ref) by its definition."""
     p, q = gen.softmax(-1), ref.exp()
     return (p * (p / q).log()).sum(-1)
 
@@ -37,7 +37,7 @@ def slope(value, of):
 
 
 def expectation(name, gen, ref):
-    """Of the estimator over every token gen may draw: its value, and the gradient of it as a loss."""
+    """Return the expectation of the estimator over all tokens gen may draw, and of its gradient as a loss."""
     log_p = gen.log_softmax(-1)
     values = ESTIMATORS[name](log_p, ref, None)
     weights = log_p.detach().exp()
@@ -45,7 +45,7 @@ def expectation(name, gen, ref):
 
 
 def in_reward(name, gen, ref):
-    """The expected policy gradient of a reward that the estimator is added to."""
+    """Return the expected policy gradient of a reward that the estimator is added to."""
     log_p = gen.log_softmax(-1)
     values = ESTIMATORS[name](log_p, ref, None).detach()
     return slope((log_p.detach().exp() * values * log_p).sum(), gen)
@@ -56,14 +56,14 @@ cases = pytest.mark.parametrize(("seed", "scale"), list(itertools.product(range(
 
 @cases
 @pytest.mark.parametrize("name", NAMES)
-def test_the_value_is_unbiased_where_that_is_claimed_and_nowhere_else(name, seed, scale):
+def test_the_value_is_unbiased_exactly_where_the_table_says_so(name, seed, scale):
     gen, ref = pair(seed, scale)
     value, _ = expectation(name, gen, ref)
     assert torch.isclose(value, closed_form(gen, ref), rtol=1e-9, atol=0) == (name in UNBIASED_VALUE)
 
 
 @cases
-def test_k2_comes_near_it_where_the_two_are_near_and_abs_is_an_upper_bound(seed, scale):
+def test_k2_is_close_for_close_distributions_and_abs_is_an_upper_bound(seed, scale):
     gen, ref = pair(seed, scale)
     true = closed_form(gen, ref)
     assert expectation("abs", gen, ref)[0] > true
@@ -92,21 +92,21 @@ def test_the_gradient_as_a_loss_is_what_the_table_says(name, seed, scale):
 
 @cases
 @pytest.mark.parametrize("name", NAMES)
-def test_in_the_reward_k1_is_the_one_with_the_gradient_of_the_divergence(name, seed, scale):
+def test_in_the_reward_only_k1_has_the_gradient_of_the_divergence(name, seed, scale):
     gen, ref = pair(seed, scale)
     true = slope(closed_form(gen, ref), gen)
     assert torch.allclose(in_reward(name, gen, ref), true, rtol=1e-6, atol=1e-12) == (name in ("k1", "k1_st"))
 
 
 @cases
-def test_in_the_reward_k3_works_against_the_other_divergence(seed, scale):
+def test_in_the_reward_k3_subtracts_the_gradient_of_the_reverse_divergence(seed, scale):
     gen, ref = pair(seed, scale)
     other_way = slope((ref.exp() * (ref - gen.log_softmax(-1))).sum(), gen)
     torch.testing.assert_close(in_reward("k3", gen, ref), slope(closed_form(gen, ref), gen) - other_way)
 
 
 @pytest.mark.parametrize("name", sorted(UNBIASED_VALUE))
-def test_the_mean_over_sampled_tokens_comes_to_the_divergence(name):
+def test_the_mean_over_sampled_tokens_converges_to_the_divergence(name):
     gen, ref = pair(1, 0.5)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(gen.softmax(-1).detach(), 200_000, replacement=True, generator=generator)
@@ -123,7 +123,7 @@ def test_k3_varies_less_than_k1():
     assert 3 * spread["k3"] < spread["k1"]
 
 
-def test_values_one_by_one():
+def test_values_against_formulas():
     gen, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.0])
     torch.testing.assert_close(k1(gen, ref), torch.tensor([1.0, -2.0]))
     torch.testing.assert_close(k2(gen, ref), torch.tensor([0.5, 2.0]))
@@ -132,7 +132,7 @@ def test_values_one_by_one():
     assert torch.equal(k1_st(gen, ref), k1(gen, ref)) and torch.equal(k3_st(gen, ref), k3(gen, ref))
 
 
-def test_straight_through_has_the_value_to_the_last_bit_and_the_gradient_of_k2():
+def test_straight_through_has_the_exact_value_and_the_gradient_of_k2():
     for scale in (1e-4, 1.0, 30.0):
         gen = (scale * torch.randn(50, generator=torch.Generator().manual_seed(0)) - scale).requires_grad_()
         ref = gen.detach().flip(0)
@@ -151,7 +151,7 @@ def test_autograd_agrees_with_finite_differences(name):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_masked_leaks_into_neither_value_nor_gradient(name, poison):
+def test_masked_positions_affect_neither_value_nor_gradient(name, poison):
     mask = torch.tensor([True, False, True, False])
     clean = torch.tensor([-1.0, 0.0, -2.0, 0.0])
     for which in ("gen", "ref", "both"):
@@ -193,7 +193,7 @@ def test_extremes_stay_finite_in_value_and_gradient():
     ref = torch.tensor([-0.1, -0.1, -60.0, -90.0, -0.1])
     value = k3(gen, ref)
     assert bool(torch.isfinite(value).all()) and float(value.detach().max()) == MAX_K3
-    # A token that ref finds unlikely is measured in full, beyond the bound on the exponent.
+    # The value of a token that ref finds unlikely is not clamped to MAX_LOG_RATIO, only the exponent is.
     torch.testing.assert_close(value[2:4], torch.tensor([58.9, 88.9]))
     assert MAX_LOG_RATIO < 58.9
     value.sum().backward()
@@ -202,7 +202,7 @@ def test_extremes_stay_finite_in_value_and_gradient():
 
 def test_shapes_that_do_not_fit_are_refused_and_not_broadcast():
     for name in NAMES:
-        with pytest.raises(InvalidRequestError, match="have one shape"):
+        with pytest.raises(InvalidRequestError, match="must have one shape"):
             ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(3), None)
         with pytest.raises(InvalidRequestError, match=r"expected bool\[2, 3\], got torch.bool\[3\]"):
             ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
@@ -244,7 +244,7 @@ def test_top_k_is_the_divergence_with_the_rest_in_one_bucket(seed, scale):
         torch.testing.assert_close(slope(value, gen), slope(true, gen))
 
 
-def test_logits_at_masked_positions_reach_nothing():
+def test_logits_at_masked_positions_affect_nothing():
     gen, ref = logits(0, shape=(2, 3)), logits(1, shape=(2, 3))
     mask = torch.tensor([[True, False, True], [False, True, False]])
     clean = exact(gen, ref)
@@ -271,7 +271,7 @@ def test_tokens_that_gen_excludes_add_nothing():
     assert exact(gen, both) == float("inf")
 
 
-# One number of many --------------------------------------------------------------------------------------------------
+# Aggregation ---------------------------------------------------------------------------------------------------------
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0], [7.0, 7.0, 7.0, 7.0]])
 MASK = torch.tensor([[True, True, False, True], [False, True, False, False], [False] * 4])
@@ -284,9 +284,9 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("how", EXPECTED)
-def test_aggregations_against_numbers_by_hand_dense_and_ragged(how):
+def test_dense_and_ragged_aggregates_match_numbers_by_hand(how):
     assert float(aggregate(VALUES, MASK, how)) == pytest.approx(EXPECTED[how])
-    # The third sequence has nothing that counts: as if it were not there.
+    # No token of the third sequence counts, so the sequence is left out.
     assert float(aggregate(VALUES[:2], MASK[:2], how)) == pytest.approx(EXPECTED[how])
     rows, mask = ([*t[0], *t[1, :2], *t[2, :1]] for t in (VALUES, MASK))
     lengths = torch.tensor([4, 2, 1])
@@ -297,7 +297,7 @@ def test_aggregations_against_numbers_by_hand_dense_and_ragged(how):
 
 
 @pytest.mark.parametrize("how", EXPECTED)
-def test_of_nothing_an_aggregate_is_zero_with_a_gradient_of_zero(how):
+def test_an_aggregate_without_tokens_is_zero_with_a_gradient_of_zero(how):
     for shape in ((3, 4), (0, 4), (3, 0)):
         values = torch.full(shape, torch.nan, requires_grad=True)
         for given in (values, Ragged(values.flatten(), torch.full(shape[:1], shape[1]))):
@@ -309,7 +309,7 @@ def test_of_nothing_an_aggregate_is_zero_with_a_gradient_of_zero(how):
 
 
 @pytest.mark.parametrize("how", EXPECTED)
-def test_what_is_left_out_of_an_aggregate_does_not_leak(how):
+def test_masked_values_do_not_affect_an_aggregate(how):
     poisoned = torch.where(MASK, VALUES, torch.nan).requires_grad_()
     value = aggregate(poisoned, MASK, how)
     assert float(value.detach()) == pytest.approx(EXPECTED[how])
@@ -324,7 +324,7 @@ def test_without_a_mask_everything_counts():
     assert float(aggregate(torch.tensor([1.0, 3.0]), None, "seq-mean-token-mean")) == 2.0
 
 
-def test_aggregations_refuse_what_they_do_not_know():
+def test_aggregate_refuses_invalid_arguments():
     with pytest.raises(InvalidRequestError, match="'token-mean', 'seq-mean-token-sum'"):
         aggregate(VALUES, MASK, "mean")
     rows = Ragged(VALUES.flatten(), torch.tensor([12]))

@@ -1,4 +1,4 @@
-"""Importance weights and the mismatch report against numbers worked out in plain Python; the controllers too."""
+"""Importance weights, the mismatch report and the controllers against numbers computed in plain Python."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from corelm.kl import (
 )
 from helpers.kl_cases import rows_of
 
-#: Whose answers, with seed 4, are 6, 9 and 3 tokens long.
+#: With seed 4 their answers are 6, 9 and 3 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so"]
-#: train − sampled of the tokens that count, sequence by sequence; the last has none.
+#: train − sampled of the tokens that count, sequence by sequence; the last sequence has no such token.
 AWAY = [[0.1, -0.2, 1.5], [-3.0, 0.0], []]
 
 
 def dense():
-    """`AWAY` in a dense batch, between a token of the prompt that is far off and pads."""
+    """Return `AWAY` in a dense batch: after one prompt token with a large difference, and before pads."""
     sampled, train = torch.full((3, 4), -1.0), torch.full((3, 4), -1.0)
     train[:, 0] = 5.0
     mask = torch.zeros(3, 4, dtype=torch.bool)
@@ -71,7 +71,7 @@ def test_token_weights_are_the_ratios_within_their_bounds(how, low, high):
 def test_sequence_weights_are_the_ratios_of_the_sums(how, low, high):
     out = ImportanceCorrection("sequence", how, low, high, weights_key=("off", "w"))(dense())
     expected = [weight(math.exp(sum(values)), how, low, high) for values in AWAY]
-    assert expected[-1] == 1.0, "of no tokens"
+    assert expected[-1] == 1.0, "a sequence without tokens that count"
     torch.testing.assert_close(out["off", "w"], torch.tensor(expected))
 
 
@@ -101,7 +101,7 @@ def test_low_precision_log_probs_are_compared_in_float32(dtype):
     assert bool(torch.isfinite(ImportanceCorrection(high=None)(td)["importance_weights"]).all())
 
 
-def test_the_effective_sample_size_of_long_sequences_whose_ratios_leave_the_floats():
+def test_the_effective_sample_size_survives_ratios_that_overflow():
     td = dense()
     for row, (one, other) in enumerate([(-1000.0, -999.0), (-998.0, -1000.0), (0.0, 0.0)]):
         td["train_log_probs"].full[row, 1:] = torch.tensor([one, other, 0.0])
@@ -124,7 +124,7 @@ def test_the_report_against_numbers_by_hand():
     assert found.effective_sample_size == pytest.approx(size, rel=1e-5)
     assert found.effective_share == pytest.approx(size / 5, rel=1e-5)
     assert found.clipped_share == pytest.approx(2 / 5), "exp(1.5) and exp(-3)"
-    assert mismatch_report(dense()).clipped_share == pytest.approx(1 / 5), "no bound below unless asked for"
+    assert mismatch_report(dense()).clipped_share == pytest.approx(1 / 5), "there is no lower bound by default"
     of_sequences = mismatch_report(dense(), level="sequence", low=0.5)
     ratios = [math.exp(sum(values)) for values in AWAY if values]
     size = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios)
@@ -134,7 +134,7 @@ def test_the_report_against_numbers_by_hand():
     assert of_sequences.max_abs == found.max_abs
 
 
-def test_a_report_is_read_by_people_and_loggers():
+def test_a_report_prints_and_converts_to_a_dict():
     report = mismatch_report(dense())
     text, numbers = str(report), report.to_dict()
     assert "5 tokens in 2 sequences" in text and "max 3.00e+00" in text and "clipped 20.00%" in text
@@ -200,7 +200,7 @@ def test_on_rollouts_of_every_shape_and_layout(shape, pad, where):
     assert report.clipped_share == pytest.approx(sum(not 0.9 <= r <= 1.1 for r in every) / len(every))
 
 
-def test_what_is_refused():
+def test_invalid_arguments_and_inputs_are_refused():
     for options, message in (
         ({"level": "word"}, "'token', 'sequence'"),
         ({"how": "drop"}, "'truncate', 'mask'"),
@@ -248,7 +248,7 @@ def test_the_trainers_temperature_must_be_the_samplers():
 
 def test_the_adaptive_coefficient_follows_the_paper():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=10_000)
-    # (measured, sequences, what the coefficient is multiplied by)
+    # (measured KL, sequences, expected factor)
     steps = [
         (6.0, 512, 1.0),
         (6.6, 512, 1 + 0.1 * 512 / 10_000),
@@ -265,7 +265,7 @@ def test_the_adaptive_coefficient_follows_the_paper():
 def test_the_adaptive_coefficient_brings_the_divergence_to_its_target():
     controller = AdaptiveKLController(1.0, target=2.0, horizon=100)
     for _ in range(3000):
-        # A policy that goes as far as the coefficient lets it.
+        # A policy whose KL is inversely proportional to the coefficient.
         kl = 1.0 / controller.value
         controller.update(kl, 10)
     assert kl == pytest.approx(2.0, rel=1e-3)
@@ -286,7 +286,7 @@ def test_a_resumed_run_goes_on_with_the_same_coefficient():
     assert other.value == 0.3 and repr(other) == "FixedKLController(value=0.3)"
 
 
-def test_controllers_refuse_what_would_spoil_the_coefficient():
+def test_controllers_refuse_values_that_would_spoil_the_coefficient():
     for make in (
         lambda: FixedKLController(float("nan")),
         lambda: AdaptiveKLController(0.0, 6.0, 100),

@@ -29,7 +29,7 @@ gen, ref = gen_policy, ref_policy
 
 
 def conversation(gen, pad, turns=2):
-    """Two sampled turns with a user's between them; the log-probs are the policy's of every token."""
+    """Return two sampled turns with a user turn between them, with the policy's log-probs of every token."""
     policy = gen.replace(input_mode="history", return_history=True)
     history = History.from_chats([[{"role": "user", "content": question}] for question in QUESTIONS[:2]])
     for turn in range(turns):
@@ -40,12 +40,12 @@ def conversation(gen, pad, turns=2):
 
 
 @LAYOUTS
-def test_assistant_only_counts_every_turn_of_the_assistant_and_nobody_else(gen, ref, pad):
+def test_assistant_only_counts_every_assistant_turn_and_nothing_else(gen, ref, pad):
     td, _ = conversation(gen, pad)
     RetrieveKL(ref, add_to_reward=False)(td)
     masks = corelm.ragged(td, ("masks", "all_assistant_mask")).tolist()
     switches = [sum(a != b for a, b in itertools.pairwise(mask)) for mask in masks]
-    assert all(number >= 3 for number in switches), "two spans at least"
+    assert all(number >= 3 for number in switches), "at least two spans"
     found, full = rows_of(td, "kl_penalty"), corelm.ragged(td, ("tokens", "full")).tolist()
     hand = [
         torch.where(torch.tensor(mask), said(GEN, ids) - said(REF, ids), 0.0)
@@ -69,9 +69,9 @@ def test_a_generation_counts_its_answers_in_every_input_mode(gen, ref, mode, pad
 
 
 @LAYOUTS
-def test_a_mask_of_ones_own_takes_the_place_of_the_assistants(gen, ref, pad):
+def test_mask_key_replaces_the_assistant_mask(gen, ref, pad):
     td = rollout(gen, pad=pad)
-    # Scored anew, so that the prompt counts too if it is asked for.
+    # gen_policy scores the prompt too, so that a mask can select it.
     RetrieveKL(ref, gen_policy=gen, add_to_reward=False, mask_key=("masks", "all_response_mask"))(td)
     assert_rows(rows_of(td, "kl_penalty"), by_hand(td))
     RetrieveKL(ref, gen_policy=gen, add_to_reward=False, mask_key=("masks", "all_attention_mask"))(td)
@@ -99,16 +99,14 @@ def test_positions_that_one_of_the_two_did_not_score_do_not_count(gen, ref):
     assert torch.equal(td["kl_penalty"] != 0, dropped & td["log_probs"].scored_mask)
 
 
-def test_input_without_the_assistants_mask_says_what_to_do(gen, ref):
+def test_a_missing_assistant_mask_is_an_error_that_says_what_to_do(gen, ref):
     td = rollout(gen)
     scored = gen.replace(input_mode="text", generate=False, inplace=False)(TensorDict(text=td["text"].full))
-    with pytest.raises(
-        MissingKeyError, match=r"nothing of 'all_assistant_mask', only of all_attention_mask.*mask_key="
-    ):
+    with pytest.raises(MissingKeyError, match=r"no field 'all_assistant_mask', only all_attention_mask.*mask_key="):
         RetrieveKL(ref, add_to_reward=False)(scored)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(scored)
     del td["masks"]
-    with pytest.raises(MissingKeyError, match=r"there is no \('masks',\)"):
+    with pytest.raises(MissingKeyError, match=r"has no \('masks',\); it has:"):
         RetrieveKL(ref, add_to_reward=False)(td)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(td)
 
@@ -117,7 +115,7 @@ def test_input_without_the_assistants_mask_says_what_to_do(gen, ref):
 
 
 def with_gradients(policy, td):
-    """The policy's log-probs of the tokens, with gradients, in a container made by hand."""
+    """Add the policy's log-probs of the tokens, with gradients, in a `LogProbs` under ``current``."""
     if td["tokens"].padded:
         td["current"] = LogProbs(full=policy.log_prob(td), batch_size=td.batch_size)
     else:
@@ -140,7 +138,7 @@ def test_a_loss_gets_the_gradient_of_the_estimator(ref, name, pad):
         loss = KLComputation(name, detach=False, add_to_reward=False, **CURRENT)(td)
         torch.cat(rows_of(loss, "kl_penalty")).sum().backward()
         found = model.table.grad.clone()
-        # By hand: each token's slope times the gradient of its log-prob.
+        # By hand: the derivative of each token's estimate times the gradient of its log-prob.
         table = model.table.detach().clone().requires_grad_()
         total = 0.0
         prompts = corelm.ragged(td, ("tokens", "prompt")).lengths.tolist()
@@ -153,7 +151,7 @@ def test_a_loss_gets_the_gradient_of_the_estimator(ref, name, pad):
 
 
 @LAYOUTS
-def test_detach_cuts_the_gradient_of_both_and_leaves_the_rewards_own(gen, ref, pad):
+def test_detach_stops_the_gradient_of_the_kl_and_keeps_that_of_the_reward(gen, ref, pad):
     td = RetrieveLogProb(ref)(rollout(gen, pad=pad))
     with_gradients(gen.replace(generate=False, input_mode="tokens", pad_output=pad), td)
     learned = torch.zeros(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the KL modules refuse: a number that would be wrong, named by row."""
+"""Errors of the KL modules: inputs that would give wrong numbers are refused, and the rows are named."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison,
 
 
 @LAYOUTS
-def test_what_is_not_finite_does_not_matter_where_nothing_counts(gen, ref, pad):
+def test_log_probs_need_not_be_finite_where_they_do_not_count(gen, ref, pad):
     td = RetrieveLogProb(ref)(rollout(gen, pad=pad))
     expected = by_hand(td)
     for name in ("log_probs", "ref_log_probs"):
@@ -51,7 +51,7 @@ def test_log_probs_of_another_distribution_are_refused_unless_allowed(gen, ref, 
     with pytest.raises(ProvenanceMismatchError, match=r"row 0: .*temperature=0.7.*allow_mismatch=True"):
         RetrieveKL(ref, add_to_reward=False)(hot)
     RetrieveKL(ref, add_to_reward=False, allow_mismatch=True)(hot)
-    # The same way on both sides is no mismatch; nor is another weight version or another temperature of sampling.
+    # Equal modes and temperatures match; so do other weight versions and other temperatures of sampling.
     same = ref.replace(sampling_params={"temperature": 0.7}, log_probs_mode="processed")
     RetrieveKL(same, add_to_reward=False)(hot)
     RetrieveKL(ref, add_to_reward=False)(rollout(gen, pad=pad, sampling_params=sampling))
@@ -82,11 +82,11 @@ def test_layouts_that_differ_are_refused_by_row(gen, ref):
         KLComputation(add_to_reward=False)(td)
     assert caught.value.rows == tuple(differ.nonzero().flatten().tolist()) != ()
     td["ref_log_probs"] = RetrieveLogProb(ref)(dense.clone())["ref_log_probs"]
-    with pytest.raises(InvalidRequestError, match="laid out differently: one row a sample and dense"):
+    with pytest.raises(InvalidRequestError, match="different layouts: one row per sample and dense"):
         KLComputation(add_to_reward=False)(td)
     td = RetrieveLogProb(ref)(dense.clone())
     td["ref_log_probs"] = LogProbs(full=td["ref_log_probs"].full[:, :-1], batch_size=3)
-    with pytest.raises(InvalidRequestError, match=r"expected \[3, \d+\], as wide as the masks; got \[3, \d+\]"):
+    with pytest.raises(InvalidRequestError, match=r"expected shape \[3, \d+\], as wide as the masks; got \[3, \d+\]"):
         KLComputation(add_to_reward=False)(td)
     td = TensorDict(dense)
     td["ref_log_probs"] = RetrieveLogProb(ref)(rollout(gen, (3, 1), True))["ref_log_probs"]
@@ -95,7 +95,7 @@ def test_layouts_that_differ_are_refused_by_row(gen, ref):
 
 
 def test_dense_log_probs_in_other_columns_are_noticed(gen, ref):
-    # As wide as the sampler's, but all padded on the right.
+    # As wide as the sampler's batch, but every row padded on the right.
     td = rollout(gen, pad=True)
     ids = corelm.ragged(td, ("tokens", "full"))
     width = td["tokens"].full.shape[-1]
@@ -104,23 +104,23 @@ def test_dense_log_probs_in_other_columns_are_noticed(gen, ref):
     td["ref_log_probs"] = LogProbs(
         full=values.to_padded(0.0, "right", width), scored_mask=scored.to_padded(False, "right", width), batch_size=3
     )
-    with pytest.raises(InvalidRequestError, match="its columns are others") as caught:
+    with pytest.raises(InvalidRequestError, match="made from a batch with other columns") as caught:
         KLComputation(add_to_reward=False)(td)
     assert caught.value.rows
 
 
 def test_dense_log_probs_that_are_off_by_one_column_are_noticed(gen, ref):
-    # One prompt is a token longer than the other, and both answers are of one length: scored from the texts, padded on
-    # the right, the second row moves by one column and the width stays.
+    # One prompt is a token longer than the other, and both answers have the same length. Scoring the texts pads on the
+    # right, so the second row moves by one column and the width stays the same.
     td = rollout(gen, (2,), True, sampling_params={"max_new_tokens": 4, "ignore_eos": True}, texts=["Whoa", "Who"])
     scored = ref.replace(pad_output=True, inplace=False)(TensorDict(text=td["text"].full))
     assert scored["log_probs"].full.shape == td["log_probs"].full.shape
-    assert not bool((scored["log_probs"].scored_mask & ~td["masks"].all_attention_mask).any()), "at no pad"
+    assert not bool((scored["log_probs"].scored_mask & ~td["masks"].all_attention_mask).any()), "no pad is scored"
     td["ref_log_probs"] = scored["log_probs"]
-    with pytest.raises(InvalidRequestError, match="scored at the first token, so its columns are others") as caught:
+    with pytest.raises(InvalidRequestError, match="scored at the first token, so its columns are shifted") as caught:
         KLComputation(add_to_reward=False)(td)
     assert caught.value.rows == (1,)
-    # Where neither says which it scored, there is nothing to notice it by.
+    # Without a scored_mask the shift cannot be detected.
     td["ref_log_probs"] = LogProbs(full=scored["log_probs"].full, batch_size=2)
     KLComputation(add_to_reward=False)(td)
 
@@ -142,17 +142,17 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
         ({"coeff": "much"}, "coeff: expected a finite number"),
     ],
 )
-def test_arguments_that_are_not_legal_are_refused_at_once(options, message):
+def test_invalid_arguments_are_refused_by_the_constructor(options, message):
     with pytest.raises(InvalidRequestError, match=message):
         KLComputation(**options)
 
 
-def test_keys_that_lead_nowhere(gen, ref):
+def test_keys_that_do_not_lead_to_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     with pytest.raises(MissingKeyError, match=r"no \('old',\)"):
         KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
     for key in (("ref_log_probs", "response"), "ref_log_probs", "full"):
-        with pytest.raises(InvalidRequestError, match="expected the key of a LogProbs and 'full'"):
+        with pytest.raises(InvalidRequestError, match=r"expected a key such as \('log_probs', 'full'\)"):
             RetrieveKL(ref, ref_log_probs_key=key)
     td["old"] = TensorDict(full=torch.zeros(3, 4), batch_size=3)
     with pytest.raises(InvalidRequestError, match=r"expected a LogProbs, got TensorDict.*LogProbs\(full=tensor"):
@@ -163,10 +163,10 @@ def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen, pad=True))
     compute = KLComputation(add_to_reward=False)
     td["masks"] = rollout(gen, pad=False)["masks"]
-    with pytest.raises(InvalidRequestError, match=r"need an attention mask of that shape.*got none that is dense"):
+    with pytest.raises(InvalidRequestError, match=r"need an attention mask of that shape.*got no dense mask"):
         compute(td)
     td["masks"] = Masks(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
-    with pytest.raises(InvalidRequestError, match=r"expected \[3, 2\], as wide as the masks"):
+    with pytest.raises(InvalidRequestError, match=r"expected shape \[3, 2\], as wide as the masks"):
         compute(td)
     td["masks"] = TensorDict(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
     with pytest.raises(InvalidRequestError, match="expected Masks, got TensorDict"):

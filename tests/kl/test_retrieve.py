@@ -1,4 +1,4 @@
-"""What a reference says of a rollout, and the KL of every token, against the tables of both models."""
+"""Log-probs retrieved from a reference, and the KL of every token, against the tables of both models."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ gen, ref = gen_policy, ref_policy
 
 @LAYOUTS
 @SHAPES
-def test_retrieved_log_probs_are_a_whole_container_that_lines_up(gen, ref, shape, pad):
+def test_retrieved_log_probs_are_a_complete_container_aligned_with_the_tokens(gen, ref, shape, pad):
     td = rollout(gen, shape, pad)
     before = sorted(map(str, td.keys(include_nested=True)))
     out = RetrieveLogProb(ref)(td)
@@ -49,7 +49,7 @@ def test_retrieved_log_probs_are_a_whole_container_that_lines_up(gen, ref, shape
 def test_a_policy_in_any_mode_scores_the_tokens_and_renders_nothing(gen, ref):
     td = rollout(gen)
     expected = RetrieveLogProb(ref)(td.clone())["ref_log_probs"].full
-    td["text"].full = ["nonsense", "that nobody", "sampled"]
+    td["text"].full = ["not", "what was", "sampled"]
     for mode in ("history", "text", "tokens"):
         for policy in (ref.replace(input_mode=mode), gen.replace(input_mode=mode)):
             td = RetrieveLogProb(policy, log_probs_key=("one", mode))(td)
@@ -61,7 +61,7 @@ def test_a_policy_in_any_mode_scores_the_tokens_and_renders_nothing(gen, ref):
 def test_retrieving_needs_tokens_and_a_policy(ref):
     with pytest.raises(InvalidRequestError, match="expected an LLMPolicy, got Backend"):
         RetrieveLogProb(ref.backend)
-    with pytest.raises(MissingKeyError, match=r"there is no 'tokens'; there are: text"):
+    with pytest.raises(MissingKeyError, match=r"has no 'tokens'; it has: text"):
         RetrieveLogProb(ref)(TensorDict(text=["a"]))
     with pytest.raises(InvalidRequestError, match="expected Tokens, got Tensor"):
         RetrieveLogProb(ref)(TensorDict(tokens=torch.zeros(2, 3, dtype=torch.int64)))
@@ -70,12 +70,12 @@ def test_retrieving_needs_tokens_and_a_policy(ref):
 @LAYOUTS
 @SHAPES
 @pytest.mark.parametrize("under_next", [False, True, "split"], ids=["root", "next", "split"])
-def test_the_kl_of_every_token_is_what_the_tables_say(gen, ref, shape, pad, under_next):
+def test_the_kl_of_every_token_matches_the_tables(gen, ref, shape, pad, under_next):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     if under_next is True:
         td = TensorDict(next=td, batch_size=shape)
     elif under_next == "split":
-        # The policy wrote before the step, the reference after it.
+        # The policy wrote at the root, before the step; the reference under ``next``.
         td["next"] = TensorDict(ref_log_probs=td["ref_log_probs"], batch_size=shape)
         del td["ref_log_probs"]
     out = KLComputation(add_to_reward=False)(td)
@@ -108,22 +108,22 @@ def test_every_estimator_by_name_and_a_function(gen, ref, name, pad):
 
 
 @LAYOUTS
-def test_a_function_that_knows_no_mask_counts_nothing_more(gen, ref, pad):
+def test_an_estimator_function_may_ignore_the_mask(gen, ref, pad):
     td = RetrieveKL(ref, gen_policy=gen, estimator=lambda g, r, mask: g - r, add_to_reward=False)(rollout(gen, pad=pad))
     assert_rows(rows_of(td, "kl_penalty"), by_hand(td))
     for wrong in (lambda g, r, mask: (g - r).mean(), lambda g, r, mask: (g - r)[:, None]):
-        with pytest.raises(InvalidRequestError, match=r"estimator: expected a value for each of \[\d+\] tokens"):
+        with pytest.raises(InvalidRequestError, match=r"estimator: expected one value per token, shape \[\d+\]"):
             KLComputation(wrong, add_to_reward=False)(td)
 
 
-def test_of_a_policy_with_itself_it_is_zero(gen):
+def test_the_kl_of_a_policy_with_itself_is_zero(gen):
     for pad in (False, True):
         td = RetrieveKL(gen, add_to_reward=False)(rollout(gen, pad=pad))
         assert all(float(row.abs().max()) < 1e-5 for row in rows_of(td, "kl_penalty"))
 
 
 @LAYOUTS
-def test_sampled_with_one_engine_and_scored_with_another(gen, pad):
+def test_one_engine_samples_and_another_scores(gen, pad):
     from helpers.tiny_models import tiny_model
 
     model = tiny_model("qwen2", vocab_size=260)

@@ -1,4 +1,4 @@
-"""Rewards of every shape lose what the tables say: coeff · KL of the token, or of all that count."""
+"""coeff · KL is subtracted from rewards of every shape: per token, or summed per sequence."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ gen, ref = gen_policy, ref_policy
 @LAYOUTS
 @SHAPES
 @pytest.mark.parametrize("form", ["scalar", "sequence", "sequence of one step", "token", "token with a last dimension"])
-def test_dense_rewards_lose_the_kl(gen, ref, shape, pad, form):
+def test_the_kl_is_subtracted_from_dense_rewards(gen, ref, shape, pad, form):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     kl, rewards = by_hand(td), token_rewards(td)
     if form.startswith("token"):
@@ -55,7 +55,7 @@ def test_dense_rewards_lose_the_kl(gen, ref, shape, pad, form):
 @LAYOUTS
 @SHAPES
 @pytest.mark.parametrize("form", ["token", "token with a last dimension", "sequence"])
-def test_rewards_row_by_row_lose_the_kl_and_stay_rows(gen, ref, shape, pad, form):
+def test_the_kl_is_subtracted_from_rewards_in_rows_of_different_lengths(gen, ref, shape, pad, form):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     kl, rewards = by_hand(td), token_rewards(td)
     if form == "sequence":
@@ -75,15 +75,15 @@ def test_rewards_row_by_row_lose_the_kl_and_stay_rows(gen, ref, shape, pad, form
 
 @LAYOUTS
 @SHAPES
-def test_rewards_in_a_container_of_rows_come_back_in_one(gen, ref, shape, pad):
+def test_rewards_in_a_per_token_container_stay_in_one(gen, ref, shape, pad):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     rewards = token_rewards(td)
-    # What KLComputation writes for rows is a container that it also takes.
+    # KLComputation writes a PerToken for rows; it also accepts one as a reward.
     rows = rollout(gen, shape, False)
     RetrieveKL(ref, add_to_reward=False)(rows)
     td["reward"] = rows["kl_penalty"].clone()
-    for row, value in zip(flat_rows(td["reward"]._tensordict), rewards, strict=True):
-        row["full"] = value
+    for row, value in zip(flat_rows(td["reward"]), rewards, strict=True):
+        row.set("full", value)
     KLComputation("k1", COEFF)(td)
     assert isinstance(td["reward"], PerToken)
     assert_rows(rows_of(td, "reward"), [r - COEFF * k for r, k in zip(rewards, by_hand(td), strict=True)])
@@ -91,23 +91,23 @@ def test_rewards_in_a_container_of_rows_come_back_in_one(gen, ref, shape, pad):
 
 @LAYOUTS
 @SHAPES
-def test_single_rewards_in_a_container_lose_the_sums(gen, ref, shape, pad):
+def test_the_summed_kl_is_subtracted_from_single_rewards_in_a_container(gen, ref, shape, pad):
     td = RetrieveKL(ref, add_to_reward=False)(rollout(gen, shape, False))
     td["reward"] = td["kl_penalty"].clone()
-    for number, row in enumerate(flat_rows(td["reward"]._tensordict)):
-        row["full"] = torch.tensor([float(number)])
+    for number, row in enumerate(flat_rows(td["reward"])):
+        row.set("full", torch.tensor([float(number)]))
     given, sums = td["reward"], [row.sum() for row in by_hand(td)]
     if pad:
         td = RetrieveLogProb(ref)(rollout(gen, shape, True)).set("reward", given)
     KLComputation("k1", COEFF)(td)
-    found = [row["full"] for row in flat_rows(td["reward"]._tensordict)]
+    found = [row.get("full") for row in flat_rows(td["reward"])]
     assert_rows(found, [number - COEFF * kl[None] for number, kl in enumerate(sums)])
     numbers = [[float(number)] for number in range(len(sums))]
-    assert [row["full"].tolist() for row in flat_rows(given._tensordict)] == numbers, "the caller's stay as they were"
+    assert [row.get("full").tolist() for row in flat_rows(given)] == numbers, "the caller's rewards are unchanged"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64])
-def test_rewards_keep_their_precision_and_whole_numbers_become_float32(gen, ref, dtype):
+def test_float_rewards_keep_their_dtype_and_others_become_float32(gen, ref, dtype):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["reward"] = torch.tensor([1, 0, 1]).to(dtype)
     given = td["reward"]
@@ -115,7 +115,7 @@ def test_rewards_keep_their_precision_and_whole_numbers_become_float32(gen, ref,
     assert td["reward"].dtype == (dtype if dtype.is_floating_point else torch.float32)
     sums = torch.stack([row.sum() for row in by_hand(td)])
     torch.testing.assert_close(td["reward"].double(), given.double() - COEFF * sums, atol=0.2, rtol=0.02)
-    assert torch.equal(given, torch.tensor([1, 0, 1]).to(dtype)), "the caller's tensor is not written to"
+    assert torch.equal(given, torch.tensor([1, 0, 1]).to(dtype)), "the caller's tensor is unchanged"
 
 
 def test_a_reward_in_float64_is_penalised_in_float64(gen, ref):
@@ -133,16 +133,16 @@ def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, p
         KLComputation()(td)
     for shape in [(3, 2), (3, 2, 1), (3, 4, 5)]:
         td["reward"] = torch.zeros(shape)
-        with pytest.raises(InvalidRequestError, match=r"expected a reward a sequence, \[3\] or \[3, 1\]"):
+        with pytest.raises(InvalidRequestError, match=r"expected one reward per sequence, \[3\] or \[3, 1\]"):
             KLComputation()(td)
     td["next"] = lazy_stack([TensorDict(reward=torch.zeros(size)) for size in (1, 2, 3)])
-    with pytest.raises(InvalidRequestError, match=r"row 1: expected \d+ rewards, one a token") as caught:
+    with pytest.raises(InvalidRequestError, match=r"row 1: expected \d+ rewards, one per token") as caught:
         KLComputation()(td)
     assert caught.value.rows == (1, 2)
     assert "kl_penalty" not in td.keys() and "kl_penalty" not in td["next"].keys()
 
 
-def test_a_reward_before_the_step_is_not_the_one_after_it(gen, ref):
+def test_a_reward_at_the_root_is_not_used_if_there_is_a_next(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["reward"], td["next"] = torch.zeros(3), TensorDict(done=torch.ones(3, dtype=torch.bool), batch_size=3)
     with pytest.raises(MissingKeyError, match="no 'reward'"):

@@ -1,4 +1,4 @@
-"""`KLRewardTransform` without an environment, coefficients that move, and warnings of biased pairs."""
+"""`KLRewardTransform` without an environment, changing coefficients, and warnings about biased estimators."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_the_transform_needs_no_environment(gen, ref, pad):
         KLRewardTransform(ref, add_to_reward=False)
 
 
-def test_the_transform_on_a_tensordict_made_by_hand():
+def test_the_transform_works_on_log_probs_without_provenance():
     logp, other = torch.tensor([[-1.0, -2.0, -3.0]] * 2), torch.tensor([[-1.5, -1.0, -3.0]] * 2)
     mask = torch.tensor([[False, True, True], [False, True, False]])
     td = TensorDict(
@@ -69,7 +69,7 @@ def test_a_controllers_value_is_read_at_every_call(gen, ref):
     torch.testing.assert_close(fixed["reward"], first)
 
 
-PAIRS = """
+USES = """
 import warnings
 from corelm.kl import KLComputation
 for _ in range(2):
@@ -84,8 +84,8 @@ for _ in range(2):
 """
 
 
-def test_pairs_that_are_known_to_be_biased_warn_once_and_where_they_were_asked_for():
-    run = subprocess.run([sys.executable, "-c", PAIRS], capture_output=True, text=True, check=True)
+def test_biased_uses_warn_once_and_point_at_the_caller():
+    run = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, check=True)
     lines = [line.split() for line in run.stdout.splitlines()]
     assert sorted((where, name) for where, name, *_ in lines) == sorted(BIASED)
     assert {tuple(rest[:2]) for _, _, *rest in lines} == {("BiasedKLWarning", "<string>")}
@@ -93,7 +93,7 @@ def test_pairs_that_are_known_to_be_biased_warn_once_and_where_they_were_asked_f
     assert {("reward", "k3"), ("loss", "k1")} <= cited
 
 
-def test_pairs_that_are_right_do_not_warn(ref):
+def test_unbiased_uses_do_not_warn(ref):
     with warnings.catch_warnings():
         warnings.simplefilter("error", BiasedKLWarning)
         KLRewardTransform(ref)

@@ -1,7 +1,7 @@
-"""KL between a policy and a reference, and the mismatch between sampler and trainer: functions, and TensorDict modules.
+"""KL between a policy and a reference, and the mismatch between sampler and trainer.
 
-The functions (`estimators.py`) know tensors. The modules (`penalty.py`, `retrieve.py`, `mismatch.py`) know the
-containers: dense or one row a sample, at the root or under ``next``, and from whichever engine.
+The functions (`estimators.py`) take tensors. The TensorDict modules (`penalty.py`, `retrieve.py`, `mismatch.py`) take
+containers: dense or one row per sample, at the root or under ``next``, from any engine.
 """
 
 from corelm.containers.classes import PerToken

@@ -1,4 +1,4 @@
-"""Coefficients of a KL penalty: one that stays and one that steers. Both go where a `coeff` goes."""
+"""Coefficients of a KL penalty: a fixed one and an adaptive one. Pass either as `coeff`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from corelm.validate import invalid, number, positive
 
 
 class KLController(Protocol):
-    """What a `coeff` may be in place of a number: its `value` is read at every call."""
+    """An object that can be passed as `coeff` instead of a number: its `value` is read at every call."""
 
     @property
     def value(self) -> float: ...
 
 
 class FixedKLController:
-    """Always `coef`."""
+    """A coefficient that stays at `coef`."""
 
     def __init__(self, coef: float) -> None:
         self._value = number("coef", coef)
@@ -26,7 +26,7 @@ class FixedKLController:
         return self._value
 
     def update(self, kl: Any, n_steps: int = 1) -> float:
-        """Changes nothing, whatever was measured; returns the value."""
+        """Ignore the measured KL and return the unchanged value."""
         return self._value
 
     def state_dict(self) -> dict[str, float]:
@@ -40,15 +40,15 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Steers the coefficient so that the measured KL goes to `target`: multiplied by ``1 + error · n_steps / horizon``
-    at every update, where ``error = kl / target − 1``, cut to ±0.2.
+    """A coefficient that is adjusted to bring the measured KL to `target`.
 
-    The log-space proportional controller of Ziegler et al., Fine-Tuning Language Models from Human Preferences,
-    arXiv:1909.08593, section 2.2; `n_steps` and `horizon` as in the code they published.
+    Every update multiplies the coefficient by ``1 + error · n_steps / horizon``, where ``error = kl / target − 1``,
+    clipped to ±0.2. This is the log-space proportional controller of Ziegler et al., Fine-Tuning Language Models from
+    Human Preferences, arXiv:1909.08593, section 2.2; `n_steps` and `horizon` are used as in the code they published.
 
     Args:
-        init_coef: the coefficient to start with, above 0 (0 would stay 0).
-        target: of the KL, above 0, in the units that `update` is given: usually nats a sequence.
+        init_coef: the initial coefficient, above 0 (a coefficient of 0 would stay 0).
+        target: the target KL, above 0, in the units passed to `update`: usually nats per sequence.
         horizon: in the units of `n_steps`: usually sequences, 10,000 in the paper's code.
     """
 
@@ -60,14 +60,16 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = positive("horizon", horizon)
 
     def update(self, kl: Any, n_steps: int = 1) -> float:
-        """Take a measured KL in, a number or a tensor of one, and return the new value.
+        """Adjust the coefficient to a measured KL and return the new value.
 
         Args:
-            n_steps: how much has been sampled since the last update; at most ``horizon`` ÷ `MAX_ERROR`, where the
+            kl: the measured KL: a number, or a tensor with one element.
+            n_steps: how much was sampled since the last update; above 0 and below ``horizon / MAX_ERROR``, where the
                 coefficient would become 0.
 
         Raises:
-            InvalidRequestError: a KL that is not finite, which would spoil the coefficient for good; or `n_steps`.
+            InvalidRequestError: `kl` is not finite, which would spoil the coefficient permanently, or `n_steps` is out
+                of range.
         """
         measured = number("kl", kl)
         if not 0 < n_steps * self.MAX_ERROR < self.horizon:

@@ -1,14 +1,14 @@
-"""Train/inference mismatch: the sampler's log-probs and the trainer's of the same tokens at the same weights.
+"""Train/inference mismatch: the sampler and the trainer score the same tokens at the same weights differently.
 
-Engines round differently, so what is sampled from is not quite what is trained, and on-policy learning is a little
-off-policy. `mismatch_report` says by how much, `ImportanceCorrection` gives the weights that correct for it. The ratio
-is always ``exp(train − sampled)``, of a token or, summed over the tokens that count, of a sequence.
+Engines round differently, so the sampled distribution is not exactly the trained one, and on-policy learning is
+slightly off-policy. `mismatch_report` measures the difference; `ImportanceCorrection` computes weights that correct for
+it. The ratio is always ``exp(train − sampled)``, of a token or, summed over the tokens that count, of a sequence.
 
 Sources: F. Yao, L. Liu et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025
 (fengyao.notion.site/off-policy-rl): truncated ratios of tokens. IcePop (Ling team, 2025): tokens whose ratio is out of
 bounds on either side are masked. J. Liu, Y. Li et al., When Speed Kills Stability, 2025
-(richardli.xyz/post/rl-collapse-training-inference): ratios of whole sequences, truncated or masked; unlike those of
-tokens they also know that earlier tokens change where later ones are drawn, at a higher variance.
+(richardli.xyz/post/rl-collapse-training-inference): ratios of whole sequences, truncated or masked; unlike token
+ratios, they account for the effect of earlier tokens on where later ones are drawn, at a higher variance.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from corelm.containers.keys import next_or_root
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.layout import place
 from corelm.kl.pairs import Pair, PairKeys, read_pair
 from corelm.validate import invalid, one_of
 
 Level = Literal["token", "sequence"]
-Cut = Literal["truncate", "mask"]
+Correction = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Which ratios are taken as they are: ``low <= ratio <= high``; None is no bound. `level`: ratios of what."""
+class RatioBounds:
+    """The range in which importance ratios are used unchanged: ``low <= ratio <= high``.
+
+    Attributes:
+        level: whether the ratios are those of tokens or of sequences.
+        low: the lower bound, at most 1; None means no bound.
+        high: the upper bound, at least 1; None means no bound.
+    """
 
     level: Level
     low: float | None
@@ -50,25 +56,30 @@ class Bounds:
         return self.low or 0.0, math.inf if self.high is None else self.high
 
     def outside(self, ratio: Tensor) -> Tensor:
-        """bool"""
+        """Return which ratios are out of bounds: bool, of the same shape."""
         low, high = self.edges
         return (ratio < low) | (ratio > high)
 
 
 class ImportanceCorrection(TensorDictModuleBase):
-    """Writes `importance_weights`, to multiply a token's or a sequence's loss by. They carry no gradient.
+    """Write `importance_weights`, by which the loss of a token or a sequence is multiplied. They carry no gradient.
 
-    It acts on ``("next", …)`` if there is one, else on the TensorDict itself.
+    The module reads and writes under ``next`` if the TensorDict has one, else at the root.
 
     Args:
-        level: `token`: a weight for each, in the layout of the log-probs, 0.0 where a token does not count; rows of
-            their own length give a `PerToken`. `sequence`: float32 ``[*batch]``; 1.0 of no tokens.
-        how: `truncate` cuts ratios to the bounds; `mask` gives those outside the weight 0.0.
-        low, high: the bounds, ``0 <= low <= 1 <= high``; None is no bound.
-        log_probs_key: the sampler's, the field `full` of a `LogProbs`.
-        train_log_probs_key: the trainer's.
-        assistant_only, mask_key, masks_key, allow_mismatch: as in `KLComputation`.
-        weights_key: the result.
+        level: `token` writes one weight per token, in the layout of the log-probs, and 0.0 where a token does not
+            count; rows of different lengths give a `PerToken`. `sequence` writes float32 ``[*batch]``, with 1.0 for a
+            sequence without a token that counts.
+        how: `truncate` clamps ratios to the bounds; `mask` gives ratios out of bounds the weight 0.0.
+        low: the lower bound, ``0 <= low <= 1``; None means no bound.
+        high: the upper bound, ``1 <= high``; None means no bound.
+        assistant_only: as in `KLComputation`.
+        mask_key: as in `KLComputation`.
+        allow_mismatch: as in `KLComputation`.
+        log_probs_key: the sampler's log-probs, the field `full` of a `LogProbs`.
+        train_log_probs_key: the trainer's log-probs, the field `full` of a `LogProbs`.
+        masks_key: as in `KLComputation`.
+        weights_key: where the weights are written.
 
     Raises:
         InvalidRequestError, MissingKeyError, ProvenanceMismatchError: as in `KLComputation`.
@@ -77,7 +88,7 @@ class ImportanceCorrection(TensorDictModuleBase):
     def __init__(
         self,
         level: Level = "token",
-        how: Cut = "truncate",
+        how: Correction = "truncate",
         low: float | None = None,
         high: float | None = 2.0,
         *,
@@ -90,8 +101,8 @@ class ImportanceCorrection(TensorDictModuleBase):
         weights_key: NestedKey = "importance_weights",
     ) -> None:
         super().__init__()
-        one_of("how", how, get_args(Cut))
-        self.bounds = Bounds(level, low, high)
+        one_of("how", how, get_args(Correction))
+        self.bounds = RatioBounds(level, low, high)
         self.how = how
         self.allow_mismatch = allow_mismatch
         self.weights_key = weights_key
@@ -108,26 +119,28 @@ class ImportanceCorrection(TensorDictModuleBase):
         else:
             weights = torch.where(self.bounds.outside(ratio), 0.0, ratio)
         if self.bounds.level == "token":
-            place(tensordict).set(self.weights_key, pair.layout.stored(torch.where(pair.mask, weights, 0.0)))
+            next_or_root(tensordict).set(self.weights_key, pair.layout.stored(torch.where(pair.mask, weights, 0.0)))
         else:
-            place(tensordict).set(self.weights_key, weights)
+            next_or_root(tensordict).set(self.weights_key, weights)
         return tensordict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
-    """How far two scorings of the same tokens are apart. ``d = train − sampled``, in nats, over the tokens that count.
+    """How far two scorings of the same tokens differ: ``d = train − sampled``, in nats, over the tokens that count.
+
+    If no token counts, `mean_exp_abs` and `effective_share` are 1.0 and all other figures are 0.
 
     Attributes:
-        tokens, sequences: how many count; a sequence does if one of its tokens does.
-        mean_abs, mean_exp_abs, max_abs: the means of ``|d|`` and ``exp |d|`` (of no more than 20 nats), and the
-            largest ``|d|``.
-        effective_sample_size: ``(Σ w)² / Σ w²`` of the ratios w, which is the number of them if they are all equal
-            (L. Kish, Survey Sampling, 1965).
-        effective_share: the same, per ratio: at most 1.
-        clipped_share: of tokens, or of sequences, whose ratio is out of bounds.
-
-    Of no tokens `mean_exp_abs` and `effective_share` are 1.0 and the others 0.0.
+        tokens: how many tokens count.
+        sequences: how many sequences have a token that counts.
+        mean_abs: the mean of ``|d|``.
+        mean_exp_abs: the mean of ``exp |d|``, with ``|d|`` clamped to 20 nats.
+        max_abs: the largest ``|d|``.
+        effective_sample_size: ``(Σ w)² / Σ w²`` of the ratios w, which is their number if all are equal (L. Kish,
+            Survey Sampling, 1965).
+        effective_share: `effective_sample_size` divided by the number of ratios: at most 1.
+        clipped_share: the share of tokens, or of sequences, whose ratio is out of bounds.
     """
 
     tokens: int
@@ -140,7 +153,7 @@ class MismatchReport:
     clipped_share: float
 
     def to_dict(self) -> dict[str, float]:
-        """Plain numbers by name, for a logger."""
+        """Return the figures as plain numbers by name, for a logger."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -165,8 +178,11 @@ def mismatch_report(
     train_log_probs_key: NestedKey = ("train_log_probs", "full"),
     masks_key: NestedKey = "masks",
 ) -> MismatchReport:
-    """What the log-probs in `td` show. The arguments are those of `ImportanceCorrection`, and so are the errors."""
-    bounds = Bounds(level, low, high)
+    """Measure how far the sampler's and the trainer's log-probs in `td` differ.
+
+    The arguments, other than `td`, and the errors are those of `ImportanceCorrection`.
+    """
+    bounds = RatioBounds(level, low, high)
     keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
     pair = read_pair(td, keys, allow_mismatch=allow_mismatch)
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
@@ -183,7 +199,7 @@ def mismatch_report(
             effective_share=1.0,
             clipped_share=0.0,
         )
-    # A common factor changes nothing, and without one the ratios of long sequences are beyond any float.
+    # A common factor cancels out; without it the ratios of long sequences would overflow.
     scaled = (log_ratio - log_ratio.max()).exp()
     size = float(scaled.sum().square() / scaled.square().sum())
     return MismatchReport(
@@ -199,7 +215,10 @@ def mismatch_report(
 
 
 def _log_ratios(pair: Pair, level: Level) -> Tensor:
-    """At least float32 ``train − sampled``: flat, one a token, or ``[*batch]``. 0.0 where nothing counts."""
+    """Return ``train − sampled``, at least float32: one per token, flat, or one per sequence, ``[*batch]``.
+
+    It is 0.0 where a token does not count, and for a sequence without a token that counts.
+    """
     log_ratio = k1(pair.ref, pair.gen, pair.mask)
     return log_ratio if level == "token" else pair.layout.row_sums(log_ratio)
 

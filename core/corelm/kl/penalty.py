@@ -1,4 +1,4 @@
-"""`KLComputation`: the KL between two scorings of the same tokens, and the reward less it."""
+"""`KLComputation`: the KL between two scorings of the same tokens, subtracted from the reward if asked for."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
+from corelm.containers.keys import next_or_root
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import ESTIMATORS, Estimator
-from corelm.kl.layout import place
 from corelm.kl.pairs import PairKeys, read_pair
-from corelm.kl.rewards import penalised, put
+from corelm.kl.rewards import store_reward, subtract_penalty
 from corelm.validate import invalid, number, one_of
 
-Where = Literal["reward", "loss"]
+Use = Literal["reward", "loss"]
 
-_FORWARD = "its policy gradient is that of KL(gen‖ref) less that of KL(ref‖gen) (see arXiv:2512.21852); use 'k1' there"
+_REVERSE = "its policy gradient is ∇ KL(gen‖ref) − ∇ KL(ref‖gen) (see arXiv:2512.21852); use 'k1' in the reward"
 _NO_KL = "its gradient is not that of a KL divergence; use 'k1' in the reward, 'k2' or 'k3_st' in a loss"
-#: What is known to push a policy elsewhere than down KL(gen‖ref), and why.
-BIASED: dict[tuple[Where, str], str] = {
-    ("reward", "k2"): "its policy gradient weighs a token by the square of the log-ratio; use 'k1' in the reward",
-    ("reward", "k3"): _FORWARD,
-    ("reward", "k3_st"): _FORWARD,
+#: Uses of an estimator whose gradient does not descend KL(gen‖ref), and why.
+BIASED: dict[tuple[Use, str], str] = {
+    ("reward", "k2"): "its policy gradient weights each token by the squared log-ratio; use 'k1' in the reward",
+    ("reward", "k3"): _REVERSE,
+    ("reward", "k3_st"): _REVERSE,
     ("reward", "abs"): _NO_KL,
     ("loss", "k1"): "its expected gradient is zero (arXiv:2506.09477); use 'k2' or 'k3_st' in a loss",
     ("loss", "abs"): _NO_KL,
@@ -33,24 +33,24 @@ BIASED: dict[tuple[Where, str], str] = {
 
 
 class BiasedKLWarning(UserWarning):
-    """An estimator is used where its gradient is known to be biased."""
+    """Warns that an estimator is used where its gradient is known to be biased."""
 
 
-#: The pairs that have been warned of; clear it to hear of them again.
-warned: set[tuple[Where, str]] = set()
+#: The uses that were already warned about; clear the set to get the warnings again.
+warned: set[tuple[Use, str]] = set()
 
 
-def warn_if_biased(where: Where, estimator: str) -> None:
-    """Warn of a pair that is known to be biased, with the reason: once in the life of the process."""
-    pair = (where, estimator)
-    if pair in BIASED and pair not in warned:
-        warned.add(pair)
-        message = f"estimator {estimator!r} in the {where}: {BIASED[pair]}"
+def warn_if_biased(use: Use, estimator: str) -> None:
+    """Warn, once per process, if this use of the estimator is known to be biased, and say why."""
+    case = (use, estimator)
+    if case in BIASED and case not in warned:
+        warned.add(case)
+        message = f"estimator {estimator!r} in the {use}: {BIASED[case]}"
         warnings.warn(message, BiasedKLWarning, stacklevel=_first_caller())
 
 
 def _first_caller() -> int:
-    """How many calls up from the caller of this the first one is that is not ours."""
+    """Return the stack level, as `warnings.warn` counts it, of the first caller outside `corelm`."""
     depth = 1
     while sys._getframe(depth).f_globals.get("__name__", "").split(".")[0] == "corelm":
         depth += 1
@@ -58,35 +58,38 @@ def _first_caller() -> int:
 
 
 class KLComputation(TensorDictModuleBase):
-    """Writes the KL of each token to `kl_key`, in nats and without `coeff`; takes coeff · KL from the reward.
+    """Write the KL of each token to `kl_key`, in nats and without `coeff`, and subtract coeff · KL from the reward.
 
-    It acts on ``("next", …)`` if there is one, else on the TensorDict itself; what the policy wrote (log-probs and
-    masks) may be in either. Positions that count are those scored in both, and selected.
+    The module reads rewards and writes results under ``next`` if the TensorDict has one, else at the root; the policy's
+    log-probs and masks may be in either. A position counts if both scorings scored it and the mask selects it.
 
-    A reward of each token loses coeff · KL of that token; a reward of a sequence loses coeff times the sum.
+    From a per-token reward, coeff · KL of that token is subtracted; from a per-sequence reward, coeff times the sum.
+
+    Dense log-probs give ``kl_key`` as float32 ``[*batch, width]``; rows of different lengths give a `PerToken`, read as
+    ``td["kl_penalty"].full``. It is 0.0 where a token does not count.
 
     Args:
         estimator: `k1`, `k2`, `k3`, `abs`, `k1_st`, `k3_st`, or a function ``(gen, ref, mask) -> values`` of flat
-            tensors, a value for each token; see `corelm.kl.estimators`. A pair of estimator and use that is known to be
-            biased warns once.
+            tensors that returns one value per token; see `corelm.kl.estimators`. An estimator that is known to be
+            biased in this use causes one `BiasedKLWarning`.
         coeff: a number, or a controller whose `value` is read at every call.
-        detach: cut the gradient, of `kl_key` and of the reward. False is for a loss.
-        add_to_reward: whether there is a reward to take from.
-        assistant_only: count the tokens of ``masks.all_assistant_mask``; else every scored one.
-        mask_key: count the tokens of another mask: a field of a `Masks` such as ``("masks", "all_response_mask")``, or
-            a dense bool tensor shaped as ``tokens.full``. It takes the place of `assistant_only`.
-        allow_mismatch: compare log-probs of different distributions all the same.
-        gen_log_probs_key, ref_log_probs_key: the field `full` of a `LogProbs` of the policy and of the reference.
-        masks_key, kl_key, reward_key: the policy's masks, the result, the reward.
-
-    Dense log-probs give ``kl_key`` as float32 ``[*batch, width]``; rows of their own length give a `PerToken`, read as
-    ``td["kl_penalty"].full``. It is 0.0 where nothing counts.
+        detach: detach `kl_key` and the reward from the gradient. Pass False for a loss.
+        add_to_reward: subtract coeff · KL from the reward. Pass False if there is no reward.
+        assistant_only: count the tokens of ``masks.all_assistant_mask``; if False, every token that both scored.
+        mask_key: count the tokens of another mask instead, regardless of `assistant_only`: a field of a `Masks` such as
+            ``("masks", "all_response_mask")``, or a dense bool tensor shaped like ``tokens.full``.
+        allow_mismatch: compare log-probs even if they are of different distributions.
+        gen_log_probs_key: the field `full` of the policy's `LogProbs`.
+        ref_log_probs_key: the field `full` of the reference's `LogProbs`.
+        masks_key: the policy's `Masks`.
+        kl_key: where the KL is written.
+        reward_key: the reward, which is read and written.
 
     Raises:
-        InvalidRequestError: an argument; on a call also log-probs that are not laid out alike or, where they count, not
-            finite, and rewards of another shape (`rows` says where).
-        MissingKeyError: a key is not there.
-        ProvenanceMismatchError: the two are of different distributions.
+        InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob that
+            counts is not finite, or the rewards have another shape (`rows` lists the rows at fault).
+        MissingKeyError: on a call, a key is missing.
+        ProvenanceMismatchError: on a call, the two scorings are of different distributions.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class KLComputation(TensorDictModuleBase):
         self.coefficient()
 
     def coefficient(self) -> float:
-        """What the KL is multiplied by just now."""
+        """Return the current value of `coeff`."""
         return number("coeff", getattr(self.coeff, "value", self.coeff))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -134,15 +137,16 @@ class KLComputation(TensorDictModuleBase):
         kl = estimate(pair.gen, pair.ref, pair.mask)
         if kl.shape != pair.mask.shape:
             raise invalid(
-                "estimator", f"expected a value for each of {list(pair.mask.shape)} tokens, got {list(kl.shape)}"
+                "estimator",
+                f"expected one value per token, shape {list(pair.mask.shape)}; got {list(kl.shape)}",
             )
         kl = torch.where(pair.mask, kl.detach() if self.detach else kl, 0.0)
-        out = place(tensordict)
-        # Everything is computed before anything is written.
+        out = next_or_root(tensordict)
+        # Compute everything before writing anything, so that an error leaves the TensorDict unchanged.
         reward = None
         if self.add_to_reward:
-            reward = penalised(out, self.reward_key, self.coefficient() * kl, pair.layout)
+            reward = subtract_penalty(out, self.reward_key, self.coefficient() * kl, pair.layout)
         out.set(self.kl_key, pair.layout.stored(kl))
         if reward is not None:
-            put(out, self.reward_key, reward)
+            store_reward(out, self.reward_key, reward)
         return tensordict

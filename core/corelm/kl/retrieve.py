@@ -1,4 +1,4 @@
-"""`RetrieveLogProb`: what another policy says of the tokens. `RetrieveKL`, `KLRewardTransform`: that, and the KL."""
+"""`RetrieveLogProb` scores tokens with another policy; `RetrieveKL` and `KLRewardTransform` also compute the KL."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from corelm.containers.classes import Tokens
+from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
-from corelm.kl.layout import find, parts, place
 from corelm.kl.penalty import KLComputation
 from corelm.policy.policy import LLMPolicy
 
 
 class RetrieveLogProb(TensorDictModuleBase):
-    """Scores the tokens that are there with `policy` and writes a whole `LogProbs`: values, scored mask, provenance.
+    """Score the tokens of the TensorDict with `policy` and write a `LogProbs`: values, scored mask, provenance.
 
-    It is the tokens that are scored, id for id, in the columns or rows they stand in; nothing is rendered or tokenized
-    again, so the result lines up with what the tokens were sampled with. The engine, its weights and its device may be
-    others than the sampler's; the vocabulary must not be. No gradients: those come from ``policy.log_prob``.
+    The tokens themselves are scored, id for id, in their own columns or rows. Nothing is rendered or tokenized again,
+    so the result aligns with the log-probs of sampling. The engine, its weights and its device may differ from the
+    sampler's; the vocabulary must be the same. The result has no gradients; use ``policy.log_prob`` for those.
 
-    It acts on ``("next", …)`` if there is one, else on the TensorDict itself; the tokens may be in either.
+    The module writes under ``next`` if the TensorDict has one, else at the root; the tokens may be in either.
 
     Args:
         policy: an `LLMPolicy`, sampling or scoring. Its engine and its `log_probs_mode` are used.
-        log_probs_key: where the result goes.
-        tokens_key, masks_key: the `Tokens`, and the `Masks` that dense ones need; None for the policy's own keys.
+        log_probs_key: where the result is written.
+        tokens_key: the `Tokens`; None means the policy's own key.
+        masks_key: the `Masks`, which dense tokens need; None means the policy's own key.
 
     Raises:
-        MissingKeyError, InvalidRequestError: there are no tokens, or something else is there.
-        CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: the engine.
+        InvalidRequestError: `policy` is not an `LLMPolicy`, or, on a call, the tokens or masks are of another type or
+            do not fit.
+        MissingKeyError: on a call, the tokens or the masks are missing.
+        CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: on a call, from the engine.
     """
 
     def __init__(
@@ -52,13 +55,13 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.log_probs_key = log_probs_key
         outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
-        # By layout: what is scored comes back as it stands.
+        # One scorer per layout, so that the scores come back in the layout of the tokens.
         self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
-        self.in_keys = [(*parts(self.tokens_key), "full")]
-        self.out_keys = [(*parts(log_probs_key), name) for name in ("full", "scored_mask")]
+        self.in_keys = [(*key_parts(self.tokens_key), "full")]
+        self.out_keys = [(*key_parts(log_probs_key), name) for name in ("full", "scored_mask")]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tokens, here = find(tensordict, self.tokens_key)
+        tokens, holder = find_entry(tensordict, self.tokens_key)
         if not isinstance(tokens, Tokens):
             raise InvalidRequestError(
                 f"{self.tokens_key!r}: expected Tokens, got {type(tokens).__name__}", field=str(self.tokens_key)
@@ -66,25 +69,30 @@ class RetrieveLogProb(TensorDictModuleBase):
         scorer = self._scorers[tokens.padded]
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
         view[scorer.options.keys.tokens] = tokens
-        # Rows of their own length need no masks; for dense ones the scorer says what is missing.
+        # Only dense tokens need masks; if they are missing, the scorer raises.
         with suppress(MissingKeyError):
-            view[scorer.options.keys.masks] = find(tensordict, self.masks_key, first=here)[0]
-        place(tensordict).set(self.log_probs_key, scorer(view)[scorer.options.keys.log_probs])
+            view[scorer.options.keys.masks] = find_entry(tensordict, self.masks_key, first=holder)[0]
+        next_or_root(tensordict).set(self.log_probs_key, scorer(view)[scorer.options.keys.log_probs])
         return tensordict
 
 
 class RetrieveKL(TensorDictModuleBase):
-    """`RetrieveLogProb` of the reference, then `KLComputation`.
+    """Score the tokens with the reference, as `RetrieveLogProb` does, then compute the KL, as `KLComputation` does.
 
     Args:
         ref_policy: the reference.
-        gen_policy: scores the tokens too, in place of the log-probs they were sampled with. None reads those.
-        estimator, coeff, detach, add_to_reward, assistant_only, mask_key, allow_mismatch, gen_log_probs_key,
-        ref_log_probs_key, masks_key, kl_key, reward_key: as in `KLComputation`.
+        gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling.
+        estimator: as in `KLComputation`.
+        coeff: as in `KLComputation`.
+        gen_log_probs_key: as in `KLComputation`.
+        ref_log_probs_key: as in `KLComputation`.
         tokens_key: as in `RetrieveLogProb`.
+        masks_key: as in `KLComputation`.
+        options: the other arguments of `KLComputation`: `detach`, `add_to_reward`, `assistant_only`, `mask_key`,
+            `allow_mismatch`, `kl_key`, `reward_key`.
 
     Raises:
-        What the two raise.
+        The errors of `RetrieveLogProb` and `KLComputation`.
     """
 
     def __init__(
@@ -113,15 +121,15 @@ class RetrieveKL(TensorDictModuleBase):
         if gen_policy is not None:
             scorings.insert(0, (gen_policy, gen_log_probs_key))
         self.scorings = [
-            RetrieveLogProb(policy, log_probs_key=parts(key)[:-1], tokens_key=tokens_key, masks_key=masks_key)
+            RetrieveLogProb(policy, log_probs_key=key_parts(key)[:-1], tokens_key=tokens_key, masks_key=masks_key)
             for policy, key in scorings
         ]
-        made = [key for scoring in self.scorings for key in scoring.out_keys]
+        written = [key for scoring in self.scorings for key in scoring.out_keys]
         self.in_keys = [
             *self.scorings[0].in_keys,
-            *(key for key in self.kl.in_keys if parts(key) not in [parts(one) for one in made]),
+            *(key for key in self.kl.in_keys if key_parts(key) not in [key_parts(one) for one in written]),
         ]
-        self.out_keys = [*made, *self.kl.out_keys]
+        self.out_keys = [*written, *self.kl.out_keys]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         for scoring in self.scorings:
@@ -131,14 +139,15 @@ class RetrieveKL(TensorDictModuleBase):
 
 
 class KLRewardTransform(RetrieveKL):
-    """Takes coeff · KL against `ref_policy` from the reward: `RetrieveKL` that always has a reward.
+    """Subtract coeff · KL against `ref_policy` from the reward: a `RetrieveKL` with ``add_to_reward=True``.
 
-    Works on any TensorDict with a reward, with or without a ``next``; no environment is needed.
+    It works on any TensorDict with a reward, with or without ``next``; no environment is needed.
 
     Args:
         ref_policy: the reference.
         coeff: a number, or a controller whose `value` is read at every call.
-        options: as in `RetrieveKL`, but for `add_to_reward`.
+        estimator: as in `KLComputation`.
+        options: the other arguments of `RetrieveKL`, except `add_to_reward`.
     """
 
     def __init__(

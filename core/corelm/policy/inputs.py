@@ -20,6 +20,7 @@ from corelm.backend.arguments import not_texts, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
 from corelm.containers.history import History
+from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
 from corelm.rendering.render import render
 from corelm.spec.message import Chat
@@ -110,7 +111,7 @@ class InputReader:
 
     def key(self, part: Part) -> tuple[str, ...]:
         """Return the key that is read, for example ``("history", "prompt")``."""
-        return (*_parts(getattr(self.keys, self.mode)), part)
+        return (*key_parts(getattr(self.keys, self.mode)), part)
 
     def read(
         self,
@@ -218,7 +219,7 @@ class InputReader:
             return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
-        mask = td.get((*_parts(self.keys.masks), "all_attention_mask"), None)
+        mask = td.get((*key_parts(self.keys.masks), "all_attention_mask"), None)
         if mask is None:
             # A bare tensor without a mask is taken to have no pads.
             mask = torch.ones_like(value, dtype=torch.bool)
@@ -246,7 +247,7 @@ class InputReader:
         """Read `Tokens`. The sequences keep their split and, if dense, their columns."""
 
         def read(key: NestedKey, name: str) -> Ragged:
-            return ragged(td, (*_parts(key), name), masks=self.keys.masks).to("cpu")
+            return ragged(td, (*key_parts(key), name), masks=self.keys.masks).to("cpu")
 
         shape = _batch(td, tuple(tokens.batch_size), self.key(part))
         rows = InputRows(batch_size=shape, ids=read(self.keys.tokens, part))
@@ -270,7 +271,7 @@ class InputReader:
         value = _entry(td, top)
         if value is None:
             raise MissingKeyError(
-                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {_listing(td)}",
+                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}",
                 field=".".join(self.key(part)),
             )
         if isinstance(value, bare):
@@ -283,7 +284,7 @@ class InputReader:
             raise self._wrong(part, f"{self.mode} or a container of it", value)
         if found is None:
             raise MissingKeyError(
-                f"{top!r} holds no {part!r}, which this policy reads; the TensorDict has: {_listing(td)}",
+                f"{top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
                 field=".".join(self.key(part)),
             )
         return found
@@ -321,14 +322,6 @@ def _entry(td: TensorDictBase, key: NestedKey) -> Any:
 def _two_dimensional(tensor: Tensor) -> Tensor:
     """Reshape ``[*batch, width]`` to ``[rows, width]``, also without rows."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
-def _parts(key: NestedKey) -> tuple[str, ...]:
-    return key if isinstance(key, tuple) else (key,)
-
-
-def _listing(td: TensorDictBase) -> str:
-    return ", ".join(sorted(".".join(_parts(key)) for key in td.keys(include_nested=True))) or "nothing"
 
 
 def _batch(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> tuple[int, ...]:
