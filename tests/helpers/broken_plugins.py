@@ -1,6 +1,6 @@
-"""Plugins with one defect each, of the kind that real engines and adapters have, for the conformance kit to find.
+"""Plugins with one realistic defect each, which the conformance kit must find.
 
-The first is sound: some defects need a capability that the toy backend lacks.
+`Abortable` and `Scaled` have no defect: they add capabilities that the toy backend lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _sliced(rows: Ragged | None, start: torch.Tensor, stop: torch.Tensor) -> Rag
 
 
 class Abortable(ToyBackend):
-    """No defect: it takes calls side by side and can be aborted. Long answers wait for that, to be aborted half-way."""
+    """No defect: it takes concurrent calls and can be aborted. Long answers wait for the abort and end half-way."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -65,7 +65,7 @@ class Abortable(ToyBackend):
 
 
 class Scaled(ToyBackend):
-    """No defect: it promises log-probs that know of the temperature and of nothing else."""
+    """No defect: its log-probs are scaled, so they depend on the temperature and on no other parameter."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -73,7 +73,7 @@ class Scaled(ToyBackend):
 
 
 class CutThoughScaled(Scaled):
-    """Its log-probs know of the truncation as well."""
+    """Its scaled log-probs depend on the truncation too."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -82,14 +82,14 @@ class CutThoughScaled(Scaled):
 
 
 class AbortEndsTheCall(Abortable):
-    """Aborting one request ends all that came with it."""
+    """Aborting one request ends all requests of the same call."""
 
     def ended(self, request_ids: tuple[str, ...]) -> list[bool]:
         return [any(super().ended(request_ids))] * len(request_ids)
 
 
 class FirstLogProbZeroed(ToyBackend):
-    """The first token comes from the prefill, whose logits were not kept."""
+    """The log-prob of the first token is 0.0, as if the logits of the prefill were lost."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -101,7 +101,7 @@ class FirstLogProbZeroed(ToyBackend):
 
 
 class PadsCounted(ToyBackend):
-    """Prompts are padded on the right, and the answer goes on behind the pads."""
+    """Prompts are padded on the right, and the answer continues after the pads."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -110,7 +110,7 @@ class PadsCounted(ToyBackend):
 
 
 class ProcessedCalledRaw(ToyBackend):
-    """The numbers of the distribution that was sampled from, under the name of the model's own."""
+    """Log-probs of the sampled distribution are labelled as the model's own."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -119,7 +119,7 @@ class ProcessedCalledRaw(ToyBackend):
 
 
 class SeedIgnored(ToyBackend):
-    """Every call draws from one generator, whatever the seeds."""
+    """Every call samples from one generator and ignores the seeds."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -127,7 +127,7 @@ class SeedIgnored(ToyBackend):
 
 
 class SeedOfTheCall(ToyBackend):
-    """One seed a call: the rows share the first one's, and so depend on which row is first."""
+    """All rows of a call use the seed of the first row, so answers depend on which row is first."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -144,7 +144,7 @@ class RowsSwapped(ToyBackend):
 
 
 class ScoresSwapped(ToyBackend):
-    """Two rows of one length, taken for each other: every shape is right."""
+    """Scores of rows of equal length are swapped; all shapes are right."""
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
@@ -157,7 +157,7 @@ class ScoresSwapped(ToyBackend):
 
 
 class EosDropped(ToyBackend):
-    """The EOS that ended an answer is left out, unless it is all there is."""
+    """The EOS that ended an answer is left out, unless it is the only token."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -186,7 +186,7 @@ class EveryEndIsAStop(ToyBackend):
 
 
 class FieldMissing(ToyBackend):
-    """Containers of its own, without one of the masks."""
+    """The plugin's own containers lack one of the masks."""
 
     @hookimpl(wrapper=True)
     def to_containers(self, request: ContainerRequest) -> Generator[None, TensorDict, TensorDict]:
@@ -195,7 +195,7 @@ class FieldMissing(ToyBackend):
 
 
 class StopStringIgnored(ToyBackend):
-    """Stop strings are declared and dropped."""
+    """Stop strings are declared and ignored."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -203,7 +203,7 @@ class StopStringIgnored(ToyBackend):
 
 
 class TopKIgnored(ToyBackend):
-    """top_k is declared and dropped."""
+    """top_k is declared and ignored."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -212,7 +212,7 @@ class TopKIgnored(ToyBackend):
 
 
 class PenaltyIgnored(ToyBackend):
-    """A parameter is declared that the engine has never heard of."""
+    """presence_penalty is declared, but the engine does not support it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -221,7 +221,7 @@ class PenaltyIgnored(ToyBackend):
 
 
 class TemperatureIgnoredWhileScoring(ToyBackend):
-    """Given tokens are scored at temperature 1, whatever was asked for and is said."""
+    """Scores are computed at temperature 1 but labelled with the requested temperature."""
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
@@ -232,7 +232,7 @@ class TemperatureIgnoredWhileScoring(ToyBackend):
 
 
 class SupportUnsaid(ToyBackend):
-    """The log-probs are those of what top-k left, and do not say that anything was cut."""
+    """Log-probs of a truncated distribution are labelled as those of the full one."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -240,7 +240,7 @@ class SupportUnsaid(ToyBackend):
 
 
 class OneRowFailsAll(ToyBackend):
-    """It claims more context than its engine has. So core lets a row through for which the engine drops the call."""
+    """It declares one token of context too many, so core passes on a row for which the engine fails the whole call."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -262,7 +262,7 @@ class OneRowFailsAll(ToyBackend):
 
 
 class OldWeights(ToyBackend):
-    """New weights are acknowledged and not loaded."""
+    """New weights are accepted but not loaded."""
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:

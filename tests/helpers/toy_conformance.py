@@ -13,7 +13,7 @@ import corelm
 from corelm import Backend
 from corelm.testing import BackendConformance
 
-#: Drawn, not counted: no two log-probs are alike, so none can stand in for another.
+#: Random instead of counted, so that all log-probs differ and a wrong one is noticed.
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
 
 
@@ -34,7 +34,7 @@ class ToyConformance(BackendConformance):
 
 
 def of_table(table: Tensor, ids: list[int], temperature: float) -> Tensor:
-    """The log-probability of every id after the one before it."""
+    """Return the log-prob of every id after the previous one; 0 for the first."""
     rows = torch.tensor(ids)
     out = torch.zeros(len(ids))
     out[1:] = (table / temperature).log_softmax(-1)[rows[:-1], rows[1:]]

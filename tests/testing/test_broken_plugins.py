@@ -1,4 +1,4 @@
-"""Every defect is found: a broken plugin fails the tests of the kit that its line in the table names, and no other."""
+"""Every broken plugin fails exactly the tests of the kit that the table lists for it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 
 from helpers import (
     broken_plugins,
-    toy_conformance,  # noqa: F401  # The inner runs forget what they import: import it for all of them.
+    toy_conformance,  # noqa: F401  # The inner runs forget their imports: import it once for all of them.
 )
 
 pytest_plugins = "pytester"
 
-#: Wherever the log-probs of answers are held against the oracle.
+#: The tests that compare the log-probs of answers with the oracle's.
 TRUE_ANSWERS = """
     test_the_first_response_token_has_its_log_prob
     test_every_sampled_token_has_its_log_prob
     test_raw_log_probs_are_the_models_own_at_every_temperature
-    test_raw_log_probs_are_the_models_own_whatever_the_sampling
+    test_raw_log_probs_are_the_models_own_under_every_sampling
     test_processed_log_probs_are_those_of_the_temperature
-    test_good_prompts_are_served_beside_a_bad_one
-    test_a_bad_generation_never_reaches_its_user
+    test_good_prompts_are_served_next_to_a_bad_one
+    test_a_bad_generation_never_reaches_the_caller
     test_generating_uses_the_new_weights
     test_eight_threads_at_once_each_get_their_own_answers
 """
@@ -27,16 +27,16 @@ TABLE = {
     "ToyBackend": "",
     "Abortable": "",
     "Scaled": "",
-    "CutThoughScaled": "test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_cut",
-    "AbortEndsTheCall": "test_abort_ends_the_request_it_names_and_no_other",
+    "CutThoughScaled": "test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_truncation",
+    "AbortEndsTheCall": "test_abort_ends_only_the_named_request",
     "FirstLogProbZeroed": f"""{TRUE_ANSWERS}
-        test_processed_log_probs_are_those_of_what_is_left
+        test_processed_log_probs_are_those_of_the_truncated_distribution
         test_an_answer_ends_with_its_eos_and_keeps_it
         test_sampling_and_scoring_agree_on_the_response""",
     "PadsCounted": f"""{TRUE_ANSWERS}
         test_greedy_takes_the_likeliest_token_at_every_step
         test_an_answer_does_not_depend_on_the_other_rows
-        test_no_limit_fills_the_context
+        test_an_answer_without_a_limit_fills_the_context
         test_sampling_and_scoring_agree_on_the_response""",
     "RowsSwapped": f"""{TRUE_ANSWERS}
         test_greedy_takes_the_likeliest_token_at_every_step
@@ -48,15 +48,15 @@ TABLE = {
         test_sampling_and_scoring_agree_on_the_response""",
     "ProcessedCalledRaw": """
         test_raw_log_probs_are_the_models_own_at_every_temperature
-        test_raw_log_probs_are_the_models_own_whatever_the_sampling""",
+        test_raw_log_probs_are_the_models_own_under_every_sampling""",
     "SupportUnsaid": """
-        test_a_processed_log_prob_says_what_was_sampled_from
-        test_processed_log_probs_are_those_of_what_is_left""",
+        test_processed_log_probs_are_labelled_with_their_sampling
+        test_processed_log_probs_are_those_of_the_truncated_distribution""",
     "SeedIgnored": """
         test_the_same_seed_gives_the_same_answers
         test_an_answer_does_not_depend_on_the_other_rows
         test_an_answer_does_not_depend_on_the_number_of_samples
-        test_log_probs_change_no_answer
+        test_asking_for_log_probs_changes_no_answer
         test_a_text_and_its_ids_are_the_same_prompt""",
     "SeedOfTheCall": """
         test_an_answer_does_not_depend_on_the_other_rows
@@ -66,20 +66,20 @@ TABLE = {
         test_samples_follow_the_temperature
         test_top_k_keeps_the_k_likeliest
         test_an_answer_ends_with_its_eos_and_keeps_it
-        test_an_eos_that_is_ignored_is_a_token_like_any_other""",
+        test_an_ignored_eos_is_an_ordinary_token""",
     "EosDropped": "test_an_answer_ends_with_its_eos_and_keeps_it",
     "EosAlwaysEnds": """
-        test_an_eos_that_is_ignored_is_a_token_like_any_other""",
+        test_an_ignored_eos_is_an_ordinary_token""",
     "EveryEndIsAStop": """
         test_an_answer_that_nothing_ends_is_as_long_as_its_limit
-        test_no_limit_fills_the_context
+        test_an_answer_without_a_limit_fills_the_context
         test_an_answer_ends_with_its_eos_and_keeps_it
-        test_an_eos_that_is_ignored_is_a_token_like_any_other
+        test_an_ignored_eos_is_an_ordinary_token
         test_an_answer_ends_with_its_stop_id_and_keeps_it
-        test_a_stop_string_ends_text_and_ids_in_step""",
+        test_a_stop_string_ends_text_and_ids_together""",
     "StopStringIgnored": """
-        test_a_stop_string_ends_text_and_ids_in_step
-        test_no_stop_string_ends_an_answer_before_its_least_length""",
+        test_a_stop_string_ends_text_and_ids_together
+        test_no_stop_string_ends_an_answer_before_min_new_tokens""",
     "FieldMissing": """
         test_generating_writes_every_promised_field_and_no_other
         test_generating_scores_the_response_and_nothing_else
@@ -87,12 +87,12 @@ TABLE = {
         test_scoring_tokens_keeps_their_split""",
     "TopKIgnored": """
         test_top_k_keeps_the_k_likeliest
-        test_processed_log_probs_are_those_of_what_is_left""",
-    "PenaltyIgnored": "test_a_presence_penalty_is_taken_from_every_id_of_the_answer_once",
+        test_processed_log_probs_are_those_of_the_truncated_distribution""",
+    "PenaltyIgnored": "test_a_presence_penalty_is_subtracted_once_per_id",
     "TemperatureIgnoredWhileScoring": "test_scores_are_those_of_the_temperature",
     "OneRowFailsAll": """
         test_a_row_may_be_as_long_as_the_context
-        test_no_limit_fills_the_context""",
+        test_an_answer_without_a_limit_fills_the_context""",
     "OldWeights": """
         test_generating_uses_the_new_weights
         test_scoring_uses_the_new_weights
@@ -108,11 +108,11 @@ from helpers.broken_plugins import {name}
 from corelm import Backend
 from toy_backend import Bigram
 
-torch.manual_seed(0)  # for the calls that give no seed
+torch.manual_seed(0)  # for calls without a seed
 
 
 class TestPlugin(toy_conformance.ToyConformance):
-    draws = 500  # The defects are coarse.
+    draws = 500  # Enough for these defects.
 
     @pytest.fixture(scope="class")
     @classmethod

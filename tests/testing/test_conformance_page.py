@@ -1,4 +1,4 @@
-"""docs/conformance.md leads to a green run: its two files, taken from the page, run as they stand."""
+"""The two files shown in docs/conformance.md run as printed and pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import corelm.testing.suite  # noqa: F401  # The inner runs forget what they import: import it for all of them.
+import corelm.testing.suite  # noqa: F401  # The inner runs forget their imports: import it once for all of them.
 from conftest import Fabricate
 
 pytest_plugins = "pytester"
@@ -23,13 +23,13 @@ def run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path, plugi
     return pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
 
-def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
+def test_the_files_of_the_page_pass(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, PLUGIN)
     (told,) = re.findall(r"^corelm conformance: .*", PAGE, re.MULTILINE)
     result.stdout.fnmatch_lines([told])
 
 
-def test_what_is_declared_and_not_done_is_found(
+def test_a_declared_capability_that_is_missing_fails_as_the_page_says(
     pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path
 ) -> None:
     claim = PLUGIN.replace("score=True,", 'score=True, sampling={"top_k": None},')

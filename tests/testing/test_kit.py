@@ -1,4 +1,4 @@
-"""The conformance kit itself, run by pytest in pytest: what counts as left out, what does not apply, what is told."""
+"""The conformance kit itself, run by pytest in pytest: missing tests, tests that do not apply, and the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  # must not be imported anew by the inner runs, which forget what they imported
+import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
 
 import corelm.testing
 from corelm.testing import BackendConformance, ConformanceBase
@@ -46,7 +46,7 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Run:
-    """``run(lines, *arguments)``: the toy suite with these lines in its class."""
+    """Return ``run(lines, *arguments)``, which runs the toy suite with these lines added to its class."""
 
     def run(lines: str = "", *arguments: str) -> pytest.RunResult:
         body = "".join(f"    {line}\n" for line in lines.strip("\n").splitlines())
@@ -58,12 +58,12 @@ def run(pytester: pytest.Pytester) -> Run:
 
 @pytest.fixture
 def meta(run: Run) -> Run:
-    """``meta(lines)`` runs the check of the standard tests alone."""
+    """Return ``meta(lines)``, which runs only the check of the standard tests."""
     return lambda lines: run(lines, "-k", META_TEST)
 
 
 def test_a_suite_that_changes_nothing_is_complete(meta: Run) -> None:
-    meta("").assert_outcomes(passed=1, deselected=len_of_toy() - 1)
+    meta("").assert_outcomes(passed=1, deselected=count_toy_tests() - 1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_suite_that_changes_nothing_is_complete(meta: Run) -> None:
         ),
         (
             "@pytest.mark.xfail\ndef test_closing_twice_is_fine(self): pass",
-            "test_closing_twice_is_fine is overridden by TestToy without an xfail that has a reason",
+            "test_closing_twice_is_fine is overridden by TestToy without an xfail with a reason",
         ),
         (f"def {META_TEST}(self): pass\ntest_closing_twice_is_fine = None", "test_closing_twice_is_fine is deleted"),
     ],
@@ -89,23 +89,25 @@ def test_a_standard_test_cannot_be_left_out(meta: Run, lines: str, complaint: st
     result.stdout.fnmatch_lines([f"*{complaint}*"])
 
 
-def test_a_test_that_is_left_out_further_up_is_missed_too(pytester: pytest.Pytester) -> None:
+def test_a_standard_test_left_out_by_a_parent_class_is_noticed(pytester: pytest.Pytester) -> None:
     between = "\nclass TestMine(TestToy):\n    pass\n"
     pytester.makepyfile(test_suite=SUITE + "    test_closing_twice_is_fine = None\n" + between)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", f"TestMine and {META_TEST}")
-    result.assert_outcomes(failed=1, deselected=2 * (len_of_toy() - 1) - 1)
+    result.assert_outcomes(failed=1, deselected=2 * (count_toy_tests() - 1) - 1)
 
 
-def test_an_xfail_with_a_reason_may_stand_in(run: Run) -> None:
+def test_a_standard_test_may_be_an_xfail_with_a_reason(run: Run) -> None:
     lines = """
 @pytest.mark.xfail(reason="this engine reads NaN as a pad")
 def test_closing_twice_is_fine(self):
     raise AssertionError
 """
-    run(lines, "-k", f"{META_TEST} or closing_twice").assert_outcomes(passed=1, xfailed=1, deselected=len_of_toy() - 2)
+    run(lines, "-k", f"{META_TEST} or closing_twice").assert_outcomes(
+        passed=1, xfailed=1, deselected=count_toy_tests() - 2
+    )
 
 
-def test_what_does_not_apply_says_which_capability_is_missing(run: Run) -> None:
+def test_a_test_that_does_not_apply_names_the_missing_capability(run: Run) -> None:
     lines = """
 @needs("abort")
 def test_claim_one(self): raise AssertionError
@@ -115,7 +117,7 @@ def test_claim_two(self): raise AssertionError
 def test_claim_three(self): pass
 """
     result = run(lines, "-rs", "-k", "test_claim")
-    result.assert_outcomes(passed=1, skipped=2, deselected=len_of_toy())
+    result.assert_outcomes(passed=1, skipped=2, deselected=count_toy_tests())
     result.stdout.fnmatch_lines(["*not applicable: abort", "*not applicable: sampling:min_p"], consecutive=False)
     result.stdout.fnmatch_lines(["corelm conformance: 1 passed, 2 not applicable (TestToy)"])
 
@@ -167,7 +169,7 @@ def test_broken(self, broken): pass
     assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort |" in table
 
 
-def test_the_least_a_backend_can_do_passes_with_the_rest_not_applicable(pytester: pytest.Pytester) -> None:
+def test_a_backend_with_minimal_capabilities_passes_and_the_rest_is_not_applicable(pytester: pytest.Pytester) -> None:
     suite = SUITE.replace(
         'corelm.get_backend("toy", Bigram(TABLE.clone()))',
         'corelm.Backend.from_plugin(Modest.open(Bigram(TABLE.clone())), "modest")',
@@ -191,7 +193,7 @@ class Modest(ToyBackend):
     assert suite["counts"]["passed"] > 50
 
 
-def test_every_theme_is_in_the_suite_and_none_hides_another() -> None:
+def test_every_theme_is_in_the_suite_and_no_test_overrides_another() -> None:
     names = [module.name for module in pkgutil.iter_modules(corelm.testing.__path__, "corelm.testing.")]
     themes = {
         value
@@ -205,20 +207,20 @@ def test_every_theme_is_in_the_suite_and_none_hides_another() -> None:
     assert {name.rpartition(".")[2] for name in names} >= set(corelm.testing.THEMES)
 
 
-def test_the_readme_says_how_many_tests_there_are() -> None:
+def test_the_readme_states_the_number_of_tests() -> None:
     (told,) = re.findall(r"The kit has (\d+) tests", (ROOT / "README.md").read_text())
-    assert int(told) == len_of_toy()
+    assert int(told) == count_toy_tests()
 
 
-def test_without_pytest_the_kit_says_what_to_install() -> None:
+def test_without_pytest_the_import_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['pytest'] = None; import corelm.testing"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1 and "ImportError: the conformance kit runs on pytest: pip install" in result.stderr
 
 
 @functools.cache
-def len_of_toy() -> int:
-    """How many tests the toy suite has, counted by collecting it in a fresh interpreter."""
+def count_toy_tests() -> int:
+    """Return the number of tests in the toy suite, collected in a new interpreter."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [*command, str(ROOT / "tests/testing/test_conformance_toy.py")],

@@ -1,4 +1,4 @@
-"""The conformance kit: what every backend promises, as tests that an engine author inherits.
+"""The conformance kit: tests that every backend must pass. An engine author inherits them.
 
     from corelm.testing import BackendConformance
 
@@ -11,8 +11,9 @@
         def oracle(self, ids, temperature):
             ...  # float32[len(ids)], computed without the backend
 
-pytest finds the rest: which tests apply follows from the backend's `Capabilities`. `ConformanceBase` says what else may
-be given. pytest imports this package in every session, so it stays light: the tests themselves come in when asked for.
+pytest collects the inherited tests; the backend's `Capabilities` decide which of them apply. `ConformanceBase` lists
+what else an author can define. pytest imports this package in every session, so it must stay light: the test modules
+are imported on first access to `BackendConformance`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ THEMES = (
     *("chat", "weights", "faults", "bad_results", "lifecycle"),
 )
 
-# A failed assertion then shows both sides. pytest must be told before the modules are imported.
+# Makes failed assertions show both sides. It must run before these modules are imported.
 pytest.register_assert_rewrite(*(f"corelm.testing.{theme}" for theme in THEMES))
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""Core's checks stand between this engine and its user: a result that breaks the specification never comes through.
+"""Core checks every result of the engine: a result that breaks the specification raises an error.
 
-A wrapper plugin bends what the engine gives. The engine is the shared one, behind a backend that hands requests on.
+A hook wrapper changes the results. The engine is the backend that all tests share, behind a plugin that forwards
+requests to it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, S
 from corelm.testing.base import ConformanceBase, needs
 
 
-class HandedOn:
-    """An engine made of an opened backend: the same model and tokenizer under a façade of its own."""
+class ForwardingPlugin:
+    """A plugin that forwards requests to an opened backend and has the same model and tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -39,22 +40,22 @@ class HandedOn:
         )
 
 
-class Bend:
-    """Changes every result of the two hooks with `bend`, once it is told to."""
+class ResultChanger:
+    """A hook wrapper that passes every result of the two hooks through `change` while `on` is True."""
 
-    def __init__(self, bend: Callable[[Any], Any]) -> None:
-        self.bend = bend
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self.change = change
         self.on = True
 
     @hookimpl(wrapper=True)
     def generate(self, request: GenerateRequest) -> Generator[None, Any, Any]:
         result = yield
-        return self.bend(result) if self.on else result
+        return self.change(result) if self.on else result
 
     @hookimpl(wrapper=True)
     def score_logprobs(self, request: ScoreRequest) -> Generator[None, Any, Any]:
         result = yield
-        return self.bend(result) if self.on else result
+        return self.change(result) if self.on else result
 
 
 def explode(batch: Any) -> Any:
@@ -62,23 +63,24 @@ def explode(batch: Any) -> Any:
 
 
 def shorter(rows: Ragged) -> Ragged:
-    """The last row loses its last value."""
+    """Return the rows without the last value of the last row."""
     return Ragged(rows.values[:-1], torch.cat([rows.lengths[:-1], rows.lengths[-1:] - 1]))
 
 
 def filled(rows: Ragged, value: float) -> Ragged:
-    """The last value of the last row is `value`."""
+    """Return the rows with `value` as the last value of the last row."""
     values = rows.values.clone()
     values[-1] = value
     return Ragged(values, rows.lengths)
 
 
-def inferred(rows: Ragged) -> Ragged:
+def inference_mode_copy(rows: Ragged) -> Ragged:
+    """Return a copy whose values are inference tensors."""
     with torch.inference_mode():
         return Ragged(rows.values.clone(), rows.lengths)
 
 
-#: name → how a good batch is bent, and what the error has to say.
+#: Name of the defect → how it changes a good result, and a pattern that the error message must match.
 GENERATION: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an-exception": (explode, "ZeroDivisionError: inside the hook"),
     "none": (lambda b: None, "None"),
@@ -96,7 +98,7 @@ GENERATION: dict[str, tuple[Callable[[Any], Any], str]] = {
         "max_new_tokens",
     ),
     "half-precision": (lambda b: replace(b, logprobs=Ragged(b.logprobs.values.half(), b.ids.lengths)), "float16"),
-    "inference-tensors": (lambda b: replace(b, logprobs=inferred(b.logprobs)), "inference tensor"),
+    "inference-tensors": (lambda b: replace(b, logprobs=inference_mode_copy(b.logprobs)), "inference tensor"),
     "too-few-labels": (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2"),
 }
 SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -111,33 +113,33 @@ SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a-first-position": (lambda b: replace(b, scored=Ragged.full(b.scored.lengths, True, torch.bool)), "position 0"),
     "another-temperature": (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
-    "inference-tensors": (lambda b: replace(b, logprobs=inferred(b.logprobs)), "inference tensor"),
+    "inference-tensors": (lambda b: replace(b, logprobs=inference_mode_copy(b.logprobs)), "inference tensor"),
 }
 
 
 class BadResultPromises(ConformanceBase):
     @needs("generation_modes")
     @pytest.mark.parametrize("defect", GENERATION)
-    def test_a_bad_generation_never_reaches_its_user(self, backend: Backend, defect: str) -> None:
-        bend, message = GENERATION[defect]
-        wrapper = Bend(bend)
-        bent = Backend.from_plugin(HandedOn(backend), "bent", wrappers=[wrapper])
+    def test_a_bad_generation_never_reaches_the_caller(self, backend: Backend, defect: str) -> None:
+        change, message = GENERATION[defect]
+        wrapper = ResultChanger(change)
+        changed = Backend.from_plugin(ForwardingPlugin(backend), "changed", wrappers=[wrapper])
         prompts = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook generate: .*{message}") as caught:
-            bent.generate(prompts, {"max_new_tokens": 3})
-        assert isinstance(caught.value.__cause__, ZeroDivisionError) == (bend is explode)
+            changed.generate(prompts, {"max_new_tokens": 3})
+        assert isinstance(caught.value.__cause__, ZeroDivisionError) == (change is explode)
         wrapper.on = False
-        self.assert_true_answers(prompts, bent.generate(prompts, {"max_new_tokens": 3}))
+        self.assert_true_answers(prompts, changed.generate(prompts, {"max_new_tokens": 3}))
 
     @needs("score")
     @pytest.mark.parametrize("defect", SCORES)
-    def test_bad_scores_never_reach_their_user(self, backend: Backend, defect: str) -> None:
-        bend, message = SCORES[defect]
-        wrapper = Bend(bend)
-        bent = Backend.from_plugin(HandedOn(backend), "bent", wrappers=[wrapper])
+    def test_bad_scores_never_reach_the_caller(self, backend: Backend, defect: str) -> None:
+        change, message = SCORES[defect]
+        wrapper = ResultChanger(change)
+        changed = Backend.from_plugin(ForwardingPlugin(backend), "changed", wrappers=[wrapper])
         rows = self.rows(backend, 4, 7)
         with pytest.raises(EngineError, match=f"hook score_logprobs: .*{message}") as caught:
-            bent.score_logprobs(rows)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError) == (bend is explode)
+            changed.score_logprobs(rows)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError) == (change is explode)
         wrapper.on = False
-        self.assert_true_scores(rows, bent.score_logprobs(rows))
+        self.assert_true_scores(rows, changed.score_logprobs(rows))

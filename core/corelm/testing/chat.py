@@ -1,4 +1,4 @@
-"""Conversations: what was sampled stays, id for id, however many turns follow."""
+"""Conversations: sampled turns keep their ids, however many turns follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChatPromises(ConformanceBase):
     @pytest.fixture(scope="class")
     @classmethod
     def talks(cls, backend: Backend) -> list[TensorDict]:
-        """What the policy gave at each turn of the same conversations."""
+        """Return the policy's output at each turn of the same conversations."""
         policy = LLMPolicy(
             backend, sampling_params={"max_new_tokens": 6}, inplace=False, return_log_probs=False, truncation="error"
         )
@@ -31,7 +31,7 @@ class ChatPromises(ConformanceBase):
             history = talks[-1]["history"].full.append({"role": "user", "content": "And then?"})
         return talks
 
-    def test_three_turns_change_no_id(self, talks: list[TensorDict]) -> None:
+    def test_later_turns_keep_all_earlier_ids(self, talks: list[TensorDict]) -> None:
         for before, after in pairwise(talks):
             said = corelm.ragged(before, ("tokens", "full")).tolist()
             now = corelm.ragged(after, ("tokens", "prompt")).tolist()
@@ -44,7 +44,7 @@ class ChatPromises(ConformanceBase):
             assert [turn.role for turn in chat] == ["user", "assistant"] * TURNS
             assert [list(turn.token_ids or ()) for turn in chat[1::2]] == [turn[row] for turn in sampled]
 
-    def test_every_sampled_turn_is_the_assistants(self, talks: list[TensorDict]) -> None:
+    def test_the_assistant_mask_covers_every_sampled_turn(self, talks: list[TensorDict]) -> None:
         ids = corelm.ragged(talks[-1], ("tokens", "full")).tolist()
         masks = corelm.ragged(talks[-1], ("masks", "all_assistant_mask")).tolist()
         sampled = [corelm.ragged(talk, ("tokens", "response")).tolist() for talk in talks]
@@ -56,7 +56,7 @@ class ChatPromises(ConformanceBase):
             assert not mask[0] and sum(mask) == sum(len(answers[row]) for answers in sampled)
 
     @needs("score")
-    def test_what_was_said_is_what_is_scored(self, backend: Backend, talks: list[TensorDict]) -> None:
+    def test_scoring_a_conversation_scores_the_sampled_ids(self, backend: Backend, talks: list[TensorDict]) -> None:
         scorer = LLMPolicy(backend, generate=False, inplace=False)
         for talk in talks:
             scored = scorer(TensorDict(history=talk["history"].full))

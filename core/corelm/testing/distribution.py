@@ -1,4 +1,4 @@
-"""What is sampled follows the distribution it is said to follow: a chi-square test against the oracle's numbers."""
+"""Samples follow the declared distribution: chi-square tests against the oracle's numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from corelm import Backend
 from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import OPENINGS, SURE, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
+from corelm.testing.reference import MIN_P_VALUE, OPENINGS, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
 
-#: The value of a parameter that keeps the k likeliest ids of log-probs[V]. The temperature keeps them all.
+#: For each parameter, the value that keeps the k likeliest ids of log-probs[V]. A temperature keeps all ids.
 CUTS: dict[str, Callable[[Tensor, int], Any]] = {
     "temperature": lambda logprobs, k: 1.5,
     "top_k": lambda logprobs, k: k,
@@ -24,8 +24,10 @@ CUTS: dict[str, Callable[[Tensor, int], Any]] = {
 
 
 class DistributionPromises(ConformanceBase):
-    """Attributes:
-    draws: answers of one token for each test. Fewer are faster, and see less.
+    """Tests of the sampled distribution.
+
+    Attributes:
+        draws: number of one-token answers per test. Fewer answers make a test faster and less sensitive.
     """
 
     draws: int = 2000
@@ -40,7 +42,7 @@ class DistributionPromises(ConformanceBase):
         ids = torch.tensor(backend.generate([prompt], sampling, logprobs="none").ids.tolist())
         first = int(ids[:, 0].mode().values)
         second = ids[ids[:, 0] == first, 1]
-        assert p_value(second, reshaped(self.next_logprobs([*prompt, first], 1.0))) > SURE
+        assert p_value(second, reshaped(self.next_logprobs([*prompt, first], 1.0))) > MIN_P_VALUE
 
     @needs("sampling:temperature")
     def test_samples_follow_the_temperature(self, backend: Backend) -> None:
@@ -63,29 +65,29 @@ class DistributionPromises(ConformanceBase):
         self._assert_follows(backend, prompt, reshaped(logprobs, top_p=top_p), top_p=top_p)
 
     @needs("sampling:min_p")
-    def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(self, backend: Backend) -> None:
+    def test_min_p_keeps_ids_above_a_share_of_the_likeliest(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
         min_p = min_p_of(logprobs, self._cut(logprobs))
         self._assert_follows(backend, prompt, reshaped(logprobs, min_p=min_p), min_p=min_p)
 
     @needs("sampling:temperature", "sampling:top_p")
-    def test_top_p_cuts_what_the_temperature_has_left(self, backend: Backend) -> None:
+    def test_top_p_is_applied_after_the_temperature(self, backend: Backend) -> None:
         self._assert_order(backend, "temperature", "top_p")
 
     @needs("sampling:temperature", "sampling:min_p")
-    def test_min_p_cuts_what_the_temperature_has_left(self, backend: Backend) -> None:
+    def test_min_p_is_applied_after_the_temperature(self, backend: Backend) -> None:
         self._assert_order(backend, "temperature", "min_p")
 
     @needs("sampling:top_k", "sampling:top_p")
-    def test_top_p_cuts_what_top_k_has_left(self, backend: Backend) -> None:
+    def test_top_p_is_applied_after_top_k(self, backend: Backend) -> None:
         self._assert_order(backend, "top_k", "top_p")
 
     @needs("sampling:top_p", "sampling:min_p")
-    def test_min_p_cuts_what_top_p_has_left(self, backend: Backend) -> None:
+    def test_min_p_is_applied_after_top_p(self, backend: Backend) -> None:
         self._assert_order(backend, "top_p", "min_p")
 
     @needs("mode:processed")
-    def test_processed_log_probs_are_those_of_what_is_left(self, backend: Backend) -> None:
+    def test_processed_log_probs_are_those_of_the_truncated_distribution(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
         k = self._cut(logprobs)
         values = {"top_k": k, "top_p": top_p_of(logprobs, k), "min_p": min_p_of(logprobs, k)}
@@ -108,18 +110,18 @@ class DistributionPromises(ConformanceBase):
         for prompt, answer in zip(prompts, batch.ids.tolist(), strict=True):
             for step, token in enumerate(answer):
                 logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
-                # Ids that the tolerance cannot tell apart are equally good.
+                # Ids whose log-probs differ by less than the tolerance count as equally likely.
                 assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, f"step {step}"
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     @property
     def _least_gap(self) -> float:
-        """A gap that no rounding closes, in nats."""
+        """The smallest gap, in nats, that rounding cannot close."""
         return max(0.01, 4 * self.tolerance)
 
     def _uneven(self, backend: Backend) -> tuple[list[int], Tensor]:
-        """The prompt after which the likeliest ids are told apart best, and the log-probs[V] of what follows."""
+        """Return the prompt whose next-token distribution has the widest gap, and that distribution, log-probs[V]."""
         found = [(prompt, self.next_logprobs(prompt, 1.0)) for prompt in backend.tokenize(OPENINGS).ids.tolist()]
         return max(found, key=lambda pair: _widest(pair[1])[0])
 
@@ -130,7 +132,7 @@ class DistributionPromises(ConformanceBase):
         return k
 
     def _assert_order(self, backend: Backend, first: str, then: str) -> None:
-        """Both at once, at values for which the other order would give another distribution."""
+        """Assert that `first` is applied before `then`, at values for which the order matters."""
         prompt, logprobs = self._uneven(backend)
         for fewer, more in combinations(gaps(logprobs, self._least_gap)[:12], 2):
             one = {first: CUTS[first](logprobs, more)}
@@ -141,7 +143,7 @@ class DistributionPromises(ConformanceBase):
                 try:
                     self._assert_follows(backend, prompt, mass, **one, **two)
                 except CapabilityError as error:
-                    # An engine that applies them in another order refuses the two together, which is a promise kept.
+                    # An engine that applies them in another order may refuse the combination.
                     assert error.capability in (first, then)
                     not_applicable(f"{first} with {then}")
                 return
@@ -152,12 +154,15 @@ class DistributionPromises(ConformanceBase):
         ids = backend.generate([prompt], sampling, logprobs="none").ids.values.cpu()
         assert len(ids) == self.draws
         outside = sorted(set(ids[mass[ids] == 0].tolist()))
-        assert not outside, f"{sampling}: drew {outside}, which were to be cut off"
-        assert p_value(ids, mass) > SURE, sampling
+        assert not outside, f"{sampling}: sampled ids {outside}, which must have probability 0"
+        assert p_value(ids, mass) > MIN_P_VALUE, sampling
 
 
 def _widest(logprobs: Tensor) -> tuple[float, int]:
-    """The widest gap, in nats, that cuts a good share of the mass off and leaves two ids or more; and how many."""
+    """Return the widest gap in nats and the number of ids before it.
+
+    Only gaps after at least two ids are considered, and only those that cut off at least 15 % of the probability.
+    """
     best = logprobs.double().sort(descending=True).values
     kept = best.exp().cumsum(0)[:-1]
     width = (best[:-1] - best[1:]).masked_fill(kept > 0.85, -1.0)

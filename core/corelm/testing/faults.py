@@ -1,4 +1,4 @@
-"""A bad request is refused before it does harm, with the row it is in; the engine lives on and serves the others."""
+"""A bad request is refused with its row, before it does harm; the engine still serves the other rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FaultPromises(ConformanceBase):
         with pytest.raises(InvalidRequestError) as caught:
             backend.generate([good, bad, good, bad], {"max_new_tokens": 2}, logprobs="none")
         assert caught.value.rows == (1, 3) and caught.value.field == "prompts" and "row 1" in str(caught.value)
-        self._lives(backend)
+        self._assert_alive(backend)
 
     @needs("score")
     @pytest.mark.parametrize("fault", BAD_ROWS)
@@ -34,11 +34,11 @@ class FaultPromises(ConformanceBase):
         with pytest.raises(InvalidRequestError) as caught:
             backend.score_logprobs([good, bad, good, bad])
         assert caught.value.rows == (1, 3) and caught.value.field == "sequences" and "row 1" in str(caught.value)
-        self._lives(backend)
+        self._assert_alive(backend)
 
     @needs("generation_modes")
     @pytest.mark.parametrize("fault", BAD_ROWS)
-    def test_good_prompts_are_served_beside_a_bad_one(self, backend: Backend, fault: str) -> None:
+    def test_good_prompts_are_served_next_to_a_bad_one(self, backend: Backend, fault: str) -> None:
         _, bad = self._good_and_bad(backend, fault, prompt=True)
         first, last = self.rows(backend, 5, 9)
         sampling = {"max_new_tokens": 3, "num_samples": 2}
@@ -54,7 +54,7 @@ class FaultPromises(ConformanceBase):
 
     @needs("score")
     @pytest.mark.parametrize("fault", BAD_ROWS)
-    def test_good_sequences_are_scored_beside_a_bad_one(self, backend: Backend, fault: str) -> None:
+    def test_good_sequences_are_scored_next_to_a_bad_one(self, backend: Backend, fault: str) -> None:
         _, bad = self._good_and_bad(backend, fault, prompt=False)
         first, last = self.rows(backend, 5, 9)
         batch = backend.score_logprobs([first, bad, last], on_error="skip")
@@ -64,9 +64,9 @@ class FaultPromises(ConformanceBase):
                 assert len(found) == len(bad) and not scored.any() and not found.any()
             else:
                 assert scored.tolist() == [False] + [True] * (len(ids) - 1)
-                self.assert_close(found[1:], self.oracle(ids, 1.0)[1:], f"beside {fault}")
+                self.assert_close(found[1:], self.oracle(ids, 1.0)[1:], f"next to {fault}")
 
-    def test_the_policy_says_what_was_wrong_with_a_row(self, backend: Backend) -> None:
+    def test_the_policy_reports_what_is_wrong_with_a_row(self, backend: Backend) -> None:
         rows = self.rows(backend, 4, 4, 4)
         rows[1][2] = self.vocab_size
         policy = LLMPolicy(
@@ -91,7 +91,7 @@ class FaultPromises(ConformanceBase):
             with pytest.raises(InvalidRequestError) as caught:
                 backend.score_logprobs(self.rows(backend, 3), temperature=temperature)
             assert caught.value.field == "temperature"
-        self._lives(backend)
+        self._assert_alive(backend)
 
     def test_an_unknown_sampling_parameter_is_refused(self, backend: Backend) -> None:
         with pytest.raises(InvalidRequestError, match="temperature") as caught:
@@ -105,13 +105,13 @@ class FaultPromises(ConformanceBase):
             corelm.get_backend(backend.name, None, no_such_option=1)
         assert caught.value.field == "no_such_option"
 
-    def test_what_are_no_token_ids_is_refused(self, backend: Backend) -> None:
+    def test_inputs_that_are_not_token_ids_are_refused(self, backend: Backend) -> None:
         for wrong in (torch.tensor([[0.5, 1.0]]), [["a"]], [[True, False]]):
             with pytest.raises(InvalidRequestError):
                 backend.generate(wrong, {"max_new_tokens": 1}, logprobs="none")
-        self._lives(backend)
+        self._assert_alive(backend)
 
-    def test_no_rows_are_no_error(self, backend: Backend) -> None:
+    def test_an_empty_batch_is_accepted(self, backend: Backend) -> None:
         batch = backend.generate([], {"max_new_tokens": 1}, logprobs="none")
         assert len(batch.ids) == 0 and batch.finish_reasons == ()
         if backend.capabilities.score:
@@ -128,12 +128,12 @@ class FaultPromises(ConformanceBase):
             "id-too-large": [*good, self.vocab_size],
             "negative-id": [good[0], -1, good[1]],
             "no-tokens": [],
-            # A sequence may fill the context, a prompt must leave room for an answer.
+            # A sequence may fill the context; a prompt must leave room for an answer.
             "too-long": good[:1] * ((limit or 0) + (0 if prompt else 1)),
         }
         return good, bad[fault]
 
-    def _lives(self, backend: Backend) -> None:
+    def _assert_alive(self, backend: Backend) -> None:
         assert backend.health()
         assert backend.generate(self.rows(backend, 4), {"max_new_tokens": 1}, logprobs="none").ids.lengths.tolist() == [
             1

@@ -1,6 +1,6 @@
-"""Every field that is promised is there and consistent, and no other: for every input mode, layout and batch shape.
+"""The policy writes every promised field, and no other, for every input mode, layout and batch shape.
 
-An engine is called once for each cell of the matrix. What it gave is then read by one test for each promise.
+The policy is called once per cell of that matrix. Each test then checks one promise on all outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,18 @@ DTYPES = {"tokens": torch.int64, "masks": torch.bool, "log_probs": torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One call: `ids` are the prompts as they should have been understood, or the whole sequences."""
+    """One call of a policy, its input and its output.
+
+    Attributes:
+        name: names the call in assertion messages.
+        mode: the input mode.
+        dense: whether the output is dense.
+        policy: the policy that was called.
+        given: its input.
+        out: its output.
+        ids: the expected ids, row by row: of the prompts when generating, of whole sequences when scoring.
+        batch: the expected batch shape of the output.
+    """
 
     name: str
     mode: str
@@ -49,7 +60,7 @@ class Cell:
     batch: tuple[int, ...]
 
     def asked(self) -> list[str]:
-        """The question each row was made from."""
+        """Return the question of each row."""
         shape = tuple(self.given.batch_size)
         samples = self.batch[-1] if len(self.batch) > len(shape) else 1
         return [question for question in questions(shape) for _ in range(samples)]
@@ -69,7 +80,7 @@ def policy_of(backend: Backend, mode: str, layout: str, **options: Any) -> LLMPo
 
 
 def understood(backend: Backend, mode: str, td: TensorDictBase, rows: list[list[int]], prompt: bool) -> list[list[int]]:
-    """The ids that an input stands for, by its own template and tokenizer."""
+    """Return the expected ids of an input, from the backend's own template and tokenizer."""
     if mode == "tokens":
         return rows
     if mode == "text":
@@ -79,7 +90,7 @@ def understood(backend: Backend, mode: str, td: TensorDictBase, rows: list[list[
 
 
 def check_layout(cell: Cell) -> None:
-    """Dense fields are one tensor; the others are a tensor a row, in lists nested like the batch."""
+    """Assert that dense fields are one tensor, and other fields one tensor per row, in lists nested like the batch."""
     for name, field in cell.fields():
         value = getattr(cell.out[name], field)
         if name == "history":
@@ -170,7 +181,7 @@ class FieldPromises(ConformanceBase):
             assert torch.equal(before.sum(-1), lengths), cell.name
             assert bool((before[..., 1:] >= before[..., :-1]).all()), cell.name
             assert bool((after[..., 1:] <= after[..., :-1]).all()), cell.name
-            assert tokens.full[~mask].unique().numel() <= 1, f"{cell.name}: one id fills all pads"
+            assert tokens.full[~mask].unique().numel() <= 1, f"{cell.name}: all pads must have one id"
 
     def test_masks_follow_from_lengths(self, generated: list[Cell]) -> None:
         for cell in generated:
@@ -193,7 +204,7 @@ class FieldPromises(ConformanceBase):
             if cell.dense:
                 log_probs = cell.out["log_probs"]
                 assert log_probs.full.shape == log_probs.scored_mask.shape == cell.out["tokens"].full.shape, cell.name
-                assert not log_probs.full[~log_probs.scored_mask].any(), f"{cell.name}: an unscored position is 0.0"
+                assert not log_probs.full[~log_probs.scored_mask].any(), f"{cell.name}: unscored positions must be 0.0"
 
     def test_generated_text_is_the_prompt_and_then_the_response(self, generated: list[Cell]) -> None:
         for cell in generated:

@@ -1,4 +1,4 @@
-"""From opening to closing: what the backend says it is, many threads at once, and the end."""
+"""The life of a backend: its capabilities, calls from many threads, and closing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LifecyclePromises(ConformanceBase):
     @pytest.fixture(scope="class")
     @classmethod
     def closed(cls, open_backend: Callable[[], Backend]) -> Backend:
-        """One that has served and was closed."""
+        """Return a backend that has served a request and was closed."""
         opened = open_backend()
         opened.generate(cls().rows(opened, 3), {"max_new_tokens": 1}, logprobs="none")
         opened.close()
@@ -35,12 +35,12 @@ class LifecyclePromises(ConformanceBase):
         assert 0 <= backend.pad_id < self.vocab_size
         assert capabilities.generation_modes <= {"raw", "processed", "scaled"}
         known = set(SamplingParams.__dataclass_fields__)
-        assert capabilities.sampling.keys() <= known - EVERY_ENGINE, "these are core's own business, or unknown"
+        assert capabilities.sampling.keys() <= known - EVERY_ENGINE, "declared, but core's own or unknown"
 
     def test_an_open_backend_is_healthy(self, backend: Backend) -> None:
         assert backend.health() and not backend.closed
 
-    def test_a_result_is_not_written_to_again(self, backend: Backend) -> None:
+    def test_later_calls_do_not_change_a_result(self, backend: Backend) -> None:
         prompts = self.rows(backend, 4, 9)
         logprobs = "raw" if backend.capabilities.generation_modes else "none"
         first = backend.generate(prompts, {"max_new_tokens": 5}, logprobs=logprobs)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ class LifecyclePromises(ConformanceBase):
         now = [rows.values for rows in (first.ids, first.logprobs) if rows is not None]
         assert all(bool((a == b).all()) for a, b in zip(kept, now, strict=True))
 
-    def test_a_request_is_left_as_it_was(self, backend: Backend) -> None:
+    def test_a_call_does_not_change_its_request(self, backend: Backend) -> None:
         rows = Ragged.from_list(self.rows(backend, 4, 9))
         before = rows.tolist()
         backend.generate(rows, {"max_new_tokens": 2}, logprobs="none")
@@ -77,7 +77,7 @@ class LifecyclePromises(ConformanceBase):
             for sequences, batch in zip(rows, pool.map(backend.score_logprobs, rows), strict=True):
                 self.assert_true_scores(sequences, batch)
 
-    def test_what_cannot_be_aborted_says_so(self, backend: Backend) -> None:
+    def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:
             not_applicable("no abort")
         with pytest.raises(CapabilityError) as caught:
@@ -85,7 +85,7 @@ class LifecyclePromises(ConformanceBase):
         assert caught.value.capability == "abort"
 
     @needs("abort")
-    def test_aborting_what_has_ended_is_no_error(self, backend: Backend) -> None:
+    def test_aborting_a_finished_request_does_nothing(self, backend: Backend) -> None:
         batch = backend.generate(
             self.rows(backend, 4), {"max_new_tokens": 1}, logprobs="none", request_ids=["a request that has ended"]
         )

@@ -1,4 +1,4 @@
-"""Every log-probability is the model's own, token by token, as the oracle computes it without the backend."""
+"""Every log-probability equals the oracle's, which is computed without the backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from corelm.testing.reference import OPENINGS, legal, seeded
 #: Unsorted, so that a backend that sorts rows has to put them back.
 LENGTHS = (9, 300, 1, 131, 2, 40, 3)
 NEW = 8
-#: A value of each parameter under which a sampled token's processed log-prob is not its raw one.
+#: For each parameter, a value under which processed log-probs differ from raw ones.
 RESHAPING = {
     "temperature": 1.5,
     "top_k": 20,
@@ -25,12 +25,12 @@ RESHAPING = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
 }
-#: The longest row that a slow backend can be asked to score.
+#: The longest row to score: longer ones would take a slow backend too long.
 LONGEST = 4096
 
 
 class LogProbPromises(ConformanceBase):
-    # Of what was sampled ---------------------------------------------------------------------------------------------
+    # Log-probs of sampled tokens -------------------------------------------------------------------------------------
 
     @needs("generation_modes")
     def test_the_first_response_token_has_its_log_prob(self, backend: Backend) -> None:
@@ -52,7 +52,7 @@ class LogProbPromises(ConformanceBase):
             self.assert_true_answers(prompts, batch)
 
     @needs("mode:raw")
-    def test_raw_log_probs_are_the_models_own_whatever_the_sampling(self, backend: Backend) -> None:
+    def test_raw_log_probs_are_the_models_own_under_every_sampling(self, backend: Backend) -> None:
         reshaping = {name: value for name, value in RESHAPING.items() if legal(backend, name, value)}
         if not reshaping:
             not_applicable("sampling:" + " or ".join(RESHAPING))
@@ -61,12 +61,12 @@ class LogProbPromises(ConformanceBase):
             try:
                 batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **reshaping}), logprobs="raw")
             except CapabilityError as error:
-                # Declared, but not together with all of the others.
+                # The parameter is declared, but the engine refuses it in this combination.
                 reshaping.pop(str(error.capability))
                 continue
             assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
             return self.assert_true_answers(prompts, batch)
-        raise AssertionError("no declared parameter is taken")
+        raise AssertionError("the engine refuses every declared parameter")
 
     @needs("mode:processed", "sampling:temperature")
     def test_processed_log_probs_are_those_of_the_temperature(self, backend: Backend) -> None:
@@ -78,7 +78,7 @@ class LogProbPromises(ConformanceBase):
             self.assert_true_answers(prompts, batch)
 
     @needs("mode:processed", "sampling:temperature")
-    def test_greedy_decoding_is_sure_of_every_token(self, backend: Backend) -> None:
+    def test_processed_log_probs_of_greedy_answers_are_zero(self, backend: Backend) -> None:
         if not legal(backend, "temperature", 0.0):
             not_applicable("sampling:temperature=0")
         sampling = {"max_new_tokens": NEW, "temperature": 0.0}
@@ -86,7 +86,7 @@ class LogProbPromises(ConformanceBase):
         assert batch.logprobs is not None and not bool(batch.logprobs.values.any())
 
     @needs("mode:scaled", "sampling:temperature")
-    def test_scaled_log_probs_are_the_processed_ones_of_a_bare_temperature(self, backend: Backend) -> None:
+    def test_scaled_log_probs_are_the_processed_ones_if_only_the_temperature_is_set(self, backend: Backend) -> None:
         prompts = self._rows_of_all_lengths(backend)
         for temperature in _temperatures(backend):
             sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
@@ -95,7 +95,7 @@ class LogProbPromises(ConformanceBase):
             self.assert_true_answers(prompts, batch)
 
     @needs("mode:scaled")
-    def test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_cut(self, backend: Backend) -> None:
+    def test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_truncation(self, backend: Backend) -> None:
         prompts = self._rows_of_all_lengths(backend)
         for sampling in _plain(backend):
             batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **sampling}), logprobs="raw")
@@ -114,7 +114,7 @@ class LogProbPromises(ConformanceBase):
                         backend.generate(self.rows(backend, 4), sampling, logprobs=mode)  # type: ignore[arg-type]
                     assert error.value.capability == "generation_modes", (mode, name)
 
-    # Of what was given -----------------------------------------------------------------------------------------------
+    # Log-probs of given tokens ---------------------------------------------------------------------------------------
 
     @needs("score")
     def test_every_token_but_the_first_is_scored(self, backend: Backend) -> None:
@@ -130,12 +130,12 @@ class LogProbPromises(ConformanceBase):
             self.assert_true_scores(rows, batch)
 
     @needs("score")
-    def test_what_is_scored_from_a_position_on_is_scored_the_same(self, backend: Backend) -> None:
+    def test_score_from_leaves_later_scores_unchanged(self, backend: Backend) -> None:
         rows = self.rows(backend, 12, 5, 9, 1)
         starts = [4, 1, 8, 1]
         batch = backend.score_logprobs(rows, score_from=starts)
         for row, start, found, scored in zip(rows, starts, batch.logprobs.split(), batch.scored.split(), strict=True):
-            # Earlier positions may be scored or not: they were not asked for.
+            # Positions before `start` may or may not be scored.
             assert bool(scored[start:].all())
             self.assert_close(found[start:], self.oracle(row, 1.0)[start:], f"from position {start} on")
 
@@ -177,14 +177,14 @@ class LogProbPromises(ConformanceBase):
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     def _rows_of_all_lengths(self, backend: Backend) -> list[list[int]]:
-        """Rows of 1 to 300 tokens, or as long as the context lets them be, that leave room for an answer."""
+        """Return rows of 1 to 300 tokens, shorter if needed to leave room for an answer in the context."""
         limit = backend.capabilities.max_context or max(LENGTHS) + NEW
         random = self.rows(backend, *(min(length, limit - NEW) for length in LENGTHS))
         return [*random, *backend.tokenize(OPENINGS).ids.tolist()]
 
 
 def _leaves(node: Any) -> dict[torch.Tensor, None]:
-    """The parameters that a result depends on, in the order of the walk through its graph."""
+    """Return the parameters that a result depends on, in the order of the walk through its graph."""
     found: dict[torch.Tensor, None] = {}
     seen, todo = set(), [node]
     while todo:
@@ -199,7 +199,7 @@ def _leaves(node: Any) -> dict[torch.Tensor, None]:
 
 
 def _plain(backend: Backend) -> list[dict[str, Any]]:
-    """Greedy, and temperature 1 without and with each cut, as far as they are declared."""
+    """Return samplings: temperature 1, greedy, and temperature 1 with each truncation, as far as they are declared."""
     named = [("temperature", 0.0), *((name, RESHAPING[name]) for name in ("top_k", "top_p", "min_p"))]
     return [{}, *({name: value} for name, value in named if legal(backend, name, value))]
 

@@ -1,4 +1,4 @@
-"""A declared sampling parameter does what its name says; every other one is refused, and never dropped in silence."""
+"""A declared sampling parameter has its effect; an undeclared one is refused, never ignored silently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corelm.spec.sampling import EVERY_ENGINE, FIELDS
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, legal
 
-#: Every parameter that an engine declares or does not, at a value that is not its default.
+#: Every parameter that an engine can declare, with a value that is not the default.
 VALUES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top_p": {"top_p": 0.9},
@@ -36,13 +36,13 @@ NEW = 10
 
 
 class ParameterPromises(ConformanceBase):
-    # What is declared ------------------------------------------------------------------------------------------------
+    # Declarations ----------------------------------------------------------------------------------------------------
 
-    def test_only_parameters_that_there_are_can_be_declared(self, backend: Backend) -> None:
+    def test_only_known_parameters_are_declared(self, backend: Backend) -> None:
         assert set(backend.capabilities.sampling) <= set(FIELDS) - EVERY_ENGINE
 
     def test_every_declared_parameter_is_taken(self, backend: Backend) -> None:
-        # What engine_kwargs may hold is the engine's own affair.
+        # Each engine defines its own engine_kwargs, so the kit cannot test them.
         for name in sorted(set(backend.capabilities.sampling) - {"engine_kwargs"}):
             if all(_declared(backend, key, value) for key, value in VALUES[name].items()):
                 batch = backend.generate(self.rows(backend, 4), {**VALUES[name], "max_new_tokens": 3}, logprobs="none")
@@ -67,14 +67,14 @@ class ParameterPromises(ConformanceBase):
                 backend.generate(self.rows(backend, 4), {name: high + 1, "max_new_tokens": 3}, logprobs="none")
             assert error.value.field == name
 
-    # What it does ----------------------------------------------------------------------------------------------------
+    # Effects ---------------------------------------------------------------------------------------------------------
 
     @needs("sampling:temperature", "sampling:presence_penalty")
-    def test_a_presence_penalty_is_taken_from_every_id_of_the_answer_once(self, backend: Backend) -> None:
+    def test_a_presence_penalty_is_subtracted_once_per_id(self, backend: Backend) -> None:
         self._assert_penalised(backend, "presence_penalty", lambda count, penalty: penalty * (count > 0))
 
     @needs("sampling:temperature", "sampling:frequency_penalty")
-    def test_a_frequency_penalty_is_taken_once_per_occurrence(self, backend: Backend) -> None:
+    def test_a_frequency_penalty_is_subtracted_per_occurrence(self, backend: Backend) -> None:
         self._assert_penalised(backend, "frequency_penalty", lambda count, penalty: penalty * count)
 
     @needs("sampling:temperature", "sampling:repetition_penalty")
@@ -90,13 +90,13 @@ class ParameterPromises(ConformanceBase):
                 context = [*prompt, *answer[:step]]
                 logprobs = self.next_logprobs(context, 1.0)
                 seen = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(context), True)
-                # By how much depends on the sign of a logit, which log-probs do not tell. But the order among the seen
-                # ids stays, and so does that among the others; and no seen id gains on one that is not.
+                # The size of the penalty depends on the sign of the logit, which log-probs do not show. But the order
+                # among seen ids and the order among new ids stay the same, and no seen id gains on a new one.
                 best_seen, best_new = logprobs[seen].max(), logprobs[~seen].max()
                 rivals = best_new if not seen[token] else torch.maximum(best_seen, best_new)
                 assert float(rivals - logprobs[token]) <= 2 * self.tolerance, f"step {step}"
                 avoided += bool(best_seen > best_new + 2 * self.tolerance) and not bool(seen[token])
-        assert avoided, "no id that was likeliest, and seen before, was passed over"
+        assert avoided, "the penalty never made the engine avoid a repeated id"
 
     @needs("sampling:num_beams", "sampling:temperature")
     def test_beams_find_answers_at_least_as_likely_as_greedy_ones(self, backend: Backend) -> None:
@@ -110,7 +110,7 @@ class ParameterPromises(ConformanceBase):
         assert totals[1] > totals[0]
 
     @needs("sampling:num_beams", "sampling:temperature", "sampling:length_penalty")
-    def test_a_length_penalty_favours_longer_answers_the_larger_it_is(self, backend: Backend) -> None:
+    def test_a_larger_length_penalty_favours_longer_answers(self, backend: Backend) -> None:
         short, long = (self._beam_length(backend, length_penalty=penalty) for penalty in (-8.0, 8.0))
         assert short < long
 
@@ -129,7 +129,7 @@ class ParameterPromises(ConformanceBase):
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     def _beam_length(self, backend: Backend, **options: Any) -> int:
-        """How long the answers are, all together, where every other id ends one."""
+        """Return the total length of the answers if every second id ends an answer."""
         stops = {"ignore_eos": True, "stop_token_ids": list(range(0, self.vocab_size, 2))}
         sampling = {"num_beams": 4, "temperature": 0.0, "max_new_tokens": NEW, **stops, **options}
         batch = backend.generate(self._penalty_prompts(backend), sampling, logprobs="none")
@@ -139,7 +139,7 @@ class ParameterPromises(ConformanceBase):
         return [*self.rows(backend, 5, 24), *backend.tokenize(OPENINGS[:4]).ids.tolist()]
 
     def _assert_penalised(self, backend: Backend, name: str, amount: Callable[[Tensor, float], Tensor]) -> None:
-        """Greedy answers take the likeliest id after `amount` is taken off, which is not always what it was before."""
+        """Assert that greedy answers take the likeliest id after `amount` is subtracted, and that some ids change."""
         penalties = [value for value in (-1.5, 1.5) if legal(backend, name, value)]
         if not penalties or not legal(backend, "temperature", 0.0):
             not_applicable(f"sampling:{name}=1.5 with temperature=0")

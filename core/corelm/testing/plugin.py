@@ -1,6 +1,6 @@
-"""What pytest learns from core: the marker, ``--corelm-report`` and the check that no standard test went missing.
+"""The pytest plugin of core: a marker, ``--corelm-report``, and the check that no standard test is missing.
 
-pytest loads this in every session of an environment that has core installed: keep it light, torch stays outside.
+pytest loads it in every session of an environment in which core is installed: keep it light, do not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from corelm.testing.base import ConformanceBase
 from corelm.testing.report import Recorder
 
-#: The name of the check that every conformance class gets and cannot lose.
+#: The name of the check that is added to every conformance class.
 META_TEST = "test_every_standard_test_is_there"
 
 _KIT = ConformanceBase.__module__.rpartition(".")[0] + "."
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("corelm").addoption(
         "--corelm-report",
         metavar="FILE",
-        help="write what the conformance tests found to FILE.json and, as a table for a README, to FILE.md",
+        help="write the results of the conformance tests to FILE.json and, as a table for a README, to FILE.md",
     )
 
 
@@ -44,7 +44,7 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> pytest.
 
 
 class ConformanceClass(pytest.Class):
-    """The tests of a conformance class, and one more that looks after them."""
+    """Collects the tests of a conformance class, and one more that checks that they are complete."""
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         standard = standard_tests(self.obj)
@@ -67,8 +67,8 @@ class StandardTests(pytest.Item):
         faults = changed_tests(self.parent.obj)
         if faults:
             pytest.fail(
-                "standard tests may not be left out. Where the backend cannot keep a promise yet, override its test, "
-                "mark it @pytest.mark.xfail(reason='why') and call super():\n  " + "\n  ".join(faults),
+                "standard tests must not be removed. If the backend cannot pass a test yet, override the test, mark it "
+                "@pytest.mark.xfail(reason='...') and call super():\n  " + "\n  ".join(faults),
                 pytrace=False,
             )
 
@@ -77,13 +77,13 @@ class StandardTests(pytest.Item):
 
 
 def standard_tests(cls: type[Any]) -> dict[str, type[Any]]:
-    """The standard tests that `cls` inherits, each with the class of the kit it comes from."""
+    """Return the standard tests that `cls` inherits, each with the class of the kit that defines it."""
     kit = [owner for owner in cls.__mro__ if owner.__module__.startswith(_KIT)]
     return {name: owner for owner in reversed(kit) for name in vars(owner) if name.startswith("test_")}
 
 
 def changed_tests(cls: type[Any]) -> list[str]:
-    """What is wrong with each standard test that is no longer what the kit defines."""
+    """Return, for each standard test that `cls` deletes or overrides without an xfail, what is wrong."""
     faults = []
     for name, owner in sorted(standard_tests(cls).items()):
         found = next(c for c in cls.__mro__ if name in vars(c))
@@ -93,5 +93,5 @@ def changed_tests(cls: type[Any]) -> list[str]:
         if not callable(test):
             faults.append(f"{name} is deleted by {found.__qualname__}")
         elif not any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in getattr(test, "pytestmark", ())):
-            faults.append(f"{name} is overridden by {found.__qualname__} without an xfail that has a reason")
+            faults.append(f"{name} is overridden by {found.__qualname__} without an xfail with a reason")
     return faults

@@ -1,4 +1,4 @@
-"""What the tests ask: the same few questions as conversations, as texts and as tokens, in a batch of any shape."""
+"""The prompts of the tests: a few questions as conversations, texts or tokens, in a batch of any shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def questions(shape: tuple[int, ...]) -> list[str]:
 
 
 def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
-    """A user's question in each. A tokenizer without a chat template takes part in no conversation."""
+    """Return a history with one user question per conversation; not applicable without a chat template."""
     chats = [[{"role": "user", "content": question}] for question in questions(shape)]
     history = History.of(chats, shape)
     try:
@@ -35,7 +35,7 @@ def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
 
 
 def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[list[int]]) -> TensorDict:
-    """The questions where a policy of this input mode reads them; in tokens mode `rows`, all of one length."""
+    """Return the questions under the key that this input mode reads; in tokens mode, `rows` of 5 ids each."""
     if mode == "history":
         return TensorDict(history=conversations(backend, shape), batch_size=shape)
     td = TensorDict({}, batch_size=shape)
@@ -47,7 +47,7 @@ def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[lis
 
 
 def nested(values: list[Any], shape: tuple[int, ...]) -> Any:
-    """A flat list as lists within lists, in C order."""
+    """Return a flat list, in C order, as nested lists."""
     if not shape:
         return values[0]
     step = math.prod(shape[1:])

@@ -1,4 +1,4 @@
-"""A log-probability says which distribution it came from, and says it truly."""
+"""The provenance of log-probs names the distribution they came from, correctly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RAW = ("raw", 1.0, "full", ())
 
 class ProvenancePromises(ConformanceBase):
     @needs("mode:raw")
-    def test_a_raw_log_prob_says_so_whatever_the_answer_was_sampled_with(self, backend: Backend) -> None:
+    def test_raw_log_probs_are_labelled_raw_under_every_sampling(self, backend: Backend) -> None:
         for sampling in _samplings(backend):
             found = _of_answers(backend, "raw", **sampling)
             assert (found.mode, found.temperature, found.support, found.penalties) == RAW, sampling
 
     @needs("mode:processed")
-    def test_a_processed_log_prob_says_what_was_sampled_from(self, backend: Backend) -> None:
+    def test_processed_log_probs_are_labelled_with_their_sampling(self, backend: Backend) -> None:
         for sampling in _samplings(backend):
             found = _of_answers(backend, "processed", **sampling)
             cut = {"top_k", "top_p", "min_p", "min_new_tokens"}.intersection(sampling)
@@ -35,7 +35,7 @@ class ProvenancePromises(ConformanceBase):
     @needs("generation_modes", "sampling:temperature")
     def test_a_mode_that_is_not_declared_is_refused(self, backend: Backend) -> None:
         modes = backend.capabilities.generation_modes
-        # At this temperature, and nothing else, a scaled number is a processed one.
+        # If only the temperature is set, scaled log-probs are processed ones.
         missing = {"raw", "processed"} - modes - ({"processed"} if "scaled" in modes else set())
         for mode in missing:
             with pytest.raises(CapabilityError) as error:
@@ -53,8 +53,8 @@ class ProvenancePromises(ConformanceBase):
             assert (found.mode, found.temperature, found.support) == ("processed", TEMPERATURE, "full")
 
     @needs("score", "generation_modes")
-    def test_only_numbers_of_one_distribution_match(self, backend: Backend) -> None:
-        # At temperature 1 every mode gives the model's own numbers, so these may be subtracted from the scores.
+    def test_only_log_probs_of_one_distribution_match(self, backend: Backend) -> None:
+        # At temperature 1 every mode gives the model's own log-probs, so they can be compared with the scores.
         scores, answers = _of_scores(backend), _of_answers(backend, "raw")
         assert answers.matches(scores)
         if "processed" in backend.capabilities.generation_modes and legal(backend, "temperature", TEMPERATURE):
@@ -62,7 +62,7 @@ class ProvenancePromises(ConformanceBase):
             assert not _of_answers(backend, "processed", temperature=TEMPERATURE).matches(scores)
 
     @needs("generation_modes")
-    def test_the_labels_are_the_backends(self, backend: Backend) -> None:
+    def test_provenance_names_backend_model_and_weight_version(self, backend: Backend) -> None:
         found = [_of_answers(backend, "raw")]
         if backend.capabilities.score:
             found.append(_of_scores(backend))
@@ -71,7 +71,7 @@ class ProvenancePromises(ConformanceBase):
 
 
 def _samplings(backend: Backend) -> list[dict[str, Any]]:
-    """Nothing; each declared parameter that reshapes the distribution, alone; and a temperature with a cut."""
+    """Return samplings: the default, each declared parameter alone, and a temperature with a truncation."""
     values = {
         "temperature": TEMPERATURE,
         "top_k": 5,

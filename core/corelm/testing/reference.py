@@ -1,4 +1,4 @@
-"""What sampling should do, computed the plain way from the oracle's numbers; and a test whether draws agree with it."""
+"""The expected effect of sampling parameters, computed from the oracle's numbers, and a goodness-of-fit test."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from torch import Tensor
 
 from corelm import Backend
 
-#: Texts to go on from. Random ids alone would leave a trained model with little to say.
+#: Prompts of text: after random ids alone, a trained model has little to say.
 OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "A small bird sings", "When", "Who are")
 
-#: A correct backend falls below this p-value once in a million tests, and with fixed seeds always or never.
-SURE = 1e-6
+#: The smallest accepted p-value. A correct backend falls below it in one of a million tests; with fixed seeds, always
+#: or never.
+MIN_P_VALUE = 1e-6
 
 _EXPECTED_PER_CELL = 8
 
 
 def seeded(backend: Backend, sampling: Mapping[str, Any], seed: int = 1) -> dict[str, Any]:
-    """`sampling` with a seed, if the backend honours one: the test then does the same at every run."""
+    """Return `sampling` with a seed if the backend supports one, so that a test repeats exactly."""
     return {**sampling, "seed": seed} if backend.capabilities.per_answer_seeds else dict(sampling)
 
 
 def repeatable(backend: Backend, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """`sampling` such that two calls give the same answers: greedy where that is possible, else with a seed."""
+    """Return `sampling` changed so that two calls give the same answers: greedy if possible, else with a seed."""
     return {**sampling, "temperature": 0.0} if legal(backend, "temperature", 0.0) else seeded(backend, sampling)
 
 
 def legal(backend: Backend, name: str, value: float) -> bool:
-    """Whether the backend declares the sampling parameter `name`, with a range that holds `value`."""
+    """Return whether the backend declares the sampling parameter `name` with a range that includes `value`."""
     if name not in backend.capabilities.sampling:
         return False
     span = backend.capabilities.sampling[name]
@@ -40,7 +41,7 @@ def legal(backend: Backend, name: str, value: float) -> bool:
 def reshaped(
     logprobs: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """float64[V]: the probabilities that are sampled from, given the model's own log-probs[V]."""
+    """Return float64[V]: the probabilities to sample from, given the model's own log-probs[V]."""
     mass = (logprobs.double() / temperature).softmax(-1)
     kept = mass.argsort(descending=True)[:top_k]
     if top_p < 1.0:
@@ -52,28 +53,28 @@ def reshaped(
 
 
 def gaps(logprobs: Tensor, least: float) -> list[int]:
-    """Where a distribution can be cut beyond doubt: every k ≥ 2 whose k likeliest ids lead by `least` nats."""
+    """Return every k ≥ 2 for which the k likeliest ids lead all others by at least `least` nats."""
     best = logprobs.double().sort(descending=True).values
     return [k for k in ((best[:-1] - best[1:] >= least).nonzero().flatten() + 1).tolist() if k >= 2]
 
 
 def top_p_of(logprobs: Tensor, k: int) -> float:
-    """A `top_p` that keeps the k likeliest ids."""
+    """Return a `top_p` that keeps exactly the k likeliest ids."""
     total = logprobs.double().softmax(-1).sort(descending=True).values.cumsum(0)
     return float(total[k - 2] + total[k - 1]) / 2
 
 
 def min_p_of(logprobs: Tensor, k: int) -> float:
-    """A `min_p` that keeps the k likeliest ids."""
+    """Return a `min_p` that keeps exactly the k likeliest ids."""
     best = logprobs.double().sort(descending=True).values
     return float(((best[k - 1] + best[k]) / 2 - best[0]).exp())
 
 
 def p_value(ids: Tensor, mass: Tensor) -> float:
-    """How likely draws from `mass` (float64[V]) are to be at least as odd as `ids`: Pearson's chi-square test.
+    """Return the p-value of Pearson's chi-square test that `ids` were drawn from `mass` (float64[V]).
 
-    0.0 if an id was drawn that has no mass. Ids of little mass share a cell, so that each cell expects enough draws for
-    the test to hold.
+    It is 0.0 if an id with probability 0 was drawn. Ids of low probability share a cell, so that the expected count of
+    each cell is large enough for the test.
     """
     if not bool((mass[ids] > 0).all()):
         return 0.0
@@ -89,6 +90,6 @@ def p_value(ids: Tensor, mass: Tensor) -> float:
         cells[-1] = [cells[-1][0] + rest[0], cells[-1][1] + rest[1]]
     observed, expected = torch.tensor(cells, dtype=torch.float64).unbind(-1)
     statistic = ((observed - expected).square() / expected).sum()
-    # The upper tail of chi-square with n - 1 degrees of freedom; of a single cell nothing can be said.
+    # The upper tail of chi-square with n − 1 degrees of freedom; a single cell cannot be tested.
     freedom = len(cells) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)) if freedom else 1.0

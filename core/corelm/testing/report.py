@@ -1,4 +1,4 @@
-"""What the conformance tests found: counted at the end of a run, and written down with ``--corelm-report``."""
+"""The results of the conformance tests: counted at the end of a run, and saved with ``--corelm-report``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,24 @@ import pytest
 from corelm._version import __version__
 from corelm.testing.base import NOT_APPLICABLE
 
-#: Every outcome there is, in the order in which they are told.
+#: All outcomes, in the order of the report.
 OUTCOMES = ("passed", "failed", "not applicable", "xfailed", "xpassed", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One test of one conformance class: `case` tells its parameters apart, `reason` says why it did not just pass."""
+    """The result of one test of one conformance class.
+
+    Attributes:
+        suite: the node id of the class.
+        backend: the name of the backend.
+        theme: the module of the kit that defines the test, or "own".
+        test: the name of the test.
+        case: the id of its parameters, or "".
+        outcome: one of `OUTCOMES`.
+        reason: why the test did not simply pass, or "".
+        seconds: how long it took.
+    """
 
     suite: str
     backend: str
@@ -35,7 +46,7 @@ class Finding:
 
 
 class Recorder:
-    """A pytest plugin that takes note of every conformance test. Under xdist it works in the controller."""
+    """A pytest plugin that records every conformance test. Under xdist it records in the controller."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._file: str | None = config.getoption("--corelm-report")
@@ -47,7 +58,7 @@ class Recorder:
         if finding is None:
             return
         key = (finding.suite, finding.test, finding.case)
-        # Of set-up, call and tear-down only a fault is news once there is a result.
+        # Once a phase (set-up, call, tear-down) gave a result, only a failure replaces it.
         if key not in self._findings or finding.outcome == "failed":
             self._findings[key] = finding
 
@@ -67,7 +78,7 @@ class Recorder:
 
 
 def _finding(report: pytest.TestReport) -> Finding | None:
-    """What a phase of a test says; None if it says nothing, or the test is none of ours."""
+    """Return the result of a phase of a test; None for a passed set-up or tear-down and for tests of other suites."""
     properties = dict(report.user_properties)
     if "corelm_theme" not in properties or (report.when != "call" and report.passed):
         return None
@@ -99,7 +110,7 @@ def _finding(report: pytest.TestReport) -> Finding | None:
 
 
 def counted(findings: Iterable[Finding]) -> str:
-    """ "41 passed, 3 not applicable": the outcomes there are, `passed` always."""
+    """Return the counts by outcome, as in ``"41 passed, 3 not applicable"``; `passed` is always included."""
     counts = Counter(finding.outcome for finding in findings)
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome == "passed")
 
@@ -122,7 +133,7 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def as_markdown(findings: list[Finding]) -> str:
-    """A section for each suite: the counts, then a row for each test, all its cases together."""
+    """Return a Markdown section per suite: the counts, then a table with one row per test, all cases combined."""
     lines: list[str] = []
     for suite, group in _by_suite(findings):
         backend = max(finding.backend for finding in group) or suite.rpartition("::")[2]

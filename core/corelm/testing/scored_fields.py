@@ -1,4 +1,4 @@
-"""Scoring fills what its input tells, and no other field; what was generated and what is scored line up."""
+"""Scoring writes only the fields that its input determines; generated and scored values align."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScoredFieldPromises(ConformanceBase):
     @pytest.fixture(scope="class", params=LAYOUTS)
     @classmethod
     def rescored(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
-        """Answers that were generated, scored as tokens: `given` holds what generating said of them."""
+        """Generate answers and score them as tokens; `given` is the output of generating."""
         require(backend, "score")
         cells = []
         for samples, shape in product((None, 2), SHAPES):
@@ -87,7 +87,7 @@ class ScoredFieldPromises(ConformanceBase):
             assert tuple(cell.out.batch_size) == cell.batch, cell.name
             check_layout(cell)
 
-    def test_what_was_given_is_what_is_scored(self, scored: list[Cell]) -> None:
+    def test_scoring_scores_the_given_ids(self, scored: list[Cell]) -> None:
         for cell in scored:
             assert cell.rows("tokens", "full") == cell.ids, cell.name
             if cell.mode == "text":
@@ -95,7 +95,7 @@ class ScoredFieldPromises(ConformanceBase):
             if cell.mode == "history":
                 assert cell.out["history"].full.chats == cell.given["history"].chats, cell.name
 
-    def test_the_scored_mask_leaves_out_the_first_token_alone(self, scored: list[Cell]) -> None:
+    def test_the_scored_mask_leaves_out_only_the_first_token(self, scored: list[Cell]) -> None:
         for cell in scored:
             assert cell.rows("masks", "all_attention_mask") == [[True] * len(row) for row in cell.ids], cell.name
             after_first = [[False] + [True] * (len(row) - 1) for row in cell.ids]
@@ -104,7 +104,7 @@ class ScoredFieldPromises(ConformanceBase):
             assert all(row[0] == 0.0 and all(value < 0 for value in row[1:]) for row in values), cell.name
             if cell.dense:
                 log_probs = cell.out["log_probs"]
-                assert not log_probs.full[~log_probs.scored_mask].any(), f"{cell.name}: an unscored position is 0.0"
+                assert not log_probs.full[~log_probs.scored_mask].any(), f"{cell.name}: unscored positions must be 0.0"
 
     def test_scoring_tokens_keeps_their_split(self, rescored: list[Cell]) -> None:
         for cell in rescored:

@@ -1,4 +1,4 @@
-"""The same seed gives the same answer, whatever else is asked for beside it."""
+"""The same seed gives the same answer, regardless of the other rows and samples of the call."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class SeedPromises(ConformanceBase):
         assert len(set(map(tuple, answers))) > 1
 
     @needs("per_answer_seeds")
-    def test_log_probs_change_no_answer(self, backend: Backend) -> None:
+    def test_asking_for_log_probs_changes_no_answer(self, backend: Backend) -> None:
         answers = self._seeded_answers(backend, seed=7)
-        # At temperature 1 an engine that has one mode serves the other.
+        # At temperature 1, raw and processed log-probs are the same, so an engine with one mode serves both.
         for mode in ("raw", "processed") if backend.capabilities.generation_modes else ():
             batch = backend.generate(self._seed_prompts(backend), {"max_new_tokens": NEW, "seed": 7}, logprobs=mode)
             assert batch.ids.tolist() == answers

@@ -1,4 +1,4 @@
-"""An answer ends where it was told to, says why, and keeps the token that ended it."""
+"""An answer ends where the request says, reports why, and keeps the token that ended it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import corelm
 from corelm import Backend, LLMPolicy
 from corelm.spec.records import GenerateResult
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import OPENINGS, SURE, repeatable, seeded
+from corelm.testing.reference import MIN_P_VALUE, OPENINGS, repeatable, seeded
 
 NEW = 16
-#: The most answers drawn to see one that ends by itself.
-MOST = 2000
+#: The largest number of answers to sample in order to see one that ends with EOS.
+MAX_DRAWS = 2000
 
 
 class StoppingPromises(ConformanceBase):
@@ -30,7 +30,7 @@ class StoppingPromises(ConformanceBase):
             assert set(batch.ids.lengths.tolist()) == {limit} and set(batch.finish_reasons) == {"length"}
 
     @needs("max_context")
-    def test_no_limit_fills_the_context(self, backend: Backend) -> None:
+    def test_an_answer_without_a_limit_fills_the_context(self, backend: Backend) -> None:
         context = backend.capabilities.max_context
         assert context is not None
         if context > 4096:
@@ -53,7 +53,7 @@ class StoppingPromises(ConformanceBase):
             expected = self.oracle([*prompt, *answer], 1.0)[len(prompt) :]
             self.assert_close(batch.logprobs.split()[ended], expected, "an answer and its EOS")
 
-    def test_an_eos_that_is_ignored_is_a_token_like_any_other(self, backend: Backend) -> None:
+    def test_an_ignored_eos_is_an_ordinary_token(self, backend: Backend) -> None:
         prompt, draws = self._near_eos(backend)
         sampling = seeded(backend, {"num_samples": draws, "max_new_tokens": 3, "ignore_eos": True})
         batch = backend.generate([prompt], sampling, logprobs="none")
@@ -66,42 +66,44 @@ class StoppingPromises(ConformanceBase):
         _assert_ended_by(batch, stop_ids, NEW)
 
     @needs("sampling:min_new_tokens")
-    def test_no_stop_id_ends_an_answer_before_its_least_length(self, backend: Backend) -> None:
+    def test_no_stop_id_ends_an_answer_before_min_new_tokens(self, backend: Backend) -> None:
         stop_ids = _common_ids(backend)
         free = _generate(backend, stop_token_ids=stop_ids)
-        assert int(free.ids.lengths.min()) < 5, "the stop ids end no answer early, so this shows nothing"
+        assert int(free.ids.lengths.min()) < 5, "the stop ids end no answer early, so this test proves nothing"
         held = _generate(backend, stop_token_ids=stop_ids, min_new_tokens=5)
         assert int(held.ids.lengths.min()) >= 5
 
     # By string -------------------------------------------------------------------------------------------------------
 
     @needs("sampling:stop")
-    def test_a_stop_string_ends_text_and_ids_in_step(self, backend: Backend) -> None:
+    def test_a_stop_string_ends_text_and_ids_together(self, backend: Backend) -> None:
         stop = _common_strings(backend)
         stopped = 0
         for ids, text, reason in _answers(backend, stop=stop):
             before, whole = backend.detokenize([ids[:-1], ids])
-            assert not any(string in before for string in stop), "the answer went on behind its stop string"
+            assert not any(string in before for string in stop), "the answer continues after its stop string"
             starts = [whole.index(string) for string in stop if string in whole]
             assert (reason == "stop") == bool(starts)
             # The token that completes the stop string stays in the ids; the text ends before the string.
             assert text == (whole[: min(starts)] if starts else whole)
             stopped += bool(starts)
-        assert stopped, f"none of {stop} came up again, so this shows nothing"
+        assert stopped, f"no answer contains any of {stop}, so this test proves nothing"
 
     @needs("sampling:stop", "sampling:min_new_tokens")
-    def test_no_stop_string_ends_an_answer_before_its_least_length(self, backend: Backend) -> None:
+    def test_no_stop_string_ends_an_answer_before_min_new_tokens(self, backend: Backend) -> None:
         stop = _common_strings(backend)
         free = _answers(backend, stop=stop)
-        # Some engines keep EOS from being sampled until then, also where it is to be a token like any other.
+        # ignore_eos=False: some engines suppress EOS before min_new_tokens, even if EOS is an ordinary token.
         held = _answers(backend, stop=stop, min_new_tokens=12, ignore_eos=False)
-        assert any(len(ids) < 12 for ids, _, _ in free), "the stop strings end no answer early, so this shows nothing"
+        assert any(len(ids) < 12 for ids, _, _ in free), (
+            "no stop string ends an answer early, so this test proves nothing"
+        )
         assert all(len(ids) >= 12 for ids, _, _ in held)
 
-    # By another's hand -----------------------------------------------------------------------------------------------
+    # By abort --------------------------------------------------------------------------------------------------------
 
     @needs("abort", "concurrent_calls")
-    def test_abort_ends_the_request_it_names_and_no_other(self, backend: Backend) -> None:
+    def test_abort_ends_only_the_named_request(self, backend: Backend) -> None:
         limit = min(backend.capabilities.max_context or 512, 512) - 8
         prompts, names, done = self.rows(backend, 4, 4), ["one", "other"], threading.Event()
         batches: list[GenerateResult] = []
@@ -115,7 +117,7 @@ class StoppingPromises(ConformanceBase):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        # A request that has not reached the engine cannot be aborted yet, so it is asked more than once.
+        # Abort repeatedly: a request that has not reached the engine yet cannot be aborted.
         while not done.wait(0.01):
             backend.abort(["one"])
         thread.join()
@@ -126,7 +128,7 @@ class StoppingPromises(ConformanceBase):
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     def _near_eos(self, backend: Backend) -> tuple[list[int], int]:
-        """The prompt that the model is likeliest to end at once, of many; and how many answers surely hold an end."""
+        """Return the prompt after which EOS is likeliest, and how many answers almost surely include one that ends."""
         texts = [*OPENINGS, *(opening + " end." for opening in OPENINGS)]
         prompts = [*backend.tokenize(texts).ids.tolist(), *self.rows(backend, *[3] * 24)]
         eos = sorted(backend.eos_token_ids)
@@ -134,8 +136,8 @@ class StoppingPromises(ConformanceBase):
             not_applicable("eos_token_ids")
         chances = [sum(math.exp(self.oracle([*prompt, end], 1.0)[-1]) for end in eos) for prompt in prompts]
         best = max(chances)
-        draws = 1 if best > 0.99999 else math.ceil(math.log(SURE) / math.log1p(-best))
-        if draws > MOST:
+        draws = 1 if best > 0.99999 else math.ceil(math.log(MIN_P_VALUE) / math.log1p(-best))
+        if draws > MAX_DRAWS:
             not_applicable("a model that ends its answers")
         return prompts[chances.index(best)], draws
 
@@ -146,7 +148,7 @@ def _generate(backend: Backend, **sampling: object) -> GenerateResult:
 
 
 def _answers(backend: Backend, **sampling: object) -> list[tuple[list[int], str, str]]:
-    """Ids, text and finish reason of answers, which no EOS ends unless `sampling` says otherwise."""
+    """Return ids, text and finish reason of answers; EOS is ignored unless `sampling` says otherwise."""
     sampling = repeatable(backend, {"max_new_tokens": NEW, "ignore_eos": True, **sampling})
     policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, return_log_probs=False)
     out = policy(TensorDict(text=list(OPENINGS) * 3))
@@ -156,21 +158,21 @@ def _answers(backend: Backend, **sampling: object) -> list[tuple[list[int], str,
 
 def _assert_ended_by(batch: GenerateResult, stop_ids: Collection[int], limit: int) -> None:
     for answer, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
-        assert not set(stop_ids).intersection(answer[:-1]), "an answer went on behind what ends it"
+        assert not set(stop_ids).intersection(answer[:-1]), "an answer continues after a stop id"
         assert bool(answer) and (answer[-1] in stop_ids) == (reason == "stop")
         assert reason == "stop" or (reason == "length" and len(answer) == limit)
     assert "stop" in batch.finish_reasons
 
 
 def _common_ids(backend: Backend) -> list[int]:
-    """Four ids that answers often hold."""
+    """Return four ids that answers often contain."""
     free = _generate(backend, ignore_eos=True).ids.tolist()
     seen = Counter(token for answer in free for token in set(answer[1:4]) - backend.eos_token_ids)
     return [token for token, _ in seen.most_common(4)]
 
 
 def _common_strings(backend: Backend) -> list[str]:
-    """Four strings of two characters that answers often hold; where tokens are short they span two."""
+    """Return four strings of two characters that answers often contain; with short tokens they span two tokens."""
     texts = [text for _, text, _ in _answers(backend)]
     pairs = (pair for text in texts for pair in {a + b for a, b in pairwise(text[1:])})
     common = Counter(pair for pair in pairs if pair.isascii() and pair.isprintable())

@@ -1,4 +1,4 @@
-"""`BackendConformance`: every theme in one class."""
+"""`BackendConformance`: the tests of all themes in one class."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class BackendConformance(
     BadResultPromises,
     LifecyclePromises,
 ):
-    """All the tests there are. Give `open_backend` and `oracle`, and name the subclass ``Test…``."""
+    """All tests of the kit. Subclass it as ``Test…`` and define `open_backend` and `oracle`."""

@@ -1,4 +1,4 @@
-"""Text becomes tokens and comes back, and tokens that go in come out as they went in."""
+"""Text survives tokenizing, and token ids come back unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenPromises(ConformanceBase):
         assert ids.lengths[0] == 0 and bool((ids.lengths[1:] > 0).all())
         assert bool(((ids.values >= 0) & (ids.values < self.vocab_size)).all())
 
-    def test_a_text_tokenizes_the_same_alone_and_in_company(self, backend: Backend) -> None:
+    def test_a_text_tokenizes_the_same_alone_and_in_a_batch(self, backend: Backend) -> None:
         together = backend.tokenize(TEXTS).ids.tolist()
         assert together == [backend.tokenize(text).ids.tolist()[0] for text in TEXTS]
 
@@ -34,7 +34,7 @@ class TokenPromises(ConformanceBase):
         added = backend.tokenize(TEXTS, add_special_tokens=True).ids.tolist()
         assert [[token for token in row if token not in special] for row in added] == bare
 
-    def test_a_special_token_that_is_only_text_is_not_parsed(self, backend: Backend) -> None:
+    def test_a_special_token_in_plain_text_is_not_parsed(self, backend: Backend) -> None:
         special = set(backend.tokenizer.all_special_ids)
         text = f"a{backend.detokenize([sorted(backend.eos_token_ids)[:1]], skip_special_tokens=False)[0]}b"
         parsed = backend.tokenize(text, add_special_tokens=False, parse_special=True).ids.tolist()[0]
@@ -46,12 +46,12 @@ class TokenPromises(ConformanceBase):
         batch = backend.tokenize(TEXTS, add_special_tokens=False, offsets=True)
         assert batch.offsets is not None and batch.offsets.shape == (batch.ids.values.shape[0], 2)
         for text, spans in zip(TEXTS, batch.offsets.split(batch.ids.lengths.tolist()), strict=True):
-            # Tokens of one character may share its span, and a tokenizer may count a space to neither side.
+            # Several tokens of one character may share its span, and a tokenizer may leave out spaces.
             assert bool((spans[:, 0] <= spans[:, 1]).all()) and bool((spans[1:] >= spans[:-1]).all())
             covered = {at for start, stop in spans.tolist() for at in range(start, stop)}
             assert {at for at, letter in enumerate(text) if not letter.isspace()} <= covered <= set(range(len(text)))
 
-    def test_prompt_ids_come_back_as_they_went_in(self, backend: Backend) -> None:
+    def test_prompt_ids_come_back_unchanged(self, backend: Backend) -> None:
         prompts = self._odd_prompts(backend)
         for pad_output in (False, True):
             policy = LLMPolicy(
@@ -67,7 +67,7 @@ class TokenPromises(ConformanceBase):
             assert [row[:6] for row in corelm.ragged(out, ("tokens", "full")).tolist()] == prompts
 
     @needs("score")
-    def test_scored_ids_come_back_as_they_went_in(self, backend: Backend) -> None:
+    def test_scored_ids_come_back_unchanged(self, backend: Backend) -> None:
         rows = self._odd_prompts(backend)
         policy = LLMPolicy(backend, input_mode="tokens", generate=False)
         out = policy(TensorDict(tokens=torch.tensor(rows), batch_size=[len(rows)]))
@@ -84,7 +84,7 @@ class TokenPromises(ConformanceBase):
         assert corelm.ragged(from_text, ("tokens", "response")).tolist() == from_ids.tolist()
 
     def _odd_prompts(self, backend: Backend) -> list[list[int]]:
-        """Rows of 6 with pads and EOS where nobody expects them: no mask and no length may be read from an id."""
+        """Return rows of 6 ids with pads and EOS in unusual places: masks and lengths must not be inferred from ids."""
         plain, first, middle, last = self.rows(backend, 6, 6, 6, 6)
         first[0] = last[-1] = middle[2] = backend.pad_id
         middle[3] = min(backend.eos_token_ids, default=backend.pad_id)

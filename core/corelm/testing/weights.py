@@ -1,4 +1,4 @@
-"""New weights are in force once they are loaded, and every row says which ones it came from."""
+"""New weights take effect once they are loaded, and every row reports its weight version."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WeightPromises(ConformanceBase):
     @pytest.fixture(scope="class")
     @classmethod
     def updated(cls, backend: Backend, open_backend: Callable[[], Backend]) -> Iterator[tuple[Backend, Oracle]]:
-        """A backend of its own that served once, got new weights as version "tuned", and the oracle of those."""
+        """Open another backend, use it, load weights "tuned" into it; yield it and the oracle of those weights."""
         require(backend, "update_weights")
         case = cls()
         weights, oracle = case.new_weights()
         with open_backend() as other:
-            # A cache that outlives its weights would hold these very rows.
+            # Fill the caches: a cache that is not cleared with the weights would hold these rows.
             other.generate(case.rows(other, 5, 40), {"max_new_tokens": 4}, logprobs="none")
             if other.capabilities.score:
                 other.score_logprobs(case.rows(other, 5, 40))
@@ -57,7 +57,7 @@ class WeightPromises(ConformanceBase):
         backend, oracle = updated
         rows = self.rows(backend, 5, 40)
         self.assert_true_scores(rows, backend.score_logprobs(rows), oracle)
-        # Were they the old ones under another name, this whole theme would prove nothing.
+        # If the new weights equalled the old ones, the tests of this theme would prove nothing.
         assert float((oracle(rows[1], 1.0) - self.oracle(rows[1], 1.0))[1:].abs().max()) > self.tolerance
 
     @needs("score")
