@@ -1,4 +1,4 @@
-"""Two tiny models behind the transformers plugin: one that samples, and one that has moved on since."""
+"""Two tiny models behind the transformers plugin: the sampler, and a trained one with slightly different weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def trained():
-    """Near enough to `model` that some ratios are clipped and some are not."""
+    """Return a model so close to `model` that some ratios are clipped and some are not."""
     moved = tiny_model(seed=0)
     for parameter, noise in zip(moved.parameters(), tiny_model(seed=1).parameters(), strict=True):
         parameter.data += 0.03 * noise.data

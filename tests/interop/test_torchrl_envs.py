@@ -1,4 +1,4 @@
-"""An LLMPolicy as the policy of TorchRL's environments and of its collector, on a real model."""
+"""An `LLMPolicy` in TorchRL's environments and its collector, with a real model."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ FILTER = "ignore:The env passed to LLMCollector is missing transforms:FutureWarn
 
 
 class Ask(Transform):
-    """The user's next turn, written with TorchRL's own classes."""
+    """Appends the user's next turn, with TorchRL's own classes."""
 
     def _step(self, tensordict, next_tensordict):
         prompt = next_tensordict["history"].prompt
@@ -45,7 +45,7 @@ class Ask(Transform):
 
 
 class Shout(Ask):
-    """Changes what was said, as `AddThinkingPrompt` and its like do."""
+    """Changes the last answer, as `AddThinkingPrompt` does."""
 
     def _step(self, tensordict, next_tensordict):
         chats = from_torchrl(next_tensordict["history"].prompt).to_chats()
@@ -55,7 +55,7 @@ class Shout(Ask):
 
 
 class Reward(Ask):
-    """The same at every step."""
+    """Gives the same reward at every step."""
 
     def __init__(self, reward):
         super().__init__()
@@ -79,7 +79,7 @@ def rollout(env, policy, turns=2):
 
 
 def each(td, container, field):
-    """Rows, in C order of the batch."""
+    """Return the rows of a field, in C order of the batch."""
     return corelm.ragged(td, (container, field)).tolist()
 
 
@@ -100,7 +100,7 @@ def test_tokens_of_turn_one_survive_into_turn_two(backend, model, pad):
         closing = tokenizer("<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n").input_ids
         closing = closing[1:] if said[-1] == tokenizer.eos_token_id else closing
         assert prompt[len(full) :] == closing
-        # The log-probs of both turns are those of one and the same sequence.
+        # The log-probs of both turns belong to one sequence.
         found = torch.zeros(len(prompt + response))
         found[len(full) - len(said) : len(full)] = corelm.ragged(one, ("log_probs", "response")).values
         found[len(prompt) :] = corelm.ragged(two, ("log_probs", "response")).values
@@ -109,12 +109,12 @@ def test_tokens_of_turn_one_survive_into_turn_two(backend, model, pad):
         assert (found != 0).sum() == len(said) + len(response)
         (mask,) = each(two, "masks", "all_assistant_mask")
         assert torch.equal(torch.tensor(mask), found != 0)
-    # A sequence that was retokenized would have been another one.
+    # Retokenizing would have given another sequence.
     texts = [text for turns in td["text"].full for text in turns]
     assert [tokenizer(text).input_ids for text in texts] != each(td, "tokens", "full")
 
 
-def test_the_environment_sees_histories_of_its_own(backend):
+def test_the_environment_gets_torchrl_histories(backend):
     td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING))
     full = td["history"].full
     assert isinstance(full, TheirHistory)
@@ -125,7 +125,7 @@ def test_the_environment_sees_histories_of_its_own(backend):
     assert ours.to_chats()[1][1][3]["token_ids"] == td[1, 1]["tokens"].response.tolist()
 
 
-def test_a_turn_that_was_changed_is_tokenized_anew(backend):
+def test_a_changed_turn_is_tokenized_again(backend):
     td = rollout(env(Shout()), LLMPolicy(backend, sampling_params=SAMPLING))
     tokenizer = tiny_tokenizer()
     for row in range(2):
@@ -141,10 +141,10 @@ def test_a_rollout_of_texts(backend):
     assert [turns[1] for turns in td["text"].prompt] == [turns[0] for turns in td["text"].full]
 
 
-# Our modules as transforms -------------------------------------------------------------------------------------------
+# KL modules as transforms --------------------------------------------------------------------------------------------
 
 
-def test_kl_to_a_reference_comes_off_the_reward_step_by_step(backend, trainer, model, trained):
+def test_the_kl_to_a_reference_is_subtracted_from_the_reward_at_every_step(backend, trainer, model, trained):
     penalty = ModuleTransform(KLRewardTransform(LLMPolicy(trainer), 0.1))
     td = rollout(env(Reward(torch.ones(2, 1)), penalty, Ask()), LLMPolicy(backend, sampling_params=SAMPLING))
     for row in td.view(-1).unbind(0):
@@ -156,7 +156,7 @@ def test_kl_to_a_reference_comes_off_the_reward_step_by_step(backend, trainer, m
         assert row["next", "ref_log_probs"].provenance is not None
 
 
-def test_on_a_replay_buffer_they_act_on_what_comes_by(backend, trainer):
+def test_a_transform_on_a_replay_buffer_is_applied_to_every_batch(backend, trainer):
     td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING)).view(-1)
     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
     buffer.append_transform(ModuleTransform(RetrieveKL(LLMPolicy(trainer), add_to_reward=False)))
@@ -169,8 +169,8 @@ def test_on_a_replay_buffer_they_act_on_what_comes_by(backend, trainer):
 
 
 @pytest.mark.filterwarnings(FILTER)
-def test_one_batch_of_a_collector_is_trained_on(backend, model):
-    """TorchRL's own recipe: prompts in groups of two, two turns each, advantages within the group, GRPO and SFT."""
+def test_training_on_one_batch_of_a_collector(backend, model):
+    """Follow TorchRL's recipe: prompts in groups of two, two turns each, advantages within the group, GRPO and SFT."""
     queries = DataLoader([{"query": question} for question in QUESTIONS], batch_size=1)
     chat = ChatEnv.from_dataloader(queries, repeats=2, batch_size=(2,), tokenizer=tiny_tokenizer())
     for transform in (Reward(torch.tensor([0.0, 1.0]).reshape(2, 1, 1)), Ask(), StepCounter(max_steps=2)):
@@ -193,7 +193,7 @@ def test_one_batch_of_a_collector_is_trained_on(backend, model):
     counts = torch.tensor([len(row) for row in td["tokens"].response])
     actor = LossActor(policy, model)
     for strategy in ("sft", "rlhf", "generic"):
-        # At the weights that sampled, every ratio is 1.
+        # The weights are those of sampling, so every ratio is 1.
         out = GRPOLoss(actor, masking_strategy=strategy)(td)
         expected = -(advantages * counts).sum() / counts.sum()
         torch.testing.assert_close(out.loss_objective, expected, atol=1e-4, rtol=1e-4)
@@ -205,7 +205,7 @@ def test_one_batch_of_a_collector_is_trained_on(backend, model):
     model.zero_grad()
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,6 @@ def test_one_batch_of_a_collector_is_trained_on(backend, model):
         ({"num_samples": 2}, "repeat its prompts"),
     ],
 )
-def test_policies_that_no_environment_can_use_are_refused(backend, options, message):
+def test_policies_that_do_not_fit_an_environment_are_refused(backend, options, message):
     with pytest.raises(InvalidRequestError, match=message):
         EnvPolicy(LLMPolicy(backend, **options))

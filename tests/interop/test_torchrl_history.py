@@ -1,4 +1,4 @@
-"""Conversations between the two libraries: nothing is lost on the way there and back but what was changed there."""
+"""Conversations converted to TorchRL and back: only changed messages lose their extra fields."""
 
 import pickle
 import subprocess
@@ -39,14 +39,14 @@ def asked(content, **more):
 @pytest.mark.parametrize(
     "chats", [WEATHER, [WEATHER, PLAIN], [[PLAIN, WEATHER], [WEATHER, WEATHER]]], ids=["0", "1", "2"]
 )
-def test_there_and_back_is_the_same(chats):
+def test_a_round_trip_changes_nothing(chats):
     ours = History.from_chats(chats)
     theirs = to_torchrl(ours)
     assert isinstance(theirs, TheirHistory) and theirs.batch_size[:-1] == ours.batch_size
     assert from_torchrl(theirs).to_chats() == chats
 
 
-def test_their_side_reads_it_as_its_own():
+def test_torchrl_reads_the_converted_history():
     theirs = to_torchrl(History.from_chats(WEATHER))
     assert theirs.role == [message["role"] for message in WEATHER]
     assert theirs.content == ["Be brief.", "1 + 2?", "", "3", "Three."]
@@ -68,13 +68,13 @@ def test_their_side_reads_it_as_its_own():
     ],
     ids=["clone", "pickle", "stack", "rows", "cat"],
 )
-def test_sampled_ids_survive_what_moves_them(move):
-    # The same text, said with other tokens: neither may pass for the other.
+def test_sampled_ids_survive_tensordict_operations(move):
+    # Two answers with the same text and different ids must stay different.
     chats = [[asked("Hi"), {"role": "assistant", "content": "Hello", "token_ids": ids}] for ids in ([5, 2], [6, 7, 2])]
     assert from_torchrl(move(to_torchrl(History.from_chats(chats)))).to_chats() == chats
 
 
-def test_two_answers_of_one_text_are_not_taken_for_one():
+def test_answers_with_equal_text_and_different_ids_stay_distinct():
     chats = [[{"role": "assistant", "content": "Hello", "token_ids": ids}] for ids in ([5], [6], [5])]
     a, b, c = (to_torchrl(History.from_chats([chat]))[0, 0].content for chat in chats)
     assert a == "Hello" == b and a == c and a != b and hash(a) == hash(b)
@@ -82,21 +82,21 @@ def test_two_answers_of_one_text_are_not_taken_for_one():
     assert [said.message.token_ids for said in stacked.tolist()] == [(5,), (6,)]
 
 
-def test_an_appended_message_leaves_the_others_as_they_were():
+def test_appending_a_message_does_not_change_the_others():
     ours = History.from_chats([WEATHER, WEATHER])
     more = TheirHistory(role=["user"] * 2, content=["And 4?"] * 2, batch_size=[2])
     assert from_torchrl(to_torchrl(ours).append(more, inplace=False)).to_chats() == [[*WEATHER, asked("And 4?")]] * 2
 
 
 @pytest.mark.parametrize("change", [{"content": "Four."}, {"role": "user"}, {"tool_calls": [CALL]}])
-def test_what_was_changed_there_is_no_longer_what_was_sampled(change):
+def test_a_message_changed_in_torchrl_loses_its_sampled_ids(change):
     theirs = to_torchrl(History.from_chats([WEATHER[-1]]))
     fields = {"role": theirs[0].role, "content": theirs[0].content}
     (message,) = from_torchrl(TheirHistory.from_chats([fields | change])).to_chats()
     assert message == {"role": "assistant", "content": "Three."} | change
 
 
-def test_what_their_history_has_and_ours_has_not_is_kept_as_extra():
+def test_fields_that_only_torchrl_has_are_kept_as_extra():
     theirs = TheirHistory.from_chats(
         [
             {"role": "user", "content": "Go"},
@@ -125,7 +125,7 @@ def test_chat_histories_are_converted_part_by_part():
     assert back.prompt.to_chats() == prompt.to_chats() and back.response.to_chats() == response.to_chats()
 
 
-def test_what_is_already_there_is_left_alone():
+def test_a_history_of_the_target_library_is_returned_unchanged():
     ours = History.from_chats([PLAIN])
     theirs = to_torchrl(ours)
     assert from_torchrl(ours) is ours and to_torchrl(theirs) is theirs
@@ -134,19 +134,19 @@ def test_what_is_already_there_is_left_alone():
 @pytest.mark.parametrize(
     ("convert", "given", "message"),
     [
-        (from_torchrl, "Hi", "expected a History of TorchRL"),
+        (from_torchrl, "Hi", "expected TorchRL's History"),
         (from_torchrl, TheirHistory(role="user", content="Hi"), r"got History \[\]"),
         (to_torchrl, "Hi", "expected a History or a ChatHistory"),
         (to_torchrl, History.from_chats([]), "at least one conversation"),
         (to_torchrl, History.from_chats([PLAIN, []]), "at least one message"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(convert, given, message):
+def test_other_inputs_are_refused(convert, given, message):
     with pytest.raises(InvalidRequestError, match=message):
         convert(given)
 
 
-def test_rows_with_content_that_is_no_text_are_named():
+def test_rows_with_content_other_than_text_are_refused_by_row():
     picture = TheirHistory.from_chats([{"role": "user", "content": ContentBase(type="image", url="x")}])
     words = TheirHistory.from_chats([{"role": "user", "content": "Hi"}])
     with pytest.raises(InvalidRequestError, match="content: expected a str") as error:
@@ -154,7 +154,7 @@ def test_rows_with_content_that_is_no_text_are_named():
     assert error.value.rows == (1,)
 
 
-def test_only_this_module_needs_torchrl_and_it_says_so():
+def test_only_this_module_needs_torchrl_and_its_error_says_how_to_install_it():
     code = """
 import sys
 import corelm.policy, corelm.kl

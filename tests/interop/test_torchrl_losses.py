@@ -1,4 +1,4 @@
-"""TorchRL's losses on what our policy wrote, unchanged: value and gradient are those of the formula, written out."""
+"""TorchRL's losses read the policy's output unchanged; values and gradients are checked against the formulas."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SAMPLING = {"max_new_tokens": 7}
 
 
 def rollout(backend, pad, chats=CHATS):
-    """Two rows, the second turn of a conversation: the first answer stands in the prompt and was sampled as well."""
+    """Return two rows with the second turn of a conversation; the prompt includes the first, sampled, answer."""
     policy = LLMPolicy(backend, sampling_params=SAMPLING, pad_output=pad)
     first = policy(TensorDict(history=History.from_chats(chats)), seed=3)
     history = first["history"].full.append({"role": "user", "content": "And then?"})
@@ -39,18 +39,18 @@ def advantaged(td):
 
 
 def answers(td):
-    """Prompt and response ids, row by row."""
+    """Return prompt and response ids, row by row."""
     return zip(*(corelm.ragged(td, ("tokens", part)).tolist() for part in ("prompt", "response")), strict=True)
 
 
 def table(model, ids):
-    """float32[len(ids), V], with gradients: what the model says before each token; row 0 means nothing."""
+    """Return float32[len(ids), V] with gradients: the log-probs that predict each token; row 0 is unused."""
     logits = model(input_ids=torch.tensor([ids])).logits[0].float()
     return logits.roll(1, 0).log_softmax(-1)
 
 
 def response_terms(model, td):
-    """Of all response tokens, flat: log-probs with gradients, those they were sampled with, advantages, entropies."""
+    """Return, flat over response tokens: log-probs with gradients, log-probs of sampling, advantages, entropies."""
     terms = []
     for (prompt, response), sampled, advantage in zip(
         answers(td), corelm.ragged(td, ("log_probs", "response")).split(), ADVANTAGES, strict=True
@@ -76,7 +76,7 @@ def gradients(model, loss):
 
 @LAYOUTS
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
-def test_grpo_loss_and_gradient_are_those_of_the_formula(backend, trainer, trained, pad, strategy):
+def test_grpo_loss_and_gradient_match_the_formula(backend, trainer, trained, pad, strategy):
     td = rollout(backend, pad)
     loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained), masking_strategy=strategy)
     out = loss(td)
@@ -95,7 +95,7 @@ def test_grpo_loss_and_gradient_are_those_of_the_formula(backend, trainer, train
 
 @LAYOUTS
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
-def test_where_everything_was_scored_the_strategy_says_what_counts(backend, trainer, trained, model, pad, strategy):
+def test_with_all_tokens_scored_the_strategy_selects_what_counts(backend, trainer, trained, model, pad, strategy):
     td = LLMPolicy(backend, generate=False, pad_output=pad)(rollout(backend, pad))
     mask = {"sft": "all_response_mask", "rlhf": "all_assistant_mask", "generic": "all_attention_mask"}[strategy]
     terms = []
@@ -114,21 +114,21 @@ def test_where_everything_was_scored_the_strategy_says_what_counts(backend, trai
     torch.testing.assert_close(out.loss_objective.detach(), torch.cat(terms).mean(), atol=1e-4, rtol=1e-4)
 
 
-def test_rows_and_dense_give_grpo_the_same(backend, trainer, trained):
+def test_grpo_is_the_same_for_rows_and_dense(backend, trainer, trained):
     loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained))
     rows, dense = (loss(rollout(backend, pad)) for pad in (False, True))
     for name in ("loss_objective", "loss_entropy", "ESS"):  # kl_approx is a mean over pads as well
         torch.testing.assert_close(getattr(rows, name), getattr(dense, name), atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_replay_buffer_makes_of_the_rows_is_taken_too(backend, trainer, trained):
+def test_grpo_reads_batches_from_a_replay_buffer(backend, trainer, trained):
     loss, td = GRPOLoss(LossActor(LLMPolicy(trainer), trained)), rollout(backend, False)
     again = lazy_stack([td[1], td[0]])
     torch.testing.assert_close(loss(again).loss_objective, loss(td).loss_objective, atol=1e-4, rtol=1e-4)
 
 
-def test_dense_rows_of_different_widths_are_taken_too(backend, trainer, trained):
-    # Such as the turns of one rollout: each has pads of its own.
+def test_grpo_reads_dense_rows_of_different_widths(backend, trainer, trained):
+    # The turns of one rollout are such rows: each has its own pads.
     parts = rollout(backend, True)[1:], rollout(backend, True, CHATS[1:])
     td = advantaged(lazy_stack([part[0] for part in parts]))
     widths = [row["tokens"].full.shape[-1] for row in td.unbind(0)]
@@ -138,7 +138,7 @@ def test_dense_rows_of_different_widths_are_taken_too(backend, trainer, trained)
     torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_group_of_answers_is_flattened_first(backend, trainer, trained):
+def test_grpo_reads_a_flattened_group_of_answers(backend, trainer, trained):
     policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
     groups = policy(TensorDict(history=History.from_chats([CHATS[0]])), seed=5)
     td = advantaged(groups.view(-1))
@@ -148,13 +148,13 @@ def test_a_group_of_answers_is_flattened_first(backend, trainer, trained):
 
 
 @LAYOUTS
-def test_grpo_takes_our_reference_log_probs(backend, trainer, trained, pad):
+def test_grpo_reads_the_reference_log_probs(backend, trainer, trained, pad):
     td = rollout(backend, pad)
     td["next"] = TensorDict(batch_size=[2])
     ModuleTransform(RetrieveLogProb(LLMPolicy(backend)))(td)
     out = GRPOLoss(LossActor(LLMPolicy(trainer), trained), kl_to_ref_coeff=0.5)(td)
     new, sampled, *_ = response_terms(trained, td)
-    # The sampler is its own reference. TorchRL averages over pads and prompts as well, where it counts 0.
+    # The sampler is the reference. TorchRL averages over pads and prompts too, where the value is 0.
     diff = sampled - new
     width = max(td["tokens"].full[row].shape[-1] for row in range(2))
     expected = (diff.expm1() - diff).sum() / (2 * width)
@@ -162,7 +162,7 @@ def test_grpo_takes_our_reference_log_probs(backend, trainer, trained, pad):
     torch.testing.assert_close(out.loss_kl_to_ref, 0.5 * expected, atol=1e-5, rtol=1e-3)
 
 
-def test_relatives_of_grpo_work_as_well(backend, trainer, trained):
+def test_losses_related_to_grpo_work(backend, trainer, trained):
     out = CISPOLoss(LossActor(LLMPolicy(trainer), trained))(rollout(backend, False))
     assert gradients(trained, out.loss_objective).norm() > 0
 
@@ -171,7 +171,7 @@ def test_relatives_of_grpo_work_as_well(backend, trainer, trained):
 
 
 def assistant_terms(model, td):
-    """For each row the log-probs, with gradients, of all that the assistant said in it."""
+    """Return, row by row, the log-probs of all assistant tokens, with gradients."""
     rows, masks = (corelm.ragged(td, key).split() for key in (("tokens", "full"), ("masks", "all_assistant_mask")))
     return [
         table(model, ids.tolist()).gather(-1, ids[:, None]).squeeze(-1)[mask]
@@ -180,7 +180,7 @@ def assistant_terms(model, td):
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_sft_loss_and_gradient_are_those_of_the_formula(backend, trainer, trained, normalise):
+def test_sft_loss_and_gradient_match_the_formula(backend, trainer, trained, normalise):
     td = rollout(backend, False)
     said = assistant_terms(trained, td)
     assert all(len(row) > SAMPLING["max_new_tokens"] for row in said), "both turns count"
@@ -192,7 +192,7 @@ def test_sft_loss_and_gradient_are_those_of_the_formula(backend, trainer, traine
     torch.testing.assert_close(found, by_hand, atol=1e-3 * by_hand.abs().max().item(), rtol=1e-2)
 
 
-def test_sft_on_conversations_that_nobody_sampled(trainer, trained):
+def test_sft_on_conversations_that_were_not_sampled(trainer, trained):
     chats = [[*chat, {"role": "assistant", "content": "I am a very small model."}] for chat in CHATS]
     td = LLMPolicy(trainer, generate=False)(TensorDict(history=History.from_chats(chats)))
     expected = -torch.stack([row.mean() for row in assistant_terms(trained, td)]).mean()
@@ -200,11 +200,11 @@ def test_sft_on_conversations_that_nobody_sampled(trainer, trained):
     torch.testing.assert_close(out.loss_sft, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_sft_takes_our_reference_log_probs(backend, trainer, trained, model):
+def test_sft_reads_the_reference_log_probs(backend, trainer, trained, model):
     td = rollout(backend, False)
     td["next"] = TensorDict(batch_size=[2])
     RetrieveLogProb(LLMPolicy(backend))(td)
-    # SFTLoss sets its own log-probs to 0 outside the assistant's tokens and leaves that of the reference's to others.
+    # SFTLoss sets its own log-probs to 0 outside the assistant's tokens, but not the reference's.
     ref, masks = td["next", "ref_log_probs"], td["masks"].all_assistant_mask
     ref.full = [row.masked_fill(~mask, 0.0) for row, mask in zip(ref.full, masks, strict=True)]
     out = SFTLoss(LossActor(LLMPolicy(trainer)), kl_to_ref_coeff=0.5)(td)
@@ -219,7 +219,7 @@ def test_dense_rows_with_pads_are_never_silently_misread_by_sft(backend, trainer
         SFTLoss(LossActor(LLMPolicy(trainer)))(rollout(backend, True))
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 def test_log_probs_of_another_distribution_are_refused(backend, trainer, trained):
@@ -234,7 +234,7 @@ def test_log_probs_of_another_distribution_are_refused(backend, trainer, trained
     torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
 
 
-def test_what_the_policy_did_not_write_is_asked_for(backend, trainer):
+def test_a_missing_container_is_named(backend, trainer):
     td = rollout(backend, False)
     td["masks"] = td["masks"].select("all_attention_mask")
     with pytest.raises(KeyError, match=r"masks\.all_response_mask"):
@@ -242,11 +242,11 @@ def test_what_the_policy_did_not_write_is_asked_for(backend, trainer):
 
 
 def test_other_keys_are_refused(trainer):
-    with pytest.raises(InvalidRequestError, match="usual keys"):
+    with pytest.raises(InvalidRequestError, match="default keys"):
         LossActor(LLMPolicy(trainer, keys=Keys(tokens="ids")))
 
 
-def test_sft_of_groups_is_refused_with_the_way_out(trainer):
+def test_sft_refuses_groups_and_says_how_to_flatten_them(trainer):
     td = TensorDict(history=TensorDict(full=History.from_chats([CHATS, CHATS]), batch_size=[2, 2]), batch_size=[2, 2])
     with pytest.raises(InvalidRequestError, match=r"view\(-1\)"):
         LossActor(LLMPolicy(trainer))(td)

@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module each. Core itself needs none of them."""
+"""Adapters to other libraries, one module each. Core itself does not need those libraries."""

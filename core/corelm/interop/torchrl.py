@@ -1,7 +1,7 @@
-"""TorchRL: an `LLMPolicy` in its environments, collectors and losses, our modules as its transforms, conversations both
-ways. Written for TorchRL 0.14.
+"""TorchRL 0.14: use an `LLMPolicy` in its environments, collectors and losses, and KL modules as its transforms.
 
-The containers need no conversion: their keys and fields are TorchRL's. What does is said where it is done.
+The containers have TorchRL's keys and fields and need no conversion, except conversations: `to_torchrl` and
+`from_torchrl`.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ try:
     from corelm.interop.torchrl_history import from_torchrl, to_torchrl
 except ImportError as error:
     raise ImportError(
-        'corelm.interop.torchrl needs TorchRL, which core does not bring: pip install "torchrl>=0.14,<0.15"'
+        'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14,<0.15"'
     ) from error
 
 __all__ = ["EnvPolicy", "LossActor", "ModuleTransform", "from_torchrl", "to_torchrl"]
 
 
 class EnvPolicy(TensorDictModuleBase):
-    """An `LLMPolicy` that answers in a TorchRL environment: `ChatEnv` and its kin, alone or in an `LLMCollector`.
+    """An `LLMPolicy` that answers in a TorchRL environment such as `ChatEnv`, alone or in an `LLMCollector`.
 
-    It reads ``("history", "prompt")`` or ``("text", "prompt")`` as TorchRL wrote it and puts all containers beside it.
-    A history comes back as TorchRL's, for the environment and its transforms; sampled turns keep their ids in there
-    (see `to_torchrl`), so the next turn's prompt begins with the tokens of this one, id for id. Everything else is as
-    the policy made it.
+    It reads ``("history", "prompt")`` or ``("text", "prompt")`` as TorchRL wrote it and adds all containers. A history
+    is returned as TorchRL's, for the environment and its transforms. Sampled turns keep their ids in it (see
+    `to_torchrl`), so the prompt of the next turn begins with the tokens of this one, id for id. All other containers
+    are returned as the policy wrote them.
 
     Args:
-        policy: generates from a history or from text, and writes that container. Rows of their own length
-            (``pad_output=False``) stack over turns; dense ones of two turns have two widths.
+        policy: a policy that generates from a history or from text, and returns that container. Rows of different
+            lengths (``pad_output=False``) can be stacked over turns; dense rows of two turns have different widths.
 
     Raises:
-        InvalidRequestError: a policy that scores, that has other keys, whose answers add a batch dimension, or that
-            reads tokens (`ChatEnv` makes none of prompts that differ in length).
+        InvalidRequestError: the policy scores, reads tokens (`ChatEnv` gives no tokens for prompts of different
+            lengths), has other keys, or adds a batch dimension with `num_samples`.
     """
 
     def __init__(self, policy: LLMPolicy) -> None:
         super().__init__()
-        if (
-            not policy.options.generate
-            or policy.options.input_mode == "tokens"
-            or policy.options.input_mode not in policy.options.fields
-        ):
-            raise invalid("policy", "expected one that generates from a history or from text, and returns it")
-        if policy.options.num_samples is not None:
+        options = policy.options
+        if not options.generate or options.input_mode == "tokens" or options.input_mode not in options.fields:
             raise invalid(
-                "policy", "num_samples adds a dimension that the environment lacks; repeat its prompts instead"
+                "policy", "expected a policy that generates from a history or from text, and returns that container"
+            )
+        if options.num_samples is not None:
+            raise invalid(
+                "policy",
+                "num_samples adds a batch dimension, which the environment lacks; repeat the prompts instead",
             )
         self.policy = _for_torchrl(policy)
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
@@ -75,20 +75,21 @@ class EnvPolicy(TensorDictModuleBase):
 
 
 class LossActor(TensorDictModuleBase):
-    """An `LLMPolicy` as the `actor_network` of TorchRL's losses, which take what the policy wrote as it is.
+    """An `LLMPolicy` as the `actor_network` of TorchRL's losses, which read the policy's output unchanged.
 
-    `GRPOLoss` and its kin ask for the distribution of ``tokens.full`` at the response's positions
-    (``masking_strategy="sft"``), the assistant's ("rlhf") or all of them ("generic"). Only tokens that were scored when
-    they were sampled count, so neither prompts nor earlier turns enter the ratio with a made-up 0.0. `SFTLoss` calls
-    it, and gets the log-probs of ``history.full``, a row a sample; its masks must be rows too (``pad_output=False``).
+    `GRPOLoss` and related losses ask for the distribution of ``tokens.full`` at the positions of the response
+    (``masking_strategy="sft"``), of the assistant ("rlhf") or of all tokens ("generic"). Only tokens that were scored
+    during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. `SFTLoss`
+    calls the actor and gets the log-probs of ``history.full``, one row per sample; its masks must be rows too
+    (``pad_output=False``).
 
     Args:
-        policy: its engine must have gradients and, for `GRPOLoss`, logits. `log_probs_mode` must be that of the
-            log-probs that were sampled.
-        model: the module that is trained, for ``loss.parameters()`` to find its parameters; the losses do without.
+        policy: its engine must support gradients and, for `GRPOLoss`, logits. Its `log_probs_mode` must be that of
+            sampling.
+        model: the module to train, so that ``loss.parameters()`` returns its parameters. The losses work without it.
 
     Raises:
-        InvalidRequestError: a policy with other keys.
+        InvalidRequestError: the policy has other keys.
     """
 
     generate = False
@@ -107,15 +108,15 @@ class LossActor(TensorDictModuleBase):
         return self._tokens.backend.tokenizer
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """``log_probs.full`` of ``history.full``, batch ``(B,)``, with gradients where the engine has them.
+        """Return ``log_probs.full`` of ``history.full``, batch ``(B,)``, with gradients if the engine supports them.
 
         Raises:
-            InvalidRequestError: a batch of another number of dimensions.
+            InvalidRequestError: the batch does not have exactly one dimension.
         """
         if tensordict.batch_dims != 1:
             shape = tuple(tensordict.batch_size)
             raise invalid(
-                "tensordict", f"SFTLoss takes a batch of one dimension, not {shape}; flatten it with view(-1)"
+                "tensordict", f"SFTLoss needs a batch of one dimension, got {shape}; flatten it with view(-1)"
             )
         history = from_torchrl(tensordict.get("history").full)
         given = TensorDict({"history": history}, batch_size=tensordict.batch_size)
@@ -124,15 +125,15 @@ class LossActor(TensorDictModuleBase):
         return TensorDict({"log_probs": LogProbs.from_tensordict(stacked)}, batch_size=tensordict.batch_size)
 
     def get_dist(self, tensordict: TensorDictBase, mask: str = "all_attention_mask", **_: Any) -> MaskedCategorical:
-        """The distributions of ``tokens.full``, ``[*batch, width]``, in the columns that the losses read tokens in.
+        """Return the distributions of ``tokens.full``, ``[*batch, width]``, in the columns in which losses read tokens.
 
         Args:
             mask: the field of `Masks` that says which positions count.
 
         Raises:
             CapabilityError: the engine returns no logits.
-            MissingKeyError: the policy's tokens, masks or log-probs are not there.
-            ProvenanceMismatchError: the tokens were scored under another distribution than this policy's.
+            MissingKeyError: the policy's tokens, masks or log-probs are missing.
+            ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
         self._must_match(tensordict)
         batch = tensordict.batch_size
@@ -141,7 +142,7 @@ class LossActor(TensorDictModuleBase):
         counts = _padded(tensordict, "masks", mask) & _padded(tensordict, "log_probs", "scored_mask")
         return self._tokens.get_dist(TensorDict({"tokens": tokens, "masks": attention}, batch_size=batch), counts)
 
-    # The names that GRPOLoss looks for, one for each masking strategy.
+    # GRPOLoss calls these, one for each masking strategy.
 
     def _get_sft_dist(self, tensordict: TensorDictBase, **_: Any) -> MaskedCategorical:
         return self.get_dist(tensordict, "all_response_mask")
@@ -161,20 +162,23 @@ class LossActor(TensorDictModuleBase):
             if not own.matches(sampled):
                 raise ProvenanceMismatchError(
                     f"the log-probs are {sampled.mode}, temperature {sampled.temperature}, support {sampled.support}; "
-                    f"this actor's are {mode}, temperature {temperature}, and their ratio means nothing. Sample with "
+                    f"this actor's are {mode}, temperature {temperature}; their ratio has no meaning. Sample with "
                     'log_probs_mode="raw", or give the actor the log_probs_mode and temperature of the sampler'
                 )
 
 
 class ModuleTransform(Transform):
-    """A module of `corelm.kl` (or another that works on a TensorDict with a ``next``) as a transform of TorchRL.
+    """A module of `corelm.kl`, or another module that reads a TensorDict with ``next``, as a transform of TorchRL.
 
-    In an environment it acts on every step, with the step's results under ``next``; on a replay buffer or as a
-    collector's `postproc`, on what comes by. Resets pass it.
+    In an environment it is applied to every step, with the step's results under ``next``; on a replay buffer or as the
+    `postproc` of a collector, to every batch. Resets are passed through unchanged.
+
+    Args:
+        module: the module.
     """
 
     def __init__(self, module: TensorDictModuleBase) -> None:
-        # Keys would have to be declared to the environment's specs, and containers of varying length have none.
+        # No keys: they would need entries in the environment's specs, which containers of varying length do not have.
         super().__init__()
         self.module = module
 
@@ -192,13 +196,15 @@ class ModuleTransform(Transform):
 
 def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
     if policy.options.keys != Keys():
-        raise invalid("policy", "TorchRL reads the containers under their usual keys, and this policy has others")
+        raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
 
 
 def _padded(tensordict: TensorDictBase, container: str, field: str) -> Tensor:
-    """A field of rows, dense: as it is, or padded left, which is what the losses do to the tokens."""
+    """Return a field as a dense tensor; rows are padded on the left, as the losses pad the tokens."""
     found = tensordict.get((container, field), None, as_padded_tensor=True, padding_side="left", padding_value=0)
     if not isinstance(found, Tensor):
-        raise MissingKeyError(f"there is no {container}.{field}, which LLMPolicy writes", field=f"{container}.{field}")
+        raise MissingKeyError(
+            f"the TensorDict has no {container}.{field}; run the LLMPolicy on it first", field=f"{container}.{field}"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Conversations between the two libraries, both ways: a row of ours is a conversation, a row of TorchRL's a message."""
+"""Convert conversations from and to TorchRL: there a row is a message, in a core `History` a row is a conversation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ PARTS = ("prompt", "response", "full")
 
 
 def from_torchrl(history: Any) -> Any:
-    """A `History` of TorchRL, batch ``[*batch, messages]``, as ours of batch ``[*batch]``; its `ChatHistory` as ours.
+    """Convert a `History` of TorchRL, batch ``[*batch, messages]``, to a core `History` of batch ``[*batch]``.
 
-    `role`, `content` and `tool_calls` are taken over, and what `to_torchrl` sent along (sampled ids, names, …) comes
-    back, unless something has been changed since. `tool_responses`, and `is_complete` where it is False,
-    go into `Message.extra`. Placeholders (role ``<none>``) are left out. Ours is returned as it is.
+    A `ChatHistory` of TorchRL is converted part by part. A core `History` or `ChatHistory` is returned unchanged.
+
+    `role`, `content` and `tool_calls` are copied. The other fields that `to_torchrl` attached (sampled ids, names, …)
+    are restored, unless the message was changed since. `tool_responses`, and `is_complete` if it is False, are stored
+    in `Message.extra`. Placeholders (role ``<none>``) are left out.
 
     Raises:
-        InvalidRequestError: content that is no text, a lone message, or something else altogether.
+        InvalidRequestError: the content of a message is not a string, or `history` is a single message or another type.
     """
     if isinstance(history, (History, ChatHistory)):
         return history
@@ -32,22 +34,25 @@ def from_torchrl(history: Any) -> Any:
         return ChatHistory(**_parts(history, from_torchrl), batch_size=history.batch_size)
     if not isinstance(history, TheirHistory) or not history.ndim:
         raise InvalidRequestError(
-            f"history: expected a History of TorchRL, [*batch, messages], or its ChatHistory; got {_what(history)}",
+            "history: expected TorchRL's History, [*batch, messages], or its ChatHistory; "
+            f"got {_type_and_batch(history)}",
             field="history",
         )
     return History.of(_chats(history), history.batch_size[:-1])
 
 
 def to_torchrl(history: Any) -> Any:
-    """Our `History` of batch ``[*batch]`` as TorchRL's of batch ``[*batch, messages]``; our `ChatHistory` as its own.
+    """Convert a core `History` of batch ``[*batch]`` to TorchRL's `History` of batch ``[*batch, messages]``.
 
-    Its messages have no place for sampled ids, `name`, `tool_call_id` and other extra keys. These go along with the
-    content, which is then a str that remembers its message: they survive whatever moves, stacks or pickles it, and
-    `from_torchrl` finds them. They are lost where a content is written anew, and in a memmap, which holds plain text. A
-    content of None reads as ``""`` there. TorchRL's is returned as it is.
+    A core `ChatHistory` is converted part by part. TorchRL's classes are returned unchanged.
+
+    TorchRL's messages have no fields for sampled ids, `name`, `tool_call_id` and other extra keys. They are attached to
+    the content, which becomes a `str` that carries its message: they survive moving, stacking and pickling, and
+    `from_torchrl` restores them. They are lost if the content is replaced, and in a memmap, which stores plain text. A
+    content of None becomes ``""``.
 
     Raises:
-        InvalidRequestError: no conversations, or one without a message, which TorchRL cannot hold.
+        InvalidRequestError: there is no conversation, or one has no messages; TorchRL can hold neither.
     """
     if isinstance(history, (TheirHistory, TheirChatHistory)):
         return history
@@ -55,13 +60,13 @@ def to_torchrl(history: Any) -> Any:
         return TheirChatHistory(**_parts(history, to_torchrl), batch_size=history.batch_size)
     if not isinstance(history, History):
         raise InvalidRequestError(
-            f"history: expected a History or a ChatHistory, got {_what(history)}", field="history"
+            f"history: expected a History or a ChatHistory, got {_type_and_batch(history)}", field="history"
         )
     chats = history.chats
     empty = {row: "a conversation without messages" for row, chat in enumerate(chats) if not chat}
     if empty or not chats:
         raise InvalidRequestError(
-            "history: TorchRL's History holds at least one conversation, and at least one message in each",
+            "history: TorchRL's History needs at least one conversation, and at least one message in each",
             field="history",
             problems=empty,
         )
@@ -71,20 +76,20 @@ def to_torchrl(history: Any) -> Any:
     return TheirHistory.from_chats(level if history.ndim else level[0])
 
 
-class _Said(str):
-    """The content of a message that has more to it than TorchRL has fields for, and that message."""
+class _ContentWithMessage(str):
+    """The content of a message, and the message itself, if TorchRL's fields cannot represent all of it."""
 
     __slots__ = ("message",)
     message: Message
 
-    def __new__(cls, content: str, message: Message) -> _Said:
-        said = super().__new__(cls, content)
-        said.message = message
-        return said
+    def __new__(cls, content: str, message: Message) -> _ContentWithMessage:
+        carrier = super().__new__(cls, content)
+        carrier.message = message
+        return carrier
 
-    # tensordict keeps one of two values that are equal, and the ids of the other would be lost.
+    # tensordict stores equal values once, so contents with different messages must not be equal.
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) and (not isinstance(other, _Said) or self.message == other.message)
+        return str.__eq__(self, other) and (not isinstance(other, _ContentWithMessage) or self.message == other.message)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -92,7 +97,7 @@ class _Said(str):
     __hash__ = str.__hash__
 
     def __reduce__(self) -> Any:
-        return _Said, (str(self), self.message)
+        return _ContentWithMessage, (str(self), self.message)
 
 
 def _their_fields(message: Message) -> dict[str, Any]:
@@ -104,13 +109,13 @@ def _their_fields(message: Message) -> dict[str, Any]:
         "tool_responses": message.extra.get("tool_responses") or None,
     }
     if Message.from_dict(_our_fields(fields)) != message:
-        fields["content"] = _Said(fields["content"], message)
+        fields["content"] = _ContentWithMessage(fields["content"], message)
     return fields
 
 
 def _our_fields(fields: dict[str, Any]) -> Message | dict[str, Any]:
     content, calls = fields["content"], fields.get("tool_calls") or None
-    if isinstance(content, _Said):
+    if isinstance(content, _ContentWithMessage):
         sent = _their_fields(content.message)
         if all(fields.get(name) == value for name, value in sent.items()):
             return content.message
@@ -124,7 +129,7 @@ def _our_fields(fields: dict[str, Any]) -> Message | dict[str, Any]:
 
 
 def _chats(history: TheirHistory) -> list[list[Message | dict[str, Any]]]:
-    """The conversations, flat, in C order."""
+    """Return the conversations, flat, in C order."""
     if history.ndim > 1:
         return [chat for part in history.unbind(0) for chat in _chats(part)]
     messages = history.tolist(tolist_first=True)
@@ -136,5 +141,5 @@ def _parts(history: Any, convert: Any) -> dict[str, Any]:
     return {name: convert(part) for name, part in found.items() if part is not None}
 
 
-def _what(value: Any) -> str:
+def _type_and_batch(value: Any) -> str:
     return f"{type(value).__name__} {list(getattr(value, 'batch_size', ()))}"
