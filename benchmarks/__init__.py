@@ -1,1 +1,1 @@
-"""What things cost, side by side with the engines themselves and with TorchRL: `make bench`."""
+"""Benchmarks against the engines themselves and against TorchRL: `make bench`."""

@@ -1,10 +1,10 @@
-"""Measure everything, or some of it, and write down what came out.
+"""Run all benchmarks, or some of them, and save the results.
 
     python -m benchmarks [--quick] [--only scoring containers …]
 
-Each part is a module with a function ``figures(quick)`` that yields lists of `Figure`. Results go to
-``benchmarks/results/``: one JSON file with the machine, the versions and the date, and one picture a part. A part that
-was not measured this time keeps the figures it had.
+Each part is a module with a function ``figures(quick)`` that yields lists of `Figure`. Results are written to
+``benchmarks/results/``: one JSON file with the machine, the versions and the date, and one picture per part. Parts that
+are not measured keep their earlier figures.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from benchmarks.measure import Figure, table
 from benchmarks.report import picture, surroundings
 
 PARTS = ("scoring", "generation", "containers", "chats", "startup", "callers", "vllm_overhead")
-#: Parts that need an engine which lives in an environment of its own.
+#: Parts that need an engine, and the interpreter of the environment in which it is installed.
 ELSEWHERE = {"vllm_overhead": ("vllm", Path(".venv-vllm/bin/python"))}
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side and in turns.")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer, in under three minutes")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compare core with other ways to work.")
+    parser.add_argument("--quick", action="store_true", help="run fewer and smaller benchmarks, in under three minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -45,17 +45,17 @@ def main() -> None:
         if (figures := measured(part, given.quick)) is None:
             continue
         found[part] = {**surroundings(), "figures": [figure.as_dict() for figure in figures]}
-        # At once: the next part may fail.
+        # Save at once, because the next part may fail.
         path.write_text(json.dumps(found, indent=1) + "\n")
         if find_spec("matplotlib") is None:
-            # An engine's own environment: who asked for the figures draws them.
+            # This is the environment of an engine: the process that started it draws the picture.
             continue
         picture(f"{part}{' (quick)' if given.quick else ''}", figures, path.with_name(f"{path.stem}-{part}.png"))
     print(f"\nwritten to {path}")
 
 
 def measured(part: str, quick: bool) -> list[Figure] | None:
-    """The part's figures, printed as they come; None for a part that cannot be measured here."""
+    """Measure a part and print its figures; return None if the part cannot be measured here."""
     engine, python = ELSEWHERE.get(part, (None, None))
     if engine is not None and python is not None and find_spec(engine) is None:
         if not python.exists():

@@ -1,14 +1,14 @@
-"""Many callers with one prompt each, against one batch of all their prompts: what does sharing cost?
+"""Many callers with one prompt each, compared with one batch of all prompts.
 
-The transformers backend answers every prompt with 32 tokens and their log-probs. Each caller asks several times in a
-row, as an agent does. The clock is the wall's, since callers who wait use no processor.
+The transformers backend answers every prompt with 32 tokens and their log-probs. Each caller sends several requests
+in a row, as an agent does. Wall-clock time is measured, because waiting callers use no processor time.
 
     one batch       one caller, all prompts in one call
-    callers         a thread for every prompt, through a `DynamicBatcher` with its defaults
+    callers         one thread per prompt, through a `DynamicBatcher` with its defaults
     callers, min    the same with min_batch_size as large as the number of callers
     one by one      one caller, one prompt after another
 
-`backend` takes and gives records of ids, `policy` TensorDicts of texts; `torchrl` is TransformersWrapper, with
+`backend` reads and returns records of ids, `policy` TensorDicts of texts; `torchrl` is TransformersWrapper, with
 batching=True for its callers.
 """
 
@@ -29,10 +29,10 @@ from corelm.batching import Limits
 
 NEW = 32
 SAMPLING = {"max_new_tokens": NEW, "ignore_eos": True}
-#: Sixteen callers reach nine tenths of one batch's throughput.
+#: Goal: sixteen callers reach 90 % of the throughput of one batch.
 GOAL = {16: 1 / 0.9}
 
-#: Answers some prompts, in one call.
+#: Answers prompts in one call.
 Ask = Callable[[Sequence[str]], object]
 
 
@@ -60,16 +60,16 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
 
 
 def small() -> Any:
-    """A random model that is large enough for the engine to be where the time goes."""
+    """Return a random model large enough that most of the time is spent in the engine."""
     ids = {"eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id}
     model = random_model((len(tokenizer()), 384, 6), **ids)
-    # TorchRL's wrapper has no way to go on behind an end, and passes no `min_new_tokens` on.
+    # TorchRL's wrapper cannot ignore EOS and does not pass `min_new_tokens` on.
     model.generation_config.update(eos_token_id=None, pad_token_id=tokenizer().pad_token_id)
     return model
 
 
 def kinds(backend: Backend, model: Any, count: int) -> Iterator[tuple[str, Ask, dict[str, Ask]]]:
-    """What is asked: its name, how by one caller, and how by many."""
+    """Yield each kind of request: its name, the way for one caller, and the ways for many callers."""
     batchers = {
         "callers": DynamicBatcher(backend),
         "callers, min": DynamicBatcher(backend, Limits(min_batch_size=count)),
@@ -80,7 +80,7 @@ def kinds(backend: Backend, model: Any, count: int) -> Iterator[tuple[str, Ask, 
     finally:
         for each in batchers.values():
             each.cleanup()
-    if found := torchrls(model):
+    if found := torchrl_ways(model):
         yield "torchrl", found[0], {"callers": found[1]}
 
 
@@ -93,8 +93,8 @@ def by_policy(backend: Backend) -> Ask:
     return lambda prompts: policy(TensorDict(text=list(prompts), batch_size=[len(prompts)]))
 
 
-def torchrls(model: Any) -> tuple[Ask, Ask] | None:
-    """By one caller and by many; None where it is not installed."""
+def torchrl_ways(model: Any) -> tuple[Ask, Ask] | None:
+    """Return the ways for one caller and for many; None if TorchRL is not installed."""
     try:
         from torchrl.modules.llm import Text, TransformersWrapper
     except ImportError:

@@ -1,14 +1,14 @@
-"""What does it cost to turn conversations into tokens, with the mask of what the assistant said?
+"""The cost of turning conversations into tokens, with the assistant mask.
 
-    core                     what a policy that scores a history does with it: ids, mask and text, as tensors
-    core, without the mask   the same where no mask is wanted
-    core, sampled turns      the same where the assistant's turns were sampled, and keep their ids
+    core                     the steps of a policy that scores a history: ids, mask and text, as tensors
+    core, without the mask   the same without the mask
+    core, sampled turns      the same for sampled assistant turns, which keep their ids
     tokenizer                `apply_chat_template` of all conversations at once, with the assistant's mask
     tokenizer, no mask       the same without it
     render, encode           every conversation rendered, then one `encode_batch_fast`: no mask
-    torchrl                  TorchRL's History.apply_chat_template, with the mask, where torchrl is installed
+    torchrl                  TorchRL's History.apply_chat_template, with the mask, if torchrl is installed
 
-The tokenizer is a small byte-level BPE, learned from the dialogues of the examples, as are the conversations.
+The tokenizer is a small byte-level BPE trained on the dialogues of the examples; the conversations use the same text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Chats = list[list[dict[str, Any]]]
 
 
 class Engine:
-    """Only its tokenizer is asked."""
+    """A plugin of which only the tokenizer is used."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -46,7 +46,7 @@ class Engine:
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
     lines = itertools.cycle([turn["content"] for chat in dialogues() for turn in chat])
-    # Turns, and sentences in each.
+    # (turns, sentences per turn)
     for turns, sentences in ((4, 4),) if quick else ((4, 1), (4, 4), (8, 2), (8, 4)):
         chats = [[_turn(turn, lines, sentences) for turn in range(turns)] for _ in range(COUNT)]
         length = sum(len(tokenizer().apply_chat_template(chat, return_dict=False)) for chat in chats) // COUNT
@@ -98,7 +98,7 @@ def ways(tokenizer: Any, chats: Chats) -> dict[str, Way]:
 
 
 def _sampled(tokenizer: Any, chats: Chats) -> Chats:
-    """The same conversations, the assistant's turns with the ids an engine would have returned."""
+    """Return the same conversations, with ids in the assistant turns as if an engine had sampled them."""
     end = tokenizer.eos_token_id
 
     def as_sampled(turn: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""What does it cost to hand a batch back as containers?
+"""The cost of returning a batch as containers.
 
 The rows are an engine's answers: prompts and responses of 8 to 39 tokens, with masks and log-probs.
 
-    core                  tokens, masks and log-probs, from the records; rows are made when somebody asks for one
-    core, all five        the same with text, history, finish reasons and errors
-    core, rows asked for  the same three, and every row of them made
-    tensordict            the same three by hand: a TensorDict a row, lazily stacked
-    torchrl               the same three as TorchRL's own classes, one a row, where torchrl is installed
+    core                  tokens, masks and log-probs, from the records; rows are made on first access
+    core, all five        the same, and text, history, finish reasons and errors
+    core, rows asked for  the same three, and all their rows are made
+    tensordict            the same three by hand: one TensorDict per row, lazily stacked
+    torchrl               the same three in TorchRL's own classes, one per row, if torchrl is installed
 
-Dense, what is done by hand is `pad_sequence`, field by field.
+For dense batches the comparison by hand is `pad_sequence`, field by field.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     for rows in (16, 256, 4096) if quick else (16, 256, 4096, 16_384):
         repeats = (21 if rows < 4096 else 2) if quick else (51 if rows < 4096 else 9)
         asked = answers(rows)
-        # A call has costs of its own, which a handful of rows cannot share.
+        # With few rows the fixed cost of a call dominates, so there is no goal.
         counts = rows > 16
         yield compare(
             f"containers of {rows} rows, one row a sample",
@@ -65,7 +65,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
 
 
 def answers(rows: int) -> ContainerRequest:
-    """Random answers to random prompts."""
+    """Return random answers to random prompts."""
     draw = torch.Generator().manual_seed(0)
 
     def part() -> Ragged:
@@ -150,7 +150,7 @@ CLASSES: dict[str, Any] = {"tokens": Tokens, "masks": Masks, "log_probs": LogPro
 
 
 def split(asked: ContainerRequest) -> dict[str, dict[str, list[Tensor]]]:
-    """Every field of the three as a list of tensors, one a row, each with a storage of its own."""
+    """Return every field of the three as a list with one tensor per row; no two share storage."""
     prompt, response, full = asked.tokens.prompt, asked.tokens.response, asked.tokens.full
     logprobs, scored = asked.logprobs, asked.scored
     assert prompt is not None and response is not None and logprobs is not None and scored is not None

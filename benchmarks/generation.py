@@ -1,14 +1,14 @@
-"""What does generation cost, log-probs included?
+"""The cost of generation, including log-probs.
 
     raw generate    ``model.generate`` of transformers, without log-probs
     backend         ``backend.generate`` of the transformers backend, from ids to records with raw log-probs
     policy, tokens  `LLMPolicy` from ids to containers with log-probs
     policy, text    `LLMPolicy` from texts to containers with texts and log-probs
-    torchrl         TorchRL's `TransformersWrapper` from ids to log-probs, where torchrl is installed
+    torchrl         TorchRL's `TransformersWrapper` from ids to log-probs, if torchrl is installed
 
-Everybody continues the same prompts of 32 tokens by 64, or by 16 where there are more than 8; nothing ends an answer
-sooner. The models are those of `scoring`: with V=151,936 the head and the sampler are what counts, with V=32,000 the
-body.
+All ways continue the same prompts of 32 tokens by 64 tokens, or by 16 if there are more than 8 prompts; no answer ends
+earlier. The models are those of `scoring`: with V=151,936 most of the time is spent in the head and the sampler, with
+V=32,000 in the body.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from corelm import Backend, LLMPolicy, get_backend
 
 PROMPT = 32
 COUNTS = (1, 8, 32, 128)
-#: Of more prompts than this, answers are shorter: it would take minutes a turn.
+#: With more prompts than this, answers are shorter; otherwise a turn would take minutes.
 MOST_FOR_LONG = 8
-#: TorchRL's wrapper keeps all logits: with more prompts than this it is left out.
+#: With more prompts than this TorchRL's wrapper is left out, because it keeps all logits.
 MOST_FOR_TORCHRL = 32
 
 
@@ -36,11 +36,11 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     new = 16 if quick else 64
     for shape in (BODY_HEAVY, HEAD_HEAVY):
         model = random_model(shape)
-        # Whoever calls `generate` with less said gets this: sampling from everything, without an end.
+        # Defaults of `model.generate`: sample from the full distribution, never end early.
         model.generation_config.update(top_k=0, eos_token_id=None, pad_token_id=0)
         with get_backend("transformers", model, tokenizer=tokenizer()) as backend:
             if quick:
-                yield sampling(backend, model, shape, 8, new, 1, everybody=shape == BODY_HEAVY)
+                yield sampling(backend, model, shape, 8, new, 1, all_ways=shape == BODY_HEAVY)
                 yield greedy(backend, model, shape, 1, new, 1)
                 continue
             for prompts in COUNTS:
@@ -54,11 +54,11 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         yield peaks(work, prepare, ways, (shape, 8, new), {"backend": 60})
 
 
-# The works ------------------------------------------------------------------------------------------------------------
+# Work -----------------------------------------------------------------------------------------------------------------
 
 
 def sampling(
-    backend: Backend, model: Any, shape: Shape, prompts: int, new: int, repeats: int, *, everybody: bool = True
+    backend: Backend, model: Any, shape: Shape, prompts: int, new: int, repeats: int, *, all_ways: bool = True
 ) -> list[Figure]:
     texts = words(prompts)
     ids = encoded(texts)
@@ -66,7 +66,7 @@ def sampling(
         "raw generate": functools.partial(raw_generate, model, ids, new, do_sample=True),
         "backend": functools.partial(backend.generate, ids, asked(new)),
     }
-    if everybody:
+    if all_ways:
         ways |= policies(backend, texts, ids, new)
         if prompts <= MOST_FOR_TORCHRL:
             ways |= torchrl(model, ids, new)
@@ -128,13 +128,13 @@ def torchrl(model: Any, ids: torch.Tensor, new: int) -> dict[str, Way]:
     def ask() -> Any:
         return wrapper(TensorDict(tokens=Tokens(prompt=ids, batch_size=size), batch_size=size))
 
-    # It drops arguments that it does not know, such as min_new_tokens.
+    # The wrapper drops arguments that it does not know, such as min_new_tokens, so check the lengths.
     assert [len(row) for row in ask()["tokens"].get("response", as_list=True)] == [new] * len(ids)
     return {"torchrl": ask}
 
 
 def prepare(way: str, shape: Shape, prompts: int, new: int) -> Way:
-    """For a process of its own: what is imported at a first call is not counted."""
+    """Prepare a way in a new process; a first call does the lazy imports, which are not counted."""
     model, ids = random_model(shape), encoded(words(prompts))
     model.generation_config.update(top_k=0, eos_token_id=None, pad_token_id=0)
     if way == "raw generate":
@@ -145,18 +145,18 @@ def prepare(way: str, shape: Shape, prompts: int, new: int) -> Way:
     return functools.partial(backend.generate, ids, asked(new))
 
 
-# What they work on ----------------------------------------------------------------------------------------------------
+# Inputs ---------------------------------------------------------------------------------------------------------------
 
 
 def words(prompts: int) -> list[str]:
-    """Texts of 32 tokens each: words that are tokens of their own."""
+    """Return texts of 32 tokens each, made of words that are single tokens."""
     known = sorted(word for word in tokenizer().get_vocab() if word.startswith("Ġ") and word[1:].isalpha())
     picked = torch.randint(len(known), (prompts, PROMPT), generator=torch.Generator().manual_seed(0))
     return ["".join(known[word] for word in row).replace("Ġ", " ") for row in picked.tolist()]
 
 
 def encoded(texts: list[str]) -> torch.Tensor:
-    """int64[prompts, 32]"""
+    """Return int64[prompts, 32]: the ids of the texts."""
     ids = torch.tensor(tokenizer()(texts, add_special_tokens=False)["input_ids"])
     assert ids.shape == (len(texts), PROMPT)
     return ids

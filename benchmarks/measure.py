@@ -1,7 +1,7 @@
-"""How everything here is measured: ways that do the same work take turns, and each is a ratio to one of them.
+"""How the benchmarks measure: several ways to do the same work take turns, and each is compared with a baseline.
 
-A ratio is the median of the ratios within a turn, so that what else the machine does falls on both sides. The baseline
-runs a second time in every turn: its ratio to itself says how much is noise.
+A ratio is the median of the ratios within a turn, so that other load on the machine affects both sides equally. The
+baseline runs a second time in every turn: its ratio to itself shows the noise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-#: Does the work once.
+#: A function that does the work once.
 Way = Callable[[], object]
 
 AGAIN = "the same again"
 
-#: Seconds that are measured at a time, at least. Seconds and turns after which a work may end.
+#: The shortest time to measure, in seconds; the seconds after which no new turn starts; the smallest number of turns.
 SHORTEST, LONGEST, FEWEST = 0.01, 45.0, 3
-#: Seconds for a work that may come near its goal: it takes more turns to tell.
+#: `LONGEST` for work whose ratio is close to its goal, which takes more turns to decide.
 LONGER = 120.0
 
 
@@ -36,12 +36,17 @@ class Figure:
     """One way of doing some work.
 
     Attributes:
-        work: what is done, such as ``scoring 16 ragged rows, V=151,936``. way: how.
-        seconds: of one run, by the clock used; None where only memory was measured.
-        baseline: the way that ratios are to. ratio: the median over so many `turns`. spread: its quartiles.
-        mib: MiB of peak memory above what the process held before the work.
-        goal: what the ratio, or else the memory, should not exceed.
-        rows: how many rows the work has. goal_seconds: what `seconds`, of a row if there are rows, should not exceed.
+        work: what is done, such as ``scoring 16 ragged rows, V=151,936``.
+        way: how it is done.
+        seconds: seconds per run, by the clock used; None if only memory was measured.
+        baseline: the way with which this one is compared.
+        ratio: the median, over `turns`, of the ratio to the baseline.
+        spread: the quartiles of the ratio.
+        turns: the number of turns.
+        mib: peak memory in MiB, above the memory held before the work.
+        goal: the upper limit of the ratio or, without a ratio, of the memory.
+        rows: the number of rows of the work.
+        goal_seconds: the upper limit of `seconds`, per row if `rows` is given.
     """
 
     work: str
@@ -58,7 +63,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goals are met; None without one."""
+        """Whether all goals are met; None without a goal."""
         found = self.mib if self.ratio is None else self.ratio
         held = ((found, self.goal), (self.each, self.goal_seconds))
         reached = [value <= goal for value, goal in held if value is not None and goal is not None]
@@ -66,7 +71,7 @@ class Figure:
 
     @property
     def each(self) -> float | None:
-        """Seconds a row, or all of them where rows are not counted."""
+        """Seconds per row, or per run if `rows` is not given."""
         return None if self.seconds is None else self.seconds / (self.rows or 1)
 
     def as_dict(self) -> dict[str, Any]:
@@ -89,29 +94,36 @@ def compare(
     goal_seconds: Mapping[str, float] | None = None,
     longest: float = LONGEST,
 ) -> list[Figure]:
-    """Time all `ways`, in turns, against the one named `baseline`. What is short runs several times in a row, as by
-    itself it would be measured with the caches that its neighbour left.
+    """Time all `ways` in turns and compare them with the one named `baseline`.
+
+    A way that takes less than `SHORTEST` runs several times in a row; a single run would depend on the caches that the
+    way before it left.
 
     Args:
-        repeats: turns. longest: seconds after which no further one begins, if there were a `FEWEST`.
-        goals: ratios that ways should stay under. clock: seconds; of processor time by default, which a machine that
-            is busy with something else disturbs least.
-        rows: how many rows the work has. goal_seconds: what ways should stay under, a row if there are rows.
+        work: names the work.
+        ways: the ways by name.
+        baseline: the name of the way to compare with.
+        repeats: the number of turns.
+        goals: for some ways, the upper limit of the ratio.
+        clock: returns seconds; processor time by default, which other load on the machine affects least.
+        rows: the number of rows of the work.
+        goal_seconds: for some ways, the upper limit of the seconds, per row if `rows` is given.
+        longest: seconds after which no new turn starts, once `FEWEST` turns are done.
     """
     turns: list[dict[str, float]] = []
     counts = dict.fromkeys([*ways, AGAIN], 1)
     began = time.monotonic()
-    # What is here already is nobody's garbage, and need not be gone through.
+    # Exclude existing objects from collection: they are not the garbage of any way.
     gc.freeze()
     # The first turn warms up.
     for turn in range(repeats + 1):
         if len(turns) >= FEWEST and time.monotonic() - began > longest:
             break
         taken = {}
-        # Every other turn runs backwards, so that nobody always comes after the same neighbour.
+        # Every second turn runs in reverse order, so that no way always follows the same one.
         order = [*ways.items(), (AGAIN, ways[baseline])]
         for name, way in order if turn % 2 else reversed(order):
-            # So that everybody pays for their own garbage.
+            # Collect first, so that no way pays for the garbage of another.
             gc.collect()
             start = clock()
             for _ in range(counts[name]):
@@ -145,11 +157,15 @@ def compare(
 def peaks(
     work: str, prepare: Callable[..., Way], ways: Iterable[str], arguments: tuple[Any, ...], goals: Mapping[str, float]
 ) -> list[Figure]:
-    """The peak memory of each way, in a process of its own.
+    """Measure the peak memory of each way, each in a new process.
 
     Args:
-        prepare: a function at a module's top level; ``prepare(way, *arguments)`` loads the model and returns what does
-            the work. What it holds then is not counted.
+        work: names the work.
+        prepare: a function at the top level of a module; ``prepare(way, *arguments)`` loads the model and returns a
+            function that does the work. Memory held at that point is not counted.
+        ways: the names of the ways.
+        arguments: passed to `prepare`.
+        goals: for some ways, the upper limit in MiB.
     """
     figures = []
     for way in ways:
@@ -159,7 +175,7 @@ def peaks(
         process.start()
         process.join()
         if process.exitcode:
-            raise RuntimeError(f"{work}, {way}: the process ended with {process.exitcode}")
+            raise RuntimeError(f"{work}, {way}: the process ended with exit code {process.exitcode}")
         figures.append(Figure(work=work, way=way, mib=found.get(), goal=goals.get(way)))
     return figures
 
@@ -167,10 +183,10 @@ def peaks(
 def _peak(found: Any, prepare: Callable[..., Way], way: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     work = prepare(way, *arguments)
-    # What loading left over is given back, or the work would find its memory there and seem to need none.
+    # Return freed memory to the system first; otherwise the work would reuse it and seem to need less.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    # Linux: sets the high-water mark back to what is held now.
+    # Linux: reset the peak to the memory held now.
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     work()
@@ -178,14 +194,14 @@ def _peak(found: Any, prepare: Callable[..., Way], way: str, arguments: tuple[An
 
 
 def _memory(name: str) -> int:
-    """KiB, as the kernel counts them."""
+    """Return a field of /proc/self/status in KiB."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1])
 
 
 def table(figures: Iterable[Figure]) -> str:
-    """The figures as text, one work after the other."""
+    """Return the figures as text, grouped by work."""
     lines, work = [], None
     for figure in figures:
         if figure.work != work:

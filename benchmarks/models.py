@@ -1,6 +1,4 @@
-"""What is measured with: random models of a given shape, and a small tokenizer learned from the dialogues of the
-examples.
-"""
+"""Random models of a given shape, and a small tokenizer trained on the dialogues of the examples."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from tiny import build_tokenizer, read_chats
 
-#: Vocabulary, width and layers.
+#: Vocabulary size, width and number of layers.
 Shape = tuple[int, int, int]
 
-#: The head is where the time goes; the body is.
+#: Most of the time is spent in the head, or in the body.
 HEAD_HEAVY: Shape = (151_936, 256, 2)
 BODY_HEAVY: Shape = (32_000, 512, 6)
 
 
 def random_model(shape: Shape, **config: Any) -> Any:
-    """A Qwen2 with heads of 64. `config`: what else its configuration says."""
+    """Return a random Qwen2 with heads of 64; `config` holds further fields of its configuration."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     vocab, hidden, layers = shape
@@ -49,11 +47,11 @@ def named(shape: Shape) -> str:
 
 @functools.cache
 def tokenizer() -> Any:
-    """Byte-level BPE of at most 1,024 entries."""
+    """Return a byte-level BPE of at most 1,024 entries."""
     return build_tokenizer("\n".join(turn["content"] for chat in dialogues() for turn in chat))
 
 
 def dialogues() -> list[list[dict[str, Any]]]:
-    """Short conversations, as messages of role and content."""
+    """Return short conversations, as messages with role and content."""
     found: list[list[dict[str, Any]]] = read_chats()
     return found

@@ -1,4 +1,4 @@
-"""What a result needs beside its figures: where it was measured, and a picture."""
+"""The machine on which results were measured, and pictures of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISTRIBUTIONS = ("core", "torch", "tensordict", "transformers", "tokenizers", "t
 
 
 def surroundings() -> dict[str, Any]:
-    """Date, machine and versions."""
+    """Return date, machine and versions."""
     versions = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
@@ -40,7 +40,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def picture(title: str, figures: Sequence[Figure], path: Path) -> None:
-    """Every ratio as a dot with its quartiles, its goal as a bar across; the grey band is the noise of its work."""
+    """Draw every ratio as a dot with its quartiles and its goal as a bar; the grey band is the noise of the work."""
     from matplotlib.figure import Figure as Canvas
 
     shown = [figure for figure in figures if figure.ratio is not None and figure.way not in (figure.baseline, AGAIN)]

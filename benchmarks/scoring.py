@@ -1,12 +1,12 @@
-"""What do log-probabilities of given tokens cost?
+"""The cost of log-probabilities of given tokens.
 
     backend         ``backend.score_logprobs`` of the transformers backend
     log_softmax     the model's plain forward on padded rows, `log_softmax` over the vocabulary, `gather`
-    head products   the matrix products of the head for the tokens that are scored, in tiles, and nothing else
-    torchrl         TorchRL's `TransformersWrapper` that scores, where torchrl is installed
+    head products   only the matrix products of the head for the scored tokens, in tiles
+    torchrl         a scoring TorchRL `TransformersWrapper`, if torchrl is installed
 
-The models are random. V=151,936 has a small body, two layers of 256, so that the head is where the time goes; V=32,000
-has six layers of 512. Ragged rows have a bit more than half as many tokens as padded ones.
+The models are random. V=151,936 has a small body, two layers of 256, so that most of the time is spent in the head;
+V=32,000 has six layers of 512. Ragged rows have slightly more than half as many tokens as padded ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     repeats = 2 if quick else 9
     rows, longest = (2, 160) if quick else (6, 512)
     for shape, goal in ((HEAD_HEAVY, 0.35), (BODY_HEAVY, 0.45)):
-        # The goals are for batches of some size: a call has its price.
+        # Goals apply to larger batches only: with few rows the fixed cost of a call dominates.
         yield against_log_softmax(shape, ragged(shape, rows, longest), repeats, None if quick else goal)
     yield with_gradients(ragged(HEAD_HEAVY, rows, longest), 1 if quick else repeats, None if quick else 0.55)
     yield of_one_prompt(BODY_HEAVY, repeats, 1 / 2.2, *((128, 32) if quick else (256, 64)))
@@ -41,7 +41,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         yield growth(repeats)
 
 
-# The works ------------------------------------------------------------------------------------------------------------
+# Work -----------------------------------------------------------------------------------------------------------------
 
 
 def against_log_softmax(shape: Shape, rows: Ragged, repeats: int, goal: float | None) -> list[Figure]:
@@ -77,7 +77,7 @@ def with_gradients(rows: Ragged, repeats: int, goal: float | None) -> list[Figur
 
 
 def of_one_prompt(shape: Shape, repeats: int, goal: float | None, prompt: int, answer: int) -> list[Figure]:
-    """Eight answers of one prompt. Alone: as many of as many prompts, where there is nothing to share."""
+    """Score eight answers to one prompt; "alone" scores eight answers to eight prompts, which share nothing."""
     backend = opened(random_model(shape))
     alone = torch.randint(shape[0], (8, prompt + answer), generator=torch.Generator().manual_seed(0))
     shared = alone.clone()
@@ -94,7 +94,7 @@ def of_one_prompt(shape: Shape, repeats: int, goal: float | None, prompt: int, a
 
 
 def growth(repeats: int) -> list[Figure]:
-    """Each of rows, length and vocabulary doubled."""
+    """Double the number of rows, the length and the vocabulary, one at a time."""
     sizes = {
         "4 rows of 128, V=32,768": (4, 128, 32_768),
         "8 rows": (8, 128, 32_768),
@@ -134,7 +134,7 @@ def against_torchrl(rows: Ragged, repeats: int) -> list[Figure] | None:
     )
 
     def theirs() -> Any:
-        # A fresh input each time, as an output is written into it.
+        # Copy the input, because the output is written into it.
         parts = [TensorDict(tokens=Tokens(full=ids)) for ids in rows.split()]
         with torch.no_grad():
             return wrapper(lazy_stack(parts))
@@ -172,7 +172,7 @@ def prepare_gradients(way: str, rows: Ragged) -> Way:
 
 
 def log_softmax(model: Any, rows: Ragged, *, grad: bool = False) -> Tensor:
-    """float32[tokens that have one before them], row after row."""
+    """Return float32: log-probs of all tokens but the first of each row, row after row."""
     ids, mask = rows.to_padded(0), rows.mask()
     with torch.set_grad_enabled(grad):
         logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
@@ -193,11 +193,11 @@ def head_products(model: Any, rows: Ragged) -> Way:
     return run
 
 
-# What they work on ----------------------------------------------------------------------------------------------------
+# Inputs ---------------------------------------------------------------------------------------------------------------
 
 
 def ragged(shape: Shape, rows: int, longest: int) -> Ragged:
-    """Random rows of lengths from a twelfth of the longest on."""
+    """Return random rows with lengths from `longest` / 12 to `longest`."""
     lengths = torch.linspace(longest / 12, longest, rows).long()
     ids = torch.randint(shape[0], (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
     return Ragged(ids, lengths)
@@ -205,7 +205,7 @@ def ragged(shape: Shape, rows: int, longest: int) -> Ragged:
 
 def opened(model: Any) -> Backend:
     backend = corelm.get_backend("transformers", model, tokenizer=tokenizer())
-    # The first call finds out how the model may be run.
+    # The first call determines how the model can be run.
     backend.score_logprobs([[1, 2, 3]])
     return backend
 

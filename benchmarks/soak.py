@@ -1,9 +1,9 @@
-"""A crowd in front of a small engine: is every request answered, with its own answer, and is memory given back?
+"""A stress test of `DynamicBatcher`: every request must get its own answer, and memory must be released.
 
     python benchmarks/soak.py [--quick]
 
-64 threads send 20,000 requests of mixed parameters through a `DynamicBatcher` to the toy backend of the tests. One in a
-hundred makes its whole call fail. Every answer is compared with what the backend says when it is asked directly.
+64 threads send 20,000 requests with mixed parameters through a `DynamicBatcher` to the toy backend of the tests. One
+in a hundred requests makes its whole call fail. Every answer is compared with the backend's answer to a direct call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest
 
-#: A prompt that begins with this id makes the call fail that it is in.
+#: A prompt that starts with this id makes its call fail.
 POISON = 255
 FAILING = 0.01
 PARAMETERS = (
@@ -53,7 +53,7 @@ class Request:
 
 
 class Poison:
-    """A wrapper around the engine, which the direct one does not have."""
+    """A hook wrapper that makes calls fail; the backend for direct calls does not have it."""
 
     def __init__(self) -> None:
         self.calls = self.rows = 0
@@ -70,10 +70,15 @@ class Poison:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2,000 requests")
+    parser.add_argument("--quick", action="store_true", help="send 2,000 requests only")
     parser.add_argument("--requests", type=int, default=None)
     parser.add_argument("--threads", type=int, default=64)
-    parser.add_argument("--switch-interval", type=float, default=None, help="seconds; 1e-6 preempts all the time")
+    parser.add_argument(
+        "--switch-interval",
+        type=float,
+        default=None,
+        help="interpreter switch interval in seconds; 1e-6 preempts constantly",
+    )
     given = parser.parse_args()
     count = given.requests or (2_000 if given.quick else 20_000)
     if given.switch_interval:
@@ -119,7 +124,7 @@ def main() -> int:
     failing = sum(each.poisoned for each in requests)
     lost = outcomes != Counter({"answered as directly": count - failing, "failed alone": failing})
     left = state.queued or state.in_flight or threads
-    print("something is wrong" if lost or left else "nothing lost, nothing mixed")
+    print("requests were lost, mixed up or left over" if lost or left else "no request lost or mixed up")
     return bool(lost or left)
 
 
@@ -145,7 +150,7 @@ def compare(batcher: DynamicBatcher, request: Request, expected: list[list[int]]
 
 
 def resident() -> float:
-    """MiB of memory that this process holds now, or its peak where the system does not say."""
+    """Return the memory of this process in MiB, or its peak if the system does not report the current value."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,6 +1,6 @@
-"""How long until something happens? Every run is an interpreter of its own; counted is its processor time.
+"""Start-up time: the processor time of a new interpreter per run.
 
-corelm           every public name of corelm imported, where torch and tensordict are already
+corelm           import every public name of corelm; torch and tensordict are imported before
 corelm backends  the command that lists the backends
 """
 
@@ -39,11 +39,11 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
 
 
 def run(code: str) -> str:
-    """What it prints."""
+    """Run the code in a new interpreter and return what it prints."""
     return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def of_children() -> float:
-    """Processor seconds of all processes that were started here and have ended."""
+    """Return the processor seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,13 +1,13 @@
-"""What does going through corelm cost, over calling vLLM directly?
+"""The cost of calling vLLM through corelm, compared with calling it directly.
 
-One engine, asked in turn for the same answers of 64 tokens with their log-probs:
+One engine gives the same answers of 64 tokens, with their log-probs, in several ways:
 
-    vllm             AsyncLLM itself, one request a prompt, with what makes it quickest (no text, flat log-probs)
-    vllm, as usual   the same with vLLM's own defaults: it makes the text, and an object for every token
+    vllm             AsyncLLM itself, one request per prompt, with its fastest options (no text, flat log-probs)
+    vllm, as usual   the same with vLLM's defaults, which also make the text and an object for every token
     backend          `Backend.generate`: records of ids
     policy           `LLMPolicy` on tokens: TensorDicts
 
-The clock is the wall's: the engine is another process.
+Wall-clock time is measured, because the engine is another process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Read when vLLM is imported: a start on a CPU, without compiling and without a word.
+# vLLM reads these when it is imported: run on a CPU, do not compile, do not log.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -36,7 +36,7 @@ from benchmarks.models import random_model, tokenizer
 from corelm import Backend, LLMPolicy
 
 NEW = 64
-#: For so many prompts.
+#: Numbers of prompts.
 GOALS = {8: 1.05, 64: 1.05}
 
 
@@ -57,7 +57,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
 
 
 def small(folder: Path) -> Path:
-    """A random model of 18 million parameters and its tokenizer, saved."""
+    """Save a random model of 18 million parameters and its tokenizer; return the folder."""
     tokenizer().save_pretrained(folder)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id}
     random_model((len(tokenizer()), 512, 6), max_position_embeddings=1024, **ids).save_pretrained(folder)
@@ -65,12 +65,12 @@ def small(folder: Path) -> Path:
 
 
 def ways(backend: Backend, count: int, new: int) -> dict[str, Way]:
-    """Each a call that has all of `count` prompts answered, by ids that differ from call to call."""
+    """Return the ways: each answers `count` prompts, with other ids in every call."""
     fresh = itertools.count()
     vocab = len(backend.tokenizer)
 
     def prompts() -> torch.Tensor:
-        # Never the same twice, so that no way profits from what another has cached.
+        # New ids in every call, so that no way profits from the cache of another.
         return torch.randint(3, vocab, (count, 32), generator=torch.Generator().manual_seed(next(fresh)))
 
     sampling = {"max_new_tokens": new, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""The main job, on a model that is trained while you watch: chat for two turns, then score the chat again.
+"""Chat for two turns with a tiny model that is trained on the spot, then score the chat again.
 
 python examples/demo.py [--output demo-output] [--steps 200] [--seed 0]
 """
@@ -20,7 +20,7 @@ from tiny import build_tiny
 FIRST = ["Hello!", "Good morning!", "What is your name?", "How are you?"]
 SECOND = ["What is your name?", "Who are you?", "How big are you?", "I am well too."]
 
-#: Two float32 computations of one number, in batches of different shapes.
+#: Accepted difference, in nats, between float32 log-probs computed in batches of different shapes.
 TOLERANCE = 1e-4
 
 
@@ -49,12 +49,12 @@ def main() -> None:
         console.print(f"These log-probs are {second['log_probs'].provenance}\n")
 
         scored = policy.replace(generate=False)(TensorDict(history=second["history"].full))
-        agree(console, second, scored)
+        compare(console, second, scored)
     console.print(f"The model is in {path.resolve()}. Open it with corelm.get_backend('transformers', {str(path)!r}).")
 
 
 def table(title: str, questions: list[str], result: TensorDictBase) -> Table:
-    """What came back, a row a conversation."""
+    """Return a table of the result, one row per conversation."""
     out = Table(title=title, title_justify="left")
     for name, justify in (("question", "left"), ("answer", "left"), ("tokens", "right"), ("mean log-prob", "right")):
         out.add_column(name, justify=justify)
@@ -74,8 +74,8 @@ def table(title: str, questions: list[str], result: TensorDictBase) -> Table:
     return out
 
 
-def agree(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -> None:
-    """Both sets of log-probs, on the tokens that were sampled, and the largest difference."""
+def compare(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -> None:
+    """Print both sets of log-probs of the sampled tokens, and fail if they differ by more than `TOLERANCE`."""
     same = corelm.ragged(sampled, ("tokens", "full")).tolist() == corelm.ragged(scored, ("tokens", "full")).tolist()
     mask = corelm.ragged(sampled, ("log_probs", "scored_mask")).values
     while_sampling = corelm.ragged(sampled, ("log_probs", "full")).values[mask]
@@ -91,7 +91,7 @@ def agree(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -> 
         f"{int(mask.sum())} sampled tokens; ids {'identical' if same else 'DIFFER'}; largest difference {largest:.1e}\n"
     )
     if not same or largest > TOLERANCE:
-        raise SystemExit("The two do not agree.")
+        raise SystemExit("The log-probs of sampling and of scoring do not agree.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `grpo_tiny.py` shows: a table while it runs, the numbers as JSON lines, and a picture of them."""
+"""The report of `grpo_tiny.py`: a table while it runs, the numbers as JSON lines, and a picture of the curves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ HEADER = f"{'steps':>9}{'weights':>9}{'reward':>9}{'KL':>9}{'mean |Δ log p|':>1
 
 
 class Report:
-    """Every step goes to ``steps.jsonl`` in `folder` at once, and a line of the table is the mean of a few of them.
+    """Write every step to ``steps.jsonl`` in `folder` at once, and print the mean of every few steps as a table line.
 
     Attributes:
-        steps: the numbers of each.
-        before, after: every question, its answer, and whether that is right.
+        steps: the numbers of each step.
+        before: every question, its answer before training, and whether the answer is right.
+        after: the same after training.
     """
 
     EVERY = 5
@@ -47,7 +48,7 @@ class Report:
             self._shown = len(self.steps)
 
     def summary(self) -> str:
-        """The answers before and after, side by side."""
+        """Return the answers before and after training, side by side."""
         width = max(len(answer) for _, answer, _ in self.before)
         lines = [
             f"{question:32}{'✓' if was_right else '·'} {before:{width}}  {'✓' if is_right else '·'} {after}"
@@ -58,7 +59,7 @@ class Report:
         return "\n".join(["", *lines, ""])
 
     def draw(self) -> Path:
-        """``curves.png``: reward, KL and mismatch of every step."""
+        """Draw reward, KL and mismatch of every step; return the path of ``curves.png``."""
         from matplotlib.figure import Figure
 
         path = self.folder / "curves.png"
@@ -97,6 +98,6 @@ def _line(steps: list[dict[str, Any]]) -> str:
 
 
 def _smooth(values: list[float], over: int) -> list[float]:
-    """Each value's mean with the ones before it, `over` of them in all."""
+    """Return the moving average over the last `over` values."""
     windows = (values[max(0, end - over) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]

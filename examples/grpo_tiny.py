@@ -1,23 +1,23 @@
-"""GRPO from beginning to end, on a CPU: a tiny model learns to answer questions that it was never asked like this.
+"""GRPO from start to end, on a CPU: a tiny model learns to answer questions in a wording that it has not seen.
 
     python examples/grpo_tiny.py [--output grpo-output] [--steps 60] [--seed 0]
 
-The demo's model has read "What does a cow say?" and then "And a duck?", but never "What does a duck say?". Few such
-questions it gets right. Nobody shows it an answer here: it tries, a rule that a program can check says whether the last
-word was the right one, and what did better than the other tries becomes likelier. It learns what is rewarded and no
-more: "After one comes three." has the right last word after two. One step of Shao et al., DeepSeekMath,
-arXiv:2402.03300, section 4.1, is `GRPO.step`:
+The demo's model was trained on "What does a cow say?" followed by "And a duck?", but never on "What does a duck say?",
+and answers few such questions correctly. Here it is not trained on answers: it samples several answers to a question, a
+program checks whether the last word is right, and answers with a higher reward than the others of their group become
+more likely. The model learns only what is rewarded: "After one comes three." gets the reward for what comes after two.
+`GRPO.step` is one step of Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1:
 
-    sample    a group of answers to each of a few questions, on the sampling engine
-    reward    1 for an answer that ends with the right word, else 0
-    compare   the advantage of an answer is its reward among those of its group: (reward − mean) / deviation
-    score     the same tokens, with the model that is trained and with the reference, which stays as it was
-    learn     the clipped ratio loss and the KL to the reference, through log-probs that carry gradients
-    push      the new weights to the sampling engine; what it samples from then on says which weights it is from
+    sample    sample a group of answers to each of a few questions, with the sampling engine
+    reward    give 1 to an answer that ends with the right word, else 0
+    compare   compute the advantage of an answer within its group: (reward − mean) / deviation
+    score     score the same tokens with the trained model and with the reference, whose weights do not change
+    learn     minimise the clipped ratio loss plus the KL to the reference, through log-probs with gradients
+    push      push the new weights to the sampling engine; later samples report the new weight version
 
-The sampling engine and the trained model are two models of the same weights, as they are where a fast engine samples
-and a training framework trains. They give a token slightly different log-probs; that mismatch is measured, and the loss
-corrected for it. Any backend that samples and takes new weights will do. vLLM on a CPU:
+The sampling engine and the trained model are two models with the same weights, as in a setup in which a fast engine
+samples and a training framework trains. Their log-probs of a token differ slightly; the example measures that mismatch
+and corrects the loss for it. Any backend that samples and accepts new weights works. vLLM on a CPU:
 
     VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_COMPILE_DISABLE=1 python examples/grpo_tiny.py --rollouts vllm \\
         --engine-arg enforce_eager=True --engine-arg kv_cache_memory_bytes=67108864
@@ -48,7 +48,7 @@ from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggr
 from grpo_report import Report
 from tiny import build_tiny
 
-#: What is asked, and the word that the answer must end with.
+#: The questions, and the word that a right answer ends with.
 QUESTIONS = {
     "What does a dog say?": "woof",
     "What does a duck say?": "quack",
@@ -76,16 +76,16 @@ QUESTIONS = {
     "What do you do with a book?": "read",
 }
 
-LONGEST = 16  # tokens of an answer
-PASSES = 2  # over the answers of a step; in the first one every ratio is 1, so it takes a second for one to be clipped
+LONGEST = 16  # tokens per answer
+PASSES = 2  # over the answers of a step; in the first pass every ratio is 1, so only a second one clips any
 CLIP = 0.2
-#: The tokens that are learned from: those that were sampled.
+#: The mask of the tokens to learn from: the sampled ones.
 SAMPLED = ("masks", "all_response_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line sets."""
+    """The options of the command line."""
 
     steps: int = 60
     group: int = 12
@@ -101,7 +101,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    # Matrices this small are computed before a second thread has woken up.
+    # Matrices this small are computed faster by a single thread.
     torch.set_num_threads(1)
     report = train(options)
     print(report.summary())
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(options: Options) -> Report:
-    """Open the engines, take the steps and save the model, in ``options.output``."""
+    """Open the engines, run the steps and save the model in ``options.output``."""
     path = options.output / "tiny-model"
     if not (path / "config.json").exists():
         build_tiny(path, seed=options.seed)
@@ -131,7 +131,7 @@ def train(options: Options) -> Report:
 
 @contextmanager
 def open_engines(path: Path, options: Options) -> Iterator[GRPO]:
-    """Three times the model at `path`: to sample from, to train, and to stay as it is."""
+    """Open the model at `path` three times: to sample from, to train, and as the unchanged reference."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with (
         corelm.get_backend(options.rollouts, path, **{"dtype": "float32", **options.engine_args}) as sampler,
@@ -142,11 +142,14 @@ def open_engines(path: Path, options: Options) -> Iterator[GRPO]:
 
 
 class GRPO:
-    """Three policies, and what a step does with them.
+    """Three policies, and a training step with them.
 
     Args:
-        sampler: samples, and takes new weights. trainer: scores with `model`, with gradients. reference: scores.
-        model: has the weights that the other two start with.
+        sampler: samples, and accepts new weights.
+        trainer: scores with `model`, with gradients.
+        reference: scores with weights that do not change.
+        model: the model to train. `sampler` and `reference` start with the same weights.
+        options: the options of the command line.
     """
 
     def __init__(
@@ -155,10 +158,10 @@ class GRPO:
         self.options = options
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
-        # Ever smaller steps, down to nothing at the end: what has been learned is not overrun.
+        # The learning rate falls to 0, so that the last steps do not undo what was learned.
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=options.steps)
-        # Dense tensors, which losses are easiest to write with. Log-probs are the raw ones of temperature 1 everywhere;
-        # where two of them are compared, the modules below would refuse others.
+        # Dense tensors make losses easy to write. All log-probs are raw, of temperature 1; the modules below refuse to
+        # compare log-probs of different distributions.
         self.sampler = LLMPolicy(sampler, sampling_params={"max_new_tokens": LONGEST}, pad_output=True)
         self.trainer = LLMPolicy(trainer, input_mode="tokens", generate=False, pad_output=True)
         self.score_before = RetrieveLogProb(self.trainer, log_probs_key="train_log_probs")
@@ -174,7 +177,7 @@ class GRPO:
         )
 
     def step(self, questions: Sequence[str], seed: int) -> dict[str, Any]:
-        """Sample, learn, push. Returns the numbers to log."""
+        """Sample, learn and push the weights; return the numbers to log."""
         rollout = self.sample(questions, seed)
         rollout["advantage"] = advantages(rollout["reward"])
         self.score_before(rollout)
@@ -187,20 +190,20 @@ class GRPO:
             "sampled_with": rollout["log_probs"].provenance.weight_version,
             "reward": rollout["reward"].mean().item(),
             "mismatch": mismatch.to_dict(),
-            # Of the first pass, where the model is still the one that sampled; clipped of the last.
+            # Numbers of the first pass, in which the model still has the weights of sampling; `clipped` of the last.
             **learned[0],
             "clipped": learned[-1]["clipped"],
             "weights": self.sampler.backend.update_weights(self.model.state_dict()),
         }
 
     def sample(self, questions: Sequence[str], seed: int) -> TensorDictBase:
-        """A group of answers to each question, and their rewards: batch ``[prompts, group]``."""
+        """Return a group of answers to each question, with their rewards: batch ``[prompts, group]``."""
         rollout = self.sampler.replace(num_samples=self.options.group)(conversations(questions), seed=seed)
         rollout["reward"] = rewards(questions, rollout)
         return rollout
 
     def learn(self, rollout: TensorDictBase) -> dict[str, float]:
-        """One step of the optimizer on all answers."""
+        """Take one optimizer step on all answers."""
         loss, numbers = self.loss(rollout)
         self.optimizer.zero_grad()
         loss.backward()
@@ -209,18 +212,18 @@ class GRPO:
         return {"loss": loss.item(), "gradient": norm.item(), **numbers}
 
     def loss(self, rollout: TensorDictBase) -> tuple[Tensor, dict[str, float]]:
-        """Equation 3 of the paper, negated; with it the KL of a token, in nats, and the share of tokens clipped."""
+        """Return the paper's equation 3, negated, with the mean KL per token in nats and the share clipped."""
         current = self.trainer.log_prob(rollout)
         rollout["current_log_probs"] = LogProbs(full=current, batch_size=rollout.batch_size)
         kl = self.kl(rollout)["kl"]
         ratio = (current - rollout["train_log_probs"].full).exp()
         advantage = rollout["advantage"].unsqueeze(-1)
         gain, clipped_gain = ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage
-        # The ratio is between the trained model now and when it sampled; the weight, between trainer and sampler then.
+        # The ratio compares the trained model now and at sampling; the weight, trainer and sampler at sampling.
         objective = rollout["importance_weights"] * torch.minimum(gain, clipped_gain) - self.options.kl_coef * kl
         mask = rollout[SAMPLED]
         numbers = {
-            # For the record k1: of k3 one token that the reference finds next to impossible would be most of the mean.
+            # Log k1, not k3: one token that the reference finds very unlikely would dominate the mean of k3.
             "kl": aggregate(k1(current.detach(), rollout["ref_log_probs"].full, mask), mask),
             "clipped": aggregate((clipped_gain < gain).float(), mask),
         }
@@ -228,7 +231,7 @@ class GRPO:
         return loss, {name: number.item() for name, number in numbers.items()}
 
     def examine(self) -> list[tuple[str, str, bool]]:
-        """Every question, its likeliest answer, and whether that is right."""
+        """Return every question, its greedy answer, and whether the answer is right."""
         questions = list(QUESTIONS)
         greedy = self.sampler.replace(sampling_params={"max_new_tokens": LONGEST, "temperature": 0.0})
         result = greedy(conversations(questions))
@@ -241,27 +244,27 @@ def conversations(questions: Sequence[str]) -> TensorDict:
 
 
 def rewards(questions: Sequence[str], rollout: TensorDictBase) -> Tensor:
-    """float32[prompts, group]"""
+    """Return float32[prompts, group]: 1 for a right answer, else 0."""
     groups = zip(questions, rollout["text"].response, rollout["finish_reason"], strict=True)
     right = [[is_right(question, *one) for one in zip(*group, strict=True)] for question, *group in groups]
     return torch.tensor(right, dtype=torch.float32)
 
 
 def is_right(question: str, answer: str, finish_reason: str) -> bool:
-    """Whether the answer came to its end, and its last word is the right one. Naming all words one knows is no help."""
+    """Return whether the answer is complete and its last word is right, so that listing many words does not help."""
     return finish_reason == "stop" and re.findall(r"\w+", answer)[-1:] == [QUESTIONS[question]]
 
 
 def advantages(reward: Tensor) -> Tensor:
-    """float32[prompts, group]. Where a whole group did equally well they are 0: there is nothing to learn from it."""
+    """Return float32[prompts, group]. If all answers of a group have one reward, their advantages are 0."""
     return (reward - reward.mean(-1, keepdim=True)) / (reward.std(-1, keepdim=True) + 1e-4)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=Options.steps)
-    parser.add_argument("--group", type=int, default=Options.group, help="answers to each question, at least 2")
-    parser.add_argument("--prompts", type=int, default=Options.prompts, help="questions in each step")
+    parser.add_argument("--group", type=int, default=Options.group, help="answers per question, at least 2")
+    parser.add_argument("--prompts", type=int, default=Options.prompts, help="questions per step")
     parser.add_argument("--lr", type=float, default=Options.lr, help="learning rate of the first step")
     parser.add_argument("--kl-coef", type=float, default=Options.kl_coef, help="weight of the KL in the loss")
     parser.add_argument("--seed", type=int, default=Options.seed)
@@ -273,21 +276,21 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         type=engine_arg,
         metavar="NAME=VALUE",
         default=[],
-        help="for the engine that samples; may be given more than once",
+        help="option of the sampling engine; can be given more than once",
     )
-    parser.add_argument("--output", type=Path, default=Options.output, help="a folder")
-    parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw no picture")
+    parser.add_argument("--output", type=Path, default=Options.output, help="folder for the results")
+    parser.add_argument("--no-plot", dest="plot", action="store_false", help="do not draw the curves")
     given = vars(parser.parse_args(arguments))
     options = Options(**{**given, "engine_args": dict(given["engine_args"])})
     if options.steps < 1 or options.group < 2 or not 1 <= options.prompts <= len(QUESTIONS):
         parser.error(f"expected steps of at least 1, a group of at least 2 and 1 to {len(QUESTIONS)} prompts")
     if options.plot and find_spec("matplotlib") is None:
-        parser.error('the picture needs matplotlib: pip install "core[plot]", or leave it out with --no-plot')
+        parser.error('drawing the curves needs matplotlib: pip install "core[plot]", or pass --no-plot')
     return options
 
 
 def engine_arg(text: str) -> tuple[str, Any]:
-    """``NAME=VALUE``, whose value is Python's if it reads as such, else a string."""
+    """Parse ``NAME=VALUE``; the value is a Python literal if it can be read as one, else a string."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")

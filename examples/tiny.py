@@ -1,9 +1,9 @@
-"""A language model that fits in a coffee break: tokenizer and weights, made in seconds from a text that ships with us.
+"""A tiny language model: tokenizer and weights, trained in seconds from a text in this folder.
 
     python examples/tiny.py tiny-model
 
-The model knows some forty little dialogues by heart and nothing else. It is a real one all the same: a Qwen2 with a
-byte-level BPE tokenizer and a chat template, saved in the format every engine loads.
+The model memorises some forty short dialogues and knows nothing else. It is still a real model: a Qwen2 with a
+byte-level BPE tokenizer and a chat template, saved in the format that every engine loads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Chat = list[dict[str, str]]
 
 
 def read_chats(path: Path = DIALOGUES) -> list[Chat]:
-    """The dialogues of a text file: ``Q:`` and ``A:`` lines in turn, a blank line between dialogues."""
+    """Read dialogues from a text file: alternating ``Q:`` and ``A:`` lines, with a blank line between dialogues."""
     roles = {"Q": "user", "A": "assistant"}
     return [
         [{"role": roles[line[0]], "content": line[3:]} for line in block.splitlines()]
@@ -48,9 +48,9 @@ def read_chats(path: Path = DIALOGUES) -> list[Chat]:
 
 
 def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from `text`, with ChatML's special tokens and a template that marks the assistant's turns.
+    """Train a byte-level BPE on `text`, with ChatML's special tokens and a template that marks the assistant's turns.
 
-    It has at most `vocab_size` entries; a short text gives fewer.
+    The tokenizer has at most `vocab_size` entries; a short text gives fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFas
 def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: bool = True) -> Path:
     """Train a tiny Qwen2 on the shipped dialogues and save it, with its tokenizer, to the folder `path`.
 
-    The same `steps` and `seed` give the same model; torch's and Python's own generators are left where they were.
+    The same `steps` and `seed` give the same model; the global generators of torch and Python are not changed.
     """
     path, chats = Path(path), read_chats()
     tokenizer = build_tokenizer("\n".join(f"{turn['role']}\n{turn['content']}" for chat in chats for turn in chat))
@@ -100,7 +100,7 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small are computed before a second thread has woken up."""
+    """Use one thread: matrices this small are computed faster by a single thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,7 +116,7 @@ def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
             hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=2,
-            # Heads of 32 and an untied head: what vLLM on a CPU can run, and load new weights into.
+            # vLLM on a CPU needs heads of 32 to run, and an untied output head to load new weights.
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=1024,
@@ -132,7 +132,7 @@ def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 def _batch(
     tokenizer: PreTrainedTokenizerFast, chats: list[Chat], rng: random.Random, rows: int = 8
 ) -> dict[str, Tensor]:
-    """`rows` conversations of one or two dialogues each, so that a change of subject is nothing new."""
+    """Return `rows` conversations of one or two dialogues each, so that the model learns changes of subject."""
     conversations = [list(chain.from_iterable(rng.sample(chats, rng.randint(1, 2)))) for _ in range(rows)]
     batch = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -1,4 +1,4 @@
-"""`examples/grpo_tiny.py`, shortened: what a step does, checked against plain transformers, and that it learns."""
+"""`examples/grpo_tiny.py`, shortened: the steps are checked against plain transformers, and the reward rises."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SOME = list(QUESTIONS)[:4]
 
 @pytest.fixture(scope="module")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's tiny model, fully trained: the one of the other tests gets next to no question right."""
+    """Return the demo's tiny model, fully trained: the model of the other tests answers almost nothing correctly."""
     return build_tiny(tmp_path_factory.mktemp("grpo") / "tiny-model", progress=False)
 
 
 @dataclass
-class Finished:
+class FinishedRun:
     folder: Path
     printed: str
 
@@ -44,15 +44,15 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(demo_model: Path) -> Finished:
-    """The command, with twenty steps in place of sixty."""
+def finished(demo_model: Path) -> FinishedRun:
+    """Run the command with 20 steps instead of 60."""
     folder, threads = demo_model.parent, torch.get_num_threads()
     try:
         with redirect_stdout(StringIO()) as printed:
             grpo_tiny.main(["--output", str(folder), "--steps", "20"])
     finally:
         torch.set_num_threads(threads)
-    return Finished(folder, printed.getvalue())
+    return FinishedRun(folder, printed.getvalue())
 
 
 @pytest.fixture
@@ -61,38 +61,38 @@ def grpo(demo_model: Path) -> Iterator[GRPO]:
         yield opened
 
 
-def test_the_reward_rises(finished: Finished):
+def test_the_reward_rises(finished: FinishedRun):
     rewards = [step["reward"] for step in finished.steps]
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
 
 
-def test_each_step_samples_with_the_weights_of_the_last_one(finished: Finished):
+def test_each_step_samples_with_the_weights_of_the_last_one(finished: FinishedRun):
     assert [step["sampled_with"] for step in finished.steps] == [str(step) for step in range(20)]
     assert [step["weights"] for step in finished.steps] == [str(step + 1) for step in range(20)]
 
 
-def test_sampler_and_trainer_agree_at_every_step(finished: Finished):
+def test_sampler_and_trainer_agree_at_every_step(finished: FinishedRun):
     for step in finished.steps:
         assert step["mismatch"]["max_abs"] < 1e-4
         assert step["mismatch"]["clipped_share"] == 0
-        # Every answer of the step has a token at least.
+        # Every answer has at least one token.
         assert step["mismatch"]["sequences"] == Options.prompts * Options.group
 
 
-def test_the_kl_to_the_reference_begins_at_zero(finished: Finished):
+def test_the_kl_to_the_reference_begins_at_zero(finished: FinishedRun):
     first, *later = (step["kl"] for step in finished.steps)
     assert first == pytest.approx(0, abs=1e-9)
     assert all(kl > 1e-4 for kl in later)
 
 
-def test_it_says_and_draws_what_it_did(finished: Finished):
+def test_it_prints_a_report_and_draws_the_curves(finished: FinishedRun):
     lines = finished.printed.splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [["1–5", "5"], ["6–10", "10"], ["11–15", "15"], ["16–20", "20"]]
     assert all(any(line.startswith(question) for line in lines) for question in QUESTIONS)
     assert (finished.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_model_it_saves_is_the_trained_one(finished: Finished):
+def test_the_model_it_saves_is_the_trained_one(finished: FinishedRun):
     before, after = (
         load_file(finished.folder / name / "model.safetensors") for name in ("tiny-model", "trained-model")
     )
@@ -117,7 +117,7 @@ def test_the_same_seed_gives_the_same_numbers(demo_model: Path, tmp_path: Path):
 
 
 def answers(rollout: TensorDict) -> list[tuple[list[int], list[int]]]:
-    """The ids of prompt and answer, row by row."""
+    """Return the ids of prompt and answer, row by row."""
     prompts, responses = (corelm.ragged(rollout, ("tokens", part)).tolist() for part in ("prompt", "response"))
     return list(zip(prompts, responses, strict=True))
 
@@ -148,8 +148,8 @@ def test_the_gradient_reaches_every_parameter_and_only_the_trained_model(grpo: G
         torch.testing.assert_close(score[len(prompt) :], answer_logprobs(reference, prompt, answer), atol=1e-4, rtol=0)
 
 
-def test_the_loss_is_that_of_the_paper(grpo: GRPO):
-    """Equation 3, answer by answer and token by token, from plain forward passes."""
+def test_the_loss_matches_the_paper(grpo: GRPO):
+    """Compute equation 3 answer by answer and token by token, from plain forward passes."""
     old = copy.deepcopy(grpo.model)
     rollout = grpo.sample(SOME, seed=0)
     rollout["advantage"] = grpo_tiny.advantages(rollout["reward"])
@@ -167,7 +167,7 @@ def test_the_loss_is_that_of_the_paper(grpo: GRPO):
         now, then = answer_logprobs(grpo.model, prompt, answer), answer_logprobs(old, prompt, answer)
         ratio = (now - then).exp()
         cut = ratio.clamp(1 - CLIP, 1 + CLIP)
-        # The reference is the model that sampled.
+        # The reference is the sampling model.
         kl = (then - now).exp() - (then - now) - 1
         weight = (then - at_sampling).exp().clamp(max=2.0)
         totals.append((weight * torch.minimum(ratio * advantage, cut * advantage) - Options.kl_coef * kl).mean())
@@ -178,7 +178,7 @@ def test_the_loss_is_that_of_the_paper(grpo: GRPO):
     assert 0 < numbers["clipped"] == pytest.approx(torch.cat(clipped).mean().item(), abs=0.01)
 
 
-def test_advantages_are_of_an_answer_among_its_group():
+def test_advantages_are_normalised_within_a_group():
     found = grpo_tiny.advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]))
     half, quarter = 0.5 / (1 / 3) ** 0.5, 0.25 / 0.25**0.5
     expected = [[half, -half, -half, half], [0.0] * 4, [-quarter, -quarter, -quarter, 3 * quarter]]
@@ -197,14 +197,14 @@ def test_advantages_are_of_an_answer_among_its_group():
         ("", "stop", False),
     ],
 )
-def test_the_rule(answer: str, finish_reason: str, right: bool):
+def test_an_answer_is_right_if_it_ends_with_the_right_word(answer: str, finish_reason: str, right: bool):
     assert grpo_tiny.is_right("What does a duck say?", answer, finish_reason) is right
 
 
 # The command line ------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_the_engine():
+def test_engine_arguments_are_parsed_as_python_values():
     given = ["enforce_eager=True", "kv_cache_memory_bytes=67108864", "engine=async", "path=a=b"]
     options = grpo_tiny.parse(["--rollouts", "vllm", *(part for one in given for part in ("--engine-arg", one))])
     assert options.engine_args == {
@@ -219,13 +219,13 @@ def test_arguments_of_the_engine():
 @pytest.mark.parametrize(
     "arguments", [["--group", "1"], ["--prompts", "25"], ["--steps", "0"], ["--engine-arg", "eager"]]
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+def test_invalid_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         grpo_tiny.parse(arguments)
     assert "expected" in capsys.readouterr().err
 
 
-def test_without_matplotlib_it_says_so_before_it_starts(
+def test_without_matplotlib_it_fails_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
