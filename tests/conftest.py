@@ -1,4 +1,4 @@
-"""Fixtures of more than one test file."""
+"""Fixtures that several test files share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fabricate = Callable[..., Path]
 
 @pytest.fixture
 def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
-    """Put a distribution on ``sys.path`` for one test: what an installer would write, without running one.
+    """Return a function that puts a distribution on ``sys.path`` for one test, as an installer would.
 
     ``fabricate("pkg", "1.0", {"toy": "toy_pkg:Toy"}, {"toy_pkg": "class Toy: ..."})`` returns its dist-info folder.
     """
@@ -54,7 +54,7 @@ def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
 
 @pytest.fixture
 def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``uninstalled("core-vllm-backend")``: for one test that distribution is not there."""
+    """Return a function that hides a distribution for one test: ``uninstalled("core-vllm-backend")``."""
 
     def hide(name: str) -> None:
         there = metadata.distributions
@@ -66,7 +66,7 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the demo's tiny model, trained for a moment."""
+    """Return the folder of the demo's tiny model, trained for 60 steps."""
     from tiny import build_tiny
 
     return build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=60, progress=False)

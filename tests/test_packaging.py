@@ -1,4 +1,4 @@
-"""What is published: the built files of core and of its plugins are opened and read."""
+"""The published files: build core and its plugins, open the results and check them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 import corelm
 
 ROOT = Path(__file__).parent.parent
-#: Each plugin's import name, with its class and the engine that its extra `engine` brings.
+#: Import name of each plugin → its class and the engine that its extra `engine` installs.
 PLUGINS = {
     "transformers_backend": ("TransformersBackend", None),
     "vllm_backend": ("VLLMBackend", "vllm"),
@@ -33,7 +33,7 @@ BACKEND_EXTRAS = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel of every distribution."""
+    """Build the sdist and the wheel of every distribution into one folder."""
     folder = tmp_path_factory.mktemp("built")
     for source in (ROOT, *(ROOT / "plugins" / plugin for plugin in PLUGINS)):
         command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel"]
@@ -74,7 +74,7 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     assert not any("_backend/" in name or "plugins" in name for name in names)
 
 
-def test_the_wheel_of_core_holds_the_package_alone(built):
+def test_the_wheel_of_core_holds_only_the_package(built):
     with wheel(built, "core") as file:
         names = set(file.namelist())
     sources = {
@@ -88,7 +88,7 @@ def test_the_wheel_of_core_holds_the_package_alone(built):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_the_wheel_of_a_plugin_holds_the_plugin_alone(built, plugin):
+def test_the_wheel_of_a_plugin_holds_only_the_plugin(built, plugin):
     name, (cls, _) = plugin.removesuffix("_backend"), PLUGINS[plugin]
     with wheel(built, f"core_{plugin}") as file:
         names = file.namelist()
@@ -121,7 +121,7 @@ def test_the_extras_of_core_are_plain_requirements(built):
         ]
 
 
-def test_core_asks_for_no_engine(built):
+def test_core_requires_no_engine(built):
     requirements = [Requirement(line) for line in metadata_of(built, "core").get_all("Requires-Dist")]
     always = {canonicalize_name(r.name) for r in requirements if not r.marker}
     assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity", "lazy-loader"}
@@ -134,13 +134,13 @@ def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
     (core,) = [r for r in requirements if r.name == "core"]
     assert core.specifier.contains(corelm.__version__)
     assert all(requirement.url is None for requirement in requirements)
-    # Without the extra no engine comes along: a server elsewhere needs none here.
+    # Without the extra no engine is installed: a remote server does not need one here.
     brought = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "engine"})}
     assert brought == ({engine} if engine else set())
     assert (metadata.get_all("Provides-Extra") or []) == (["engine"] if engine else [])
     if engine:
         assert core.extras == {"http"}
-        # What `pip install "core[vllm]"` resolves to: the extra of core names this distribution, with its engine.
+        # `pip install "core[vllm]"` resolves to this: the extra of core names the plugin with its engine.
         assert Requirement(BACKEND_EXTRAS[engine]) == Requirement(f"{metadata['Name']}[engine]")
 
 
@@ -157,7 +157,7 @@ def pins(name: str = "cpu.txt") -> dict[str, Requirement]:
     return {r.name: r for r in map(Requirement, lines) if r.specifier}
 
 
-def test_everything_asked_for_is_pinned_and_the_pin_fits():
+def test_every_requirement_is_pinned_and_the_pin_satisfies_it():
     tomllib = pytest.importorskip("tomllib")
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = list(core["project"]["dependencies"])
@@ -173,12 +173,12 @@ def test_everything_asked_for_is_pinned_and_the_pin_fits():
 
 
 @pytest.mark.parametrize("name", ["cpu.txt", "vllm-cpu.txt", "sglang-cpu.txt"])
-def test_no_pin_has_a_local_version_or_an_address(name):
+def test_no_pin_has_a_local_version_or_a_url(name):
     pinned = pins(name)
     assert str(pinned["torch"].specifier) == "==2.13.0"
     for requirement in pinned.values():
         assert requirement.url is None and "+" not in str(requirement.specifier)
-    # What every environment shares is the same in all of them, so that a test means the same in all.
+    # Shared packages have one version in all environments, so that a test means the same in each.
     for shared in ("torch", "tensordict", "pluggy", "httpx"):
         assert str(pinned[shared].specifier) == str(pins()[shared].specifier)
 

@@ -1,4 +1,4 @@
-"""Engines that stop where a test wants them to, and whose answers say whose they are."""
+"""A fake engine whose calls wait until a test releases them, and whose answers identify their request."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from corelm.batching import DynamicBatcher, Limits
 from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.fakes import SHORT, VOCAB, Fake
 
-#: Seconds after which a test that waits has failed. Nothing takes that long.
+#: Seconds after which a wait fails the test. Nothing takes that long.
 LONG = 20.0
 SEEDED = {**SHORT, "seed": 7}
-#: A prompt that begins with this id makes the call fail that it is in.
+#: A prompt that starts with this id makes its call fail.
 POISON = 13
 
 
 def answer(prompt: list[int], seed: int, new: int, temperature: float) -> list[int]:
-    """What `Held` says: ids that tell prompt, seed and temperature apart; none is EOS."""
+    """Return the answer of `Held`: ids that depend on prompt, seed and temperature; none is EOS."""
     mixed = sum((i + 1) * token for i, token in enumerate(prompt)) + seed % 1009 + round(10 * temperature)
     return [3 + (mixed + step) % (VOCAB - 3) for step in range(new)]
 
 
 class Held(Fake):
-    """Each call waits for a permit; `release` gives some, `free` gives them for ever.
+    """An engine whose calls each wait for a permit: `release` gives permits, `free` lets all later calls through.
 
     Attributes:
-        calls: the requests, in the order they came in. inside: how many calls are under way now.
+        calls: the requests, in order of arrival.
+        inside: how many calls are running now.
+        most_inside: the largest number of calls that ran at the same time.
     """
 
     def __init__(self, permits: int | None = None, error: Exception | None = None, **capabilities: Any) -> None:
@@ -101,13 +103,13 @@ class Held(Fake):
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, LONG), "the engine was not asked"
+            assert self._changed.wait_for(condition, LONG), "the engine was not called in time"
 
     def wait_for_calls(self, count: int) -> None:
         self.wait_for(lambda: len(self.calls) >= count)
 
     def _pass(self, request: GenerateRequest | ScoreRequest) -> set[str]:
-        """Wait for a permit; the names of the rows that were aborted meanwhile."""
+        """Wait for a permit and return the request ids that were aborted meanwhile."""
         names = set(request.request_ids)
         rows = request.prompts if isinstance(request, GenerateRequest) else request.sequences
         with self._changed:
@@ -128,7 +130,7 @@ class Held(Fake):
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that stands still until a test changes `now`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -154,7 +156,7 @@ def ids(result: Future | object) -> list[list[int]]:
 
 
 def hold_one(engine: Held, made: DynamicBatcher) -> Future:
-    """A request that is in the engine and stays there, so that what comes next has to queue."""
+    """Submit a request that stays in the engine, so that later requests must queue."""
     first = made.submit_generate([[3]], SEEDED)
     engine.wait_for_calls(1)
     return first
@@ -165,13 +167,13 @@ def rows_of(call: GenerateRequest | ScoreRequest) -> list[list[int]]:
 
 
 def can(**capabilities: Any) -> dict[str, Any]:
-    """Everything `Held` does."""
+    """Return capabilities that declare everything `Held` can do."""
     return {"abort": True, "gradients": True, "score_temperature": False, **capabilities}
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """For what nobody announces."""
+    """Wait until the condition holds, by polling."""
     end, pause = time.monotonic() + LONG, threading.Event()
     while not condition():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "the condition did not become true"
         pause.wait(0.001)

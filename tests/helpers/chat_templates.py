@@ -1,4 +1,4 @@
-"""Chat templates, short ones of our own in the known styles, and a tokenizer for the tests of conversations."""
+"""Short chat templates in common styles, and a tokenizer for the tests of conversations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 
 def unmarked(template: str) -> str:
-    """The template without its ``{% generation %}`` tags: it writes the same text and no longer says whose it is."""
+    """Return the template without its ``{% generation %}`` tags: same text, but assistant text is not marked."""
     return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
 
 
-#: The plain style: every turn between markers, the assistant's like the others.
+#: The plain style: every turn is between markers, and all roles use the same ones.
 CHATML_MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
@@ -23,7 +23,7 @@ CHATML_MARKED = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: Headers with two newlines, a BOS of its own, contents trimmed.
+#: Headers with two newlines, a BOS written by the template, trimmed contents.
 LLAMA_MARKED = (
     "<|endoftext|>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot|>' }}{% endgeneration %}"
@@ -46,7 +46,7 @@ BARE_MARKED = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
-#: Thinking stays in the turns after the last question, where one without any gets an empty block; tools as JSON.
+#: Keeps thinking only in turns after the last question; a turn without any gets an empty block; tools as JSON.
 THINKING_MARKED = """\
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -80,7 +80,7 @@ THINKING_MARKED = """\
     {%- endif %}
 {%- endif %}"""
 
-#: Spread over lines, with tags that strip what is before or after them; the newline after the EOS is marked too.
+#: Spread over lines, with tags that strip whitespace before or after; the newline after the EOS is marked too.
 SPREAD_MARKED = """\
 {% for m in messages %}
 <|im_start|>{{ m.role }}
@@ -111,20 +111,20 @@ CHATML, LLAMA, INSTRUCT, BARE, THINKING = map(
 )
 UNMARKED = {"chatml": CHATML, "llama": LLAMA, "instruct": INSTRUCT, "bare": BARE, "thinking": THINKING}
 
-#: Rewrites the past: only the last turn of an assistant is written in full.
+#: Changes earlier turns: only the last assistant turn is written in full.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}[earlier]{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: Rewrites the past, and says at the end how long it was.
+#: Changes earlier turns, and ends with their number.
 COUNTING = CHATML.replace("{% endfor %}", "{{ '.' if loop.last }}{% endfor %}{{ messages[1].content | length }}")
 
-#: Alters contents, and so a placeholder too.
+#: Alters contents, and therefore placeholders too.
 SHOUTING = CHATML.replace("m.content", "m.content | upper")
 
-#: Raises unless user and assistant take turns.
+#: Raises unless user and assistant alternate.
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
@@ -140,7 +140,7 @@ system user assistant tool What is the capital of France? The capital of France 
 
 @cache
 def tokenizer() -> Any:
-    """A byte-level BPE trained on a few words; `SPECIAL` are its special tokens, ``<|im_end|>`` its EOS."""
+    """Return a byte-level BPE trained on a few words; `SPECIAL` are its special tokens, ``<|im_end|>`` its EOS."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The `corelm` command, called by tests with the toy backend on files of a test's own."""
+"""Run the `corelm` command in a test, with the toy backend and files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES: list[Any] = [
     {"id": "bird", "prompt": "A small bird"},
 ]
 
-#: A plugin that fails when told to: at opening, in a template, or at the call that `FAIL_AT` counts.
+#: A plugin that fails on demand: when it opens, in its chat template, or at call number `FAIL_AT`.
 FAULTY = """
 import os
 from toy_backend import ByteTokenizer, ToyBackend
@@ -50,12 +50,12 @@ class Faulty(ToyBackend):
 
 
 def corelm_command(*arguments: object) -> Result:
-    # What is printed must not hang on where the tests run.
+    # The output must not depend on the terminal.
     return CliRunner(env={"FORCE_COLOR": None, "COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
 
 
 def write_prompts(folder: Path) -> tuple[Path, Path]:
-    """A file with `LINES`, and one that is not there yet: input and output."""
+    """Write `LINES` to an input file; return its path and that of an output file, which does not exist."""
     source = folder / "prompts.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     return source, folder / "answers.jsonl"

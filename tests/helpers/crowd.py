@@ -1,4 +1,4 @@
-"""A crowd in front of a real engine: threads and tasks that share it through a `DynamicBatcher`. Some of them leave."""
+"""Checks with many callers: threads and tasks share a real engine through a `DynamicBatcher`; some are cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
 def check_threads(backend: Backend) -> None:
-    """Every caller gets the answer and the scores that it would have got alone; a bad request is its caller's only."""
+    """Assert that every caller gets the same result as alone, and that a bad request fails only for its caller."""
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY)
     scores = backend.score_logprobs(prompts)
@@ -45,10 +45,11 @@ def check_threads(backend: Backend) -> None:
 
 
 def check_tasks(backend: Backend, long: int) -> None:
-    """Tasks that are cancelled, in the queue or in the engine, are gone; the others are answered.
+    """Assert that cancelled tasks leave the queue and the engine, and that the others are answered.
 
     Args:
-        long: tokens of an answer that takes long enough to be cancelled in the middle.
+        backend: the engine, without a batcher.
+        long: the number of tokens of an answer that takes long enough to be cancelled while it runs.
     """
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY).ids.tolist()
@@ -70,7 +71,7 @@ def check_tasks(backend: Backend, long: int) -> None:
 
     async def crowd() -> list[TensorDict]:
         leaving = [asyncio.create_task(slow.aforward(asked(row))) for row in range(CALLERS)]
-        # Some are in the engine by now, and the others queue.
+        # By now some are in the engine and the others in the queue.
         while short.get_batching_state().in_flight < 4:
             await asyncio.sleep(0)
         staying = [asyncio.create_task(short.aforward(asked(row))) for row in range(CALLERS)]

@@ -1,4 +1,4 @@
-"""An engine without a model, for faults that no real one can be made to show. It answers what a test tells it to."""
+"""An engine without a model, for faults that cannot be provoked in a real one. A test defines its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Digits:
 
 
 class Fake:
-    """Repeats each prompt's last id `max_new_tokens` times, with log-prob -1 each. `bend` then changes the result."""
+    """Repeat each prompt's last id `max_new_tokens` times, with log-probs of -1, then apply `bend` to the result."""
 
     requires_api = ">=1,<2"
     tokenizer = Digits()
@@ -77,10 +77,10 @@ class Fake:
 
 
 def fake(*args: Any, **capabilities: Any) -> Backend:
-    """A `Fake` behind core's façade."""
+    """Return a `Backend` on a `Fake`."""
     return Backend.from_plugin(Fake(*args, **capabilities), "fake")
 
 
 def sent(backend: Backend) -> list[Any]:
-    """What the fake was asked."""
+    """Return the requests that the fake received."""
     return backend.engine.plugin.requests

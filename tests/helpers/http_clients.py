@@ -1,4 +1,4 @@
-"""What the tests of the HTTP client have in common."""
+"""Helpers of the HTTP client tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def echo(request: Request) -> Reply:
 
 
 class Waits(list[float]):
-    """Notes how long it was to sleep, and does not."""
+    """A replacement for `sleep` that records the seconds and returns at once."""
 
     async def __call__(self, seconds: float) -> None:
         self.append(seconds)

@@ -1,6 +1,7 @@
-"""`FaultServer`: a small real HTTP server on a thread of this process, which misbehaves as it is told.
+"""`FaultServer`: a small real HTTP server on a thread of this process, which fails on demand.
 
-A reply is a function that writes to the connection. `json_reply` is a good one; `truncated`, `reset`, `hang` are not.
+A reply is a function that writes to the connection. `json_reply` makes a correct reply; `truncated`, `reset` and `hang`
+make faulty ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-#: Seconds after which a test that waits for the server has failed.
+#: Seconds after which a wait for the server fails the test.
 PATIENCE = 30.0
 
 
@@ -47,7 +48,7 @@ def raw(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
 
 
 def truncated(payload: Any) -> Reply:
-    """Half of the body that was announced, then the end of the connection."""
+    """Send half of the announced body, then close the connection."""
     body = json.dumps(payload).encode()
 
     def write(handler: _Handler) -> None:
@@ -58,7 +59,7 @@ def truncated(payload: Any) -> Reply:
 
 
 def reset() -> Reply:
-    """The connection is torn down without a word."""
+    """Reset the connection without a reply."""
 
     def write(handler: _Handler) -> None:
         handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -69,7 +70,7 @@ def reset() -> Reply:
 
 
 def hang() -> Reply:
-    """Nothing at all, until the client gives up (which is counted) or the server stops."""
+    """Send nothing until the client gives up, which is counted, or the server stops."""
 
     def write(handler: _Handler) -> None:
         handler.close_connection = True
@@ -80,7 +81,7 @@ def hang() -> Reply:
 
 
 def held(reply: Reply, gate: threading.Event) -> Reply:
-    """`reply`, once the gate is open."""
+    """Send `reply` once the gate is open."""
 
     def write(handler: _Handler) -> None:
         assert gate.wait(PATIENCE)
@@ -90,11 +91,13 @@ def held(reply: Reply, gate: threading.Event) -> Reply:
 
 
 class FaultServer:
-    """Answers with what `answer(request)` returns, but first with the `first` replies, one a request, in turn.
+    """A server that answers with `answer(request)`, after one reply of `first` for each of the first requests.
 
     Attributes:
-        requests: all that came, in order. in_flight, peak: how many are being answered now, and were at most.
-        given_up: how many requests that hang were given up by the client.
+        requests: all requests, in order of arrival.
+        in_flight: how many requests are being answered now.
+        peak: the largest value of `in_flight`.
+        given_up: how many hanging requests the client gave up.
     """
 
     def __init__(self, answer: Callable[[Request], Reply], *first: Reply, port: int = 0) -> None:
@@ -126,7 +129,7 @@ class FaultServer:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE), "the server never saw it"
+            assert self._changed.wait_for(condition, PATIENCE), "the server did not reach the expected state"
 
     def note(self, **counts: int) -> None:
         with self._changed:
@@ -136,7 +139,7 @@ class FaultServer:
             self._changed.notify_all()
 
     def waits_for_client(self, connection: socket.socket) -> bool:
-        """Until the client closes the connection: True; or the server stops: False."""
+        """Wait; return True once the client closes the connection, False once the server stops."""
         ready, _, _ = select.select([connection, self._stopped], [], [])
         return self._stopped not in ready
 
@@ -157,7 +160,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is what these tests are about; nothing to print."""
+        """Print nothing: these tests close connections on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):

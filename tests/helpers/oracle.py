@@ -1,4 +1,4 @@
-"""The oracle: what a model says about tokens, computed the plainest way there is and with no code of ours.
+"""The oracle: a model's log-probs, computed in the simplest way and without any code of core.
 
 One sequence at a time, no padding, no cache, every position, all logits, float32 log-softmax.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """float32[len(ids), V]: row t is what the model says after ``ids[: t + 1]``, without dropout."""
+    """Return float32[len(ids), V]: row t holds the logits after ``ids[: t + 1]``, without dropout."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
@@ -23,7 +23,7 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
 
 
 def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """float32[len(ids)]: the log-probability of every token given those before it; entry 0 is 0."""
+    """Return float32[len(ids)]: the log-probability of every token given those before it; entry 0 is 0."""
     out = torch.zeros(len(ids))
     if len(ids) > 1:
         table = (next_logits(model, ids[:-1]) / temperature).log_softmax(-1)
@@ -32,5 +32,5 @@ def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> 
 
 
 def answer_logprobs(model: nn.Module, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """float32[len(answer)]: the log-probability of every answer token after prompt and answer so far."""
+    """Return float32[len(answer)]: the log-probability of every answer token given the tokens before it."""
     return logprobs(model, [*prompt, *answer], temperature)[len(prompt) :]

@@ -1,4 +1,4 @@
-"""Whether processes have ended, for tests about what outlives whom; and a port for one that listens."""
+"""Check whether processes have ended; find a free port for a server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-#: Seconds after which a test that waits has failed.
+#: Seconds after which a wait fails the test.
 PATIENCE = 60.0
 
 
 def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> bool:
-    """Whether `condition` came true within `patience` seconds."""
+    """Wait for `condition`; return whether it became true within `patience` seconds."""
     end, pause = time.monotonic() + patience, threading.Event()
     while not condition():
         if time.monotonic() > end:
@@ -25,22 +25,22 @@ def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> boo
 
 
 def runs(pid: int) -> bool:
-    """Whether there is such a process. One that has ended and whose parent has not looked does not run."""
+    """Return whether the process is running. A zombie is not."""
     return pid in _running()
 
 
 def group(pid: int) -> set[int]:
-    """The running processes of the process group `pid`."""
+    """Return the running processes of the process group `pid`."""
     return {found for found, (_, _, leader) in _running().items() if leader == pid}
 
 
 def children(pid: int) -> set[int]:
-    """The running processes that `pid` has started."""
+    """Return the running child processes of `pid`."""
     return {found for found, (_, parent, _) in _running().items() if parent == pid}
 
 
 def _running() -> dict[int, tuple[str, int, int]]:
-    """State, parent and process group of every process that runs."""
+    """Return state, parent and process group of every running process."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -53,13 +53,13 @@ def _running() -> dict[int, tuple[str, int, int]]:
 
 
 def all_end(pids: Iterable[int]) -> bool:
-    """Whether all of them have ended, or do so soon."""
+    """Return whether all of them end within `PATIENCE` seconds."""
     pids = set(pids)
     return wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
 def free_port() -> int:
-    """One below those that the system gives to outgoing connections: it could give one away before a server is up."""
+    """Return a free port below the range of outgoing connections, which could take it before the server is up."""
     while True:
         port = secrets.choice(range(15000, 32000))
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Conversations, and their rendering beside the tokenizer's own."""
+"""Conversations, rendered by core and by the tokenizer itself."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def ids_of(chat: list[Any], template: str, prompt: bool = False, **options: Any)
 
 
 def own(chat: list[Any], template: str, prompt: bool = False, **options: Any) -> Any:
-    """The tokenizer's own way, as an oracle: ids and, for a template with markers, the assistant's mask."""
+    """Render with the tokenizer, as an oracle: ids and, for a template with markers, the assistant mask."""
     return TOKENIZER.apply_chat_template(
         chat, chat_template=template, add_generation_prompt=prompt, return_dict=True, **options
     )
 
 
 def sampled(text: str, **fields: Any) -> dict[str, Any]:
-    """A turn with one id for every character, as no tokenizer would have it; a special token at the end is one id."""
+    """Return a turn with one id per character, unlike any tokenizer; a special token at the end is one id."""
     end = next((special for special in ct.SPECIAL if text.endswith(special)), "")
     body = text.removesuffix(end)
     ids = [i for row in TOKENIZER([*body])["input_ids"] for i in row] + ([ID[end]] if end else [])

@@ -1,6 +1,6 @@
-"""Tiny random models of every family that computes its logits in a way of its own, and a tokenizer for them.
+"""Tiny random models of every family whose logits are computed differently, and a tokenizer for them.
 
-Weights are drawn wide enough that the distributions are far from flat: an error in a scale or a cap then shows.
+The weights have a large variance, so the distributions are far from flat and an error in a scale or a cap is visible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMALL = {
 }
 _GATED = {"intermediate_size": 96, "num_key_value_heads": 2}
 
-#: family → (model class, configuration). What is special about each head is spelled out.
+#: family → (model class, configuration). The configuration names what is special about each head.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _GATED | {"tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", _GATED | {"tie_word_embeddings": True}),
@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random model of `family`, in eval mode; the global generator is left as it was."""
+    """Return a random model of `family`, in eval mode; the global generator is not changed."""
     name, special = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**(_SMALL | special | changes))
     with torch.random.fork_rng(devices=[]):
@@ -68,11 +68,11 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTr
 
 @functools.cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most `VOCAB` ids with a ChatML template: pad 0, start 1, end (EOS) 2."""
+    """Return a byte-level BPE of at most `VOCAB` ids with a ChatML template: pad 0, start 1, end (EOS) 2."""
     return build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), VOCAB)
 
 
 def random_rows(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
-    """Rows of random ids of these lengths, any id among them, special or not."""
+    """Return rows of these lengths of random ids, which may be special."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]

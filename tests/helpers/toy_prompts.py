@@ -1,4 +1,4 @@
-"""What policies on the toy backend are asked, and what its bigram table says of the answers."""
+"""Prompts for policies on the toy backend, and log-probs from its bigram table."""
 
 import torch
 from tensordict import TensorDict
@@ -17,7 +17,7 @@ def chat(question):
 
 
 def oracle(ids):
-    """float64: the bigram's log-probability of every id but the first."""
+    """Return float64: the bigram's log-prob of every id except the first."""
     return TABLE[ids[:-1], ids[1:]]
 
 
@@ -33,7 +33,7 @@ def flat(value):
 
 
 def prompts(mode, shape):
-    """A TensorDict with prompts in the place `mode` reads, and the ids that must come of them."""
+    """Return a TensorDict with prompts under the key that `mode` reads, and the ids they must give."""
     count = int(torch.Size(shape).numel())
     questions = (QUESTIONS * count)[:count]
     rendered = [TOKENIZER.apply_chat_template(chat(q), add_generation_prompt=True) for q in questions]
