@@ -95,7 +95,7 @@ KNOWN_USES: set[str] = {
 
 
 class Module:
-    """A module of ours, parsed.
+    """A parsed module of this repository.
 
     Attributes:
         file: its path in the repository.

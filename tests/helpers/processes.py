@@ -67,6 +67,6 @@ def free_port() -> int:
                 probe.bind(("127.0.0.1", port))
                 return port
             except OSError as error:
-                # Another one may be free; whatever else it is would be so again.
+                # If the port is taken, try another one; any other error would occur again.
                 if error.errno != errno.EADDRINUSE:
                     raise
