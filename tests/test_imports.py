@@ -85,12 +85,7 @@ THIRD_PARTY = {
 }
 #: Known uses of another package's private names, as "file: name". Each is to be removed; add none.
 KNOWN_USES: set[str] = {
-    "benchmarks/vllm_overhead.py: _engine",
     "benchmarks/vllm_overhead.py: _loop",
-    "core/corelm/batching/batcher.py: _engine",
-    "core/corelm/batching/batcher.py: _hooks",
-    "core/corelm/batching/dispatcher.py: _hooks",
-    "core/corelm/batching/policies.py: _hooks",
 }
 
 
