@@ -213,8 +213,8 @@ def test_training_on_one_batch_of_a_collector(backend, model):
     [
         ({"generate": False}, "generates from a history or from text"),
         ({"input_mode": "tokens"}, "generates from a history or from text"),
-        ({"return_history": False}, "and returns it"),
-        ({"num_samples": 2}, "repeat its prompts"),
+        ({"return_history": False}, "returns that container"),
+        ({"num_samples": 2}, "repeat the prompts"),
     ],
 )
 def test_policies_that_do_not_fit_an_environment_are_refused(backend, options, message):
