@@ -41,7 +41,7 @@ RICH = [
 ]
 
 
-# Messages -------------------------------------------------------------------------------------------------------------
+# Messages ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_is_read_and_written_without_loss() -> None:
@@ -82,7 +82,7 @@ def test_nothing_is_shared_with_what_was_given() -> None:
     assert history.to_chats() == RICH
 
 
-# The shape of a batch -------------------------------------------------------------------------------------------------
+# The shape of a batch ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_every_conversation_at_fault_is_named() -> None:
         History.of([chat(0), chat(1)], (3,))
 
 
-# Under tensordict -----------------------------------------------------------------------------------------------------
+# Under tensordict ----------------------------------------------------------------------------------------------------
 
 GRID = [[chat(0), chat(1, 1), chat(2)], [chat(3), chat(4, 3), chat(5)]]
 
@@ -226,7 +226,7 @@ def test_inside_tensordicts_dense_and_lazy() -> None:
     assert stacked[0]["history", "prompt"].chats[0][-1] == Message("user", "more")
 
 
-# Kept and sent --------------------------------------------------------------------------------------------------------
+# Kept and sent -------------------------------------------------------------------------------------------------------
 
 SAVED = [GRID, [RICH, RICH[:1]], RICH, []]
 
@@ -264,7 +264,7 @@ def test_rows_written_into_a_memmapped_storage(tmp_path: Path) -> None:
     assert storage[1:4]["history"].to_chats() == GRID[0]
 
 
-# Growing --------------------------------------------------------------------------------------------------------------
+# Growing -------------------------------------------------------------------------------------------------------------
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -323,7 +323,7 @@ def test_messages_that_do_not_fit_are_refused(grow: Any) -> None:
     assert history.to_chats() == GRID[0]
 
 
-# The template ---------------------------------------------------------------------------------------------------------
+# The template --------------------------------------------------------------------------------------------------------
 
 
 def test_apply_chat_template_is_the_tokenizers_own_row_by_row() -> None:

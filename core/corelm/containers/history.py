@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
 from corelm.errors import InvalidRequestError
-from corelm.rendering.template import Template, by_row
+from corelm.rendering.template import Template, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects, nested
 from corelm.validate import invalid
@@ -107,7 +107,7 @@ class History(TensorClass["nocast"]):
         def one(chat: Chat) -> Any:
             return template([message.for_template() for message in chat], add_generation_prompt, tokenize)
 
-        return nested(iter(by_row(one, self.chats)), tuple(self.batch_size))
+        return nested(iter(map_chats(one, self.chats)), tuple(self.batch_size))
 
     # How rows are held -----------------------------------------------------------------------------------------------
 
