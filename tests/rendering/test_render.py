@@ -146,11 +146,11 @@ turns = st.tuples(answers(), st.sampled_from(["user", "tool"]), contents)
 
 
 @pytest.mark.parametrize("template", [*ct.MARKED.values(), *ct.UNMARKED.values()], ids=[*ct.MARKED, *ct.UNMARKED])
-@given(opening=contents, told=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
+@given(opening=contents, with_history=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
 @settings(max_examples=20, deadline=None)
-def test_no_id_changes_from_turn_to_turn(template: str, opening: str, told: bool, later: list[Any]) -> None:
+def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_history: bool, later: list[Any]) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": opening}]
-    if told:
+    if with_history:
         chat = [QUESTION, ANSWER, *chat]
     prompt = own(chat, template, True)["input_ids"]
     known = rendered([chat], template, True).assistant.tolist()[0]

@@ -1,4 +1,4 @@
-"""The torch mode that core runs in, whatever mode its caller is in."""
+"""The torch mode in which core runs, independent of the mode of its caller."""
 
 from __future__ import annotations
 
