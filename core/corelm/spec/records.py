@@ -108,9 +108,10 @@ class GenerateResult:
             string.
         logprobs: one per id; None only if the request says ``logprobs="none"``.
         finish_reasons: `stop`, `length`, `abort` or `error`, one per row.
-        mode: the distribution of the log-probabilities, as in `Provenance`.
+        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label` makes this and the next
+            two fields.
         temperature: the temperature of that distribution.
-        support: `truncated` if top-k, top-p or min-p cut that distribution, else `full`.
+        support: `truncated` if some ids may have lost their probability in that distribution, else `full`.
         texts: one per row, from an engine whose text differs from what its tokenizer decodes; None otherwise.
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
@@ -168,7 +169,8 @@ class ScoreResult:
         scored: as long as the sequences: whether the log-probability of this token was computed. Never at position 0.
         logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
             predicts token t. Rows that are not scored are 0.
-        mode: the distribution of the log-probabilities, as in `Provenance`.
+        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
+            the next two fields.
         temperature: the temperature of that distribution.
         support: always `full`.
         weight_versions: the weights that produced each row; None means the weights in force.
