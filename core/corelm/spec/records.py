@@ -307,7 +307,11 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AbortRequest:
-    """End these requests. Each returns the tokens it has, with the finish reason `abort`."""
+    """End requests in flight. Each returns the tokens it has, with the finish reason `abort`.
+
+    Attributes:
+        request_ids: the names of the requests to end, as in `GenerateRequest` and `ScoreRequest`.
+    """
 
     request_ids: tuple[str, ...]
 
