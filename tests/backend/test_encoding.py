@@ -1,4 +1,4 @@
-"""Texts → ids by the short way, against the tokenizer's own `__call__`, which says what is right."""
+"""`Encoder`, compared with the tokenizer's own `__call__`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def greedy(rust: Tokenizer) -> None:
 
 
 def pieces() -> PreTrainedTokenizerFast:
-    """Words behind a mark for the space, as sentencepiece writes them: no byte-level vocabulary."""
+    """A vocabulary of words with a mark for the space, as in sentencepiece. It is not byte-level."""
     rust = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     rust.pre_tokenizer = pre_tokenizers.Metaspace()
     rust.train_from_iterator(
@@ -66,7 +66,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>")
 
 
-#: name → tokenizer, and whether its tokens are the bytes of the text.
+#: Maps a name to a tokenizer, and whether its tokens are the bytes of the text.
 TOKENIZERS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
     "bytes": (build(), True),
     "normalized": (build(normalized), True),
@@ -116,7 +116,7 @@ def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenizeResult:
 @pytest.mark.parametrize("add_special_tokens", [False, True])
 @pytest.mark.parametrize("parse_special", [False, True])
 @pytest.mark.parametrize("offsets", [False, True])
-def test_every_option(
+def test_every_combination_of_options(
     tokenizer: Any, bytes_: bool, add_special_tokens: bool, parse_special: bool, offsets: bool
 ) -> None:
     asked = request(TEXTS, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets)
@@ -124,8 +124,8 @@ def test_every_option(
 
 
 @every
-def test_bytes_are_counted_where_tokens_are_bytes(tokenizer: Any, bytes_: bool) -> None:
-    assert (Encoder(tokenizer)._bytes() is not None) is bytes_
+def test_bytes_are_counted_if_tokens_are_bytes(tokenizer: Any, bytes_: bool) -> None:
+    assert (Encoder(tokenizer).byte_counts() is not None) is bytes_
 
 
 characters = st.text(
@@ -140,7 +140,7 @@ def test_any_text(name: str, texts: list[str], parse_special: bool) -> None:
     assert_as_called(TOKENIZERS[name][0], request(texts, parse_special=parse_special, offsets=True))
 
 
-def test_what_another_call_left_behind_is_taken_back() -> None:
+def test_settings_left_by_another_call_are_reset() -> None:
     tokenizer, encoder = build(), Encoder(build())
     encoder.tokenizer = tokenizer
     wanted = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
@@ -148,16 +148,16 @@ def test_what_another_call_left_behind_is_taken_back() -> None:
     assert encoder(request(TEXTS)).ids.tolist() == wanted
 
 
-def test_a_token_that_is_added_later_counts() -> None:
+def test_byte_counts_include_a_token_added_later() -> None:
     tokenizer = build()
     encoder = Encoder(tokenizer)
     encoder(request(["The fox"], offsets=True))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|née|>"]})
     found = encoder(request(["The <|née|> fox"], offsets=True))
-    assert [4, 11] in found.offsets.tolist() and encoder._bytes() is not None
+    assert [4, 11] in found.offsets.tolist() and encoder.byte_counts() is not None
 
 
-def test_a_class_that_encodes_in_its_own_way_is_called() -> None:
+def test_a_class_that_overrides_encoding_is_called() -> None:
     class Shouting(PreTrainedTokenizerFast):
         def __call__(self, text: Any, **options: Any) -> Any:
             return super().__call__([one.upper() for one in text], **options)
@@ -166,7 +166,7 @@ def test_a_class_that_encodes_in_its_own_way_is_called() -> None:
     assert Encoder(shouting)(request(["ab"])).ids.tolist() == Encoder(build())(request(["AB"])).ids.tolist()
 
 
-def test_any_callable_is_a_tokenizer_and_gets_what_is_asked_for_alone() -> None:
+def test_any_callable_works_and_gets_only_the_requested_options() -> None:
     seen: list[dict[str, Any]] = []
 
     def words(texts: list[str], **options: Any) -> dict[str, Any]:

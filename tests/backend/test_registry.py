@@ -1,4 +1,4 @@
-"""Discovery, with real distributions on ``sys.path``: each way it can fail is told apart and says what to do."""
+"""Discovery with real distributions on ``sys.path``: each failure has its own error, which says what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(name: str) -> registry.BackendInfo:
     return registry.load_backend(name)[1]
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- listing
 
 
 def test_a_fabricated_plugin_is_listed_and_loaded(fabricate):
@@ -65,7 +65,7 @@ def test_the_listing_is_sorted_by_name(fabricate):
     assert names == sorted(names) and {"aa", "zz"} <= set(names)
 
 
-def test_engine_is_looked_up_without_being_imported(fabricate, tmp_path):
+def test_the_engine_is_looked_up_but_not_imported(fabricate, tmp_path):
     (tmp_path / "site" / "folder_of_that_name").mkdir(parents=True)
     (tmp_path / "site" / "loud_engine.py").write_text("raise RuntimeError('imported')")
     engines = {"here": "loud_engine", "gone": "no_such_engine", "folder": "folder_of_that_name"}
@@ -89,7 +89,7 @@ def test_the_range_of_core_is_read_from_the_requirements(fabricate, requires, ex
     assert named("ranged")[0].requires_core == expected
 
 
-def test_a_plugin_for_another_core_is_marked(fabricate):
+def test_a_plugin_for_another_version_of_core_has_a_problem(fabricate):
     fabricate("newer", "1", {"newer": "m:P"}, requires=["core>=99"])
     assert ">=99" in named("newer")[0].problem
 
@@ -104,7 +104,7 @@ def test_one_distribution_found_twice_is_one_claim(fabricate):
 # ---------------------------------------------------------------- 1. unknown name
 
 
-def test_unknown_name_suggests_and_lists(fabricate):
+def test_an_unknown_name_gives_a_suggestion_and_the_installed_names(fabricate):
     fabricate("blue", "1", {"bluebird": "m:P"})
     with pytest.raises(
         BackendNotFoundError, match=r"no backend is named 'bluebrid'.*Did you mean 'bluebird'\?"
@@ -113,7 +113,7 @@ def test_unknown_name_suggests_and_lists(fabricate):
     assert "Installed: " in str(error.value) and isinstance(error.value, LookupError)
 
 
-def test_a_near_miss_of_an_extra_says_how_to_install_it(uninstalled):
+def test_a_misspelt_extra_says_how_to_install_it(uninstalled):
     uninstalled("core-vllm-backend")
     with pytest.raises(BackendNotFoundError, match=r"Did you mean 'vllm'\?.*pip install \"core\[vllm\]\""):
         load("vlm")
@@ -124,7 +124,7 @@ def test_the_allow_list_is_applied_before_any_import(fabricate, monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "quiet, other")
     assert [info.name for info in corelm.list_backends()] == ["quiet"]
     with pytest.raises(
-        BackendNotFoundError, match=r"'loud' is not allowed.*allows: other, quiet.*Installed of these: quiet"
+        BackendNotFoundError, match=r"'loud' is not allowed.*allows: other, quiet.*Of these, installed: quiet"
     ):
         load("loud")
     with pytest.raises(BackendNotFoundError, match="'vllm' is not allowed"):
@@ -148,7 +148,7 @@ def test_a_known_extra_says_how_to_install_it(uninstalled):
 
 
 @pytest.mark.parametrize("name", ["http", "cli", "tensorrt"])
-def test_nothing_is_offered_that_is_not_an_extra_with_a_backend(name):
+def test_only_extras_with_a_backend_are_offered(name):
     with pytest.raises(BackendNotFoundError) as error:
         load(name)
     assert f"core[{name}]" not in str(error.value)
@@ -183,13 +183,13 @@ def test_a_failed_import_chains_its_cause(fabricate, source, cause):
     ("change", "message"),
     [
         (('requires_api = ">=1,<2"', "pass"), "no requires_api"),
-        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, this core has 1\.0"),
+        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, but this core has 1\.0"),
         (('">=1,<2"', '"one"'), "requires_api is 'one', expected a version range"),
         (('">=1,<2"', "1"), "requires_api is 1, expected a version range"),
-        (("def generate", "def genrate"), r"lacks the hook generate\(self, request\)"),
+        (("def generate", "def genrate"), r"lacks the required hook generate\(self, request\)"),
         (("    @corelm.hookimpl\n    def score_logprobs", "    def score_logprobs"), "score_logprobs is not marked"),
         (("def open", "def opn"), r"no open\(model=None"),
-        (("class Plugin:", "Plugin = 1\nclass Other:"), "names a int, expected a class"),
+        (("class Plugin:", "Plugin = 1\nclass Other:"), "an object of type int; expected a class"),
     ],
 )
 def test_an_incompatible_plugin_says_why(fabricate, request, change, message):
@@ -202,7 +202,7 @@ def test_an_incompatible_plugin_says_why(fabricate, request, change, message):
     assert "misfit 1" in str(error.value) and isinstance(error.value, TypeError)
 
 
-def test_all_faults_of_a_plugin_are_told_at_once(fabricate):
+def test_all_faults_of_a_plugin_are_reported_together(fabricate):
     fabricate("bare", "1", {"bare": "bare_module:Plugin"}, {"bare_module": "class Plugin: pass"})
     with pytest.raises(BackendIncompatibleError, match=r"requires_api.*open.*generate.*score_logprobs"):
         load("bare")
@@ -245,7 +245,7 @@ def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(
     assert isinstance(error.value.__cause__, OSError) and error.value.usable is False
 
 
-# ---------------------------------------------------------------- one broken plugin never stops another
+# ---------------------------------------------------------------- a broken plugin does not stop another
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(
 def test_corrupt_metadata_does_not_stop_the_listing(fabricate, file, content):
     info = fabricate("bad", "1", {"bad": "m:P"}, site="a")
     (info / file).unlink() if content is None else (info / file).write_bytes(content)
-    fabricate("beside", "1", {"beside": "beside_bad:Plugin"}, {"beside_bad": GOOD}, site="b")
-    assert len(named("beside")) == 1
-    assert load("beside").name == "beside"
+    fabricate("intact", "1", {"intact": "intact_plugin:Plugin"}, {"intact_plugin": GOOD}, site="b")
+    assert len(named("intact")) == 1
+    assert load("intact").name == "intact"
     assert named("bad") == []
     with pytest.raises(BackendNotFoundError, match=r"cannot be read: .*bad-1\.dist-info \(\w+: "):
         load("bad")
@@ -275,15 +275,15 @@ def test_a_folder_without_entry_points_is_ignored(fabricate):
     assert named("hollow") == [] and not any("hollow" in line for line in registry.scan().unreadable)
 
 
-def test_broken_plugins_stand_beside_one_that_works(fabricate):
+def test_a_plugin_works_while_another_is_broken(fabricate):
     fabricate("raises", "1", {"raises": "raises_at_import:P"}, {"raises_at_import": "1 / 0"}, site="a")
-    fabricate("works", "1", {"works": "works_beside:Plugin"}, {"works_beside": GOOD}, site="b")
+    fabricate("works", "1", {"works": "works_plugin:Plugin"}, {"works_plugin": GOOD}, site="b")
     with pytest.raises(BackendImportError):
         load("raises")
     assert load("works").distribution == "works"
 
 
-# ---------------------------------------------------------------- nothing is imported
+# ---------------------------------------------------------------- imports
 
 
 def test_listing_imports_neither_torch_nor_a_plugin():
@@ -309,7 +309,7 @@ def test_a_plugin_module_is_loaded_without_its_engine():
 
 
 def test_listing_works_where_core_is_not_installed(tmp_path):
-    """From a bare source folder there are no extras to offer, and nothing fails."""
+    """A bare source folder has no extras to offer, and listing does not fail."""
     code = (
         "import corelm\nfrom corelm.backend.registry import install_line\n"
         "print(corelm.list_backends(), install_line('vllm'))"

@@ -1,4 +1,4 @@
-"""What a backend refuses before the engine sees it, what it skips, and what it sends."""
+"""Requests that a backend refuses, rows that it skips, and what it sends to the engine."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
         ([[99], [], [1], [-5]], (0, 1, 3), "row 3"),
     ],
 )
-def test_bad_prompts_are_all_found_before_anything_runs(prompts, rows, says):
+def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
     backend = fake()
     with pytest.raises(InvalidRequestError, match="prompts") as error:
         backend.generate(prompts, SHORT)
@@ -33,7 +33,7 @@ def test_bad_prompts_are_all_found_before_anything_runs(prompts, rows, says):
     assert sent(backend) == []
 
 
-def test_ids_too_large_for_int64_are_refused_and_not_wrapped():
+def test_ids_too_large_for_int64_are_refused():
     with pytest.raises(InvalidRequestError, match="int64"):
         fake().generate([[2**70]], SHORT)
 
@@ -41,12 +41,12 @@ def test_ids_too_large_for_int64_are_refused_and_not_wrapped():
 @pytest.mark.parametrize(
     "ids", [torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)]
 )
-def test_a_tensor_of_another_kind_is_refused(ids):
+def test_a_tensor_of_another_dtype_or_shape_is_refused(ids):
     with pytest.raises(InvalidRequestError, match="prompts"):
         fake().generate(ids, SHORT)
 
 
-def test_a_message_spells_out_a_few_rows_and_the_error_holds_all():
+def test_the_message_lists_a_few_rows_and_the_error_holds_all():
     with pytest.raises(InvalidRequestError, match="and 95 more rows") as error:
         fake().generate([[]] * 100, SHORT)
     assert error.value.rows == tuple(range(100))
@@ -55,12 +55,12 @@ def test_a_message_spells_out_a_few_rows_and_the_error_holds_all():
 @pytest.mark.parametrize(
     "prompts", [[[1, 3], [4]], [torch.tensor([1, 3]), torch.tensor([4])], Ragged.from_list([[1, 3], [4]])]
 )
-def test_lists_tensors_and_ragged_are_the_same_prompts(prompts):
+def test_prompts_may_be_lists_tensors_or_ragged(prompts):
     out = fake().generate(prompts, SHORT)
     assert out.ids.tolist() == [[3, 3], [4, 4]]
 
 
-def test_a_context_may_be_filled_to_the_last_token_but_not_over():
+def test_the_context_may_be_filled_but_not_exceeded():
     backend = fake()
     assert len(backend.generate([[1] * (CONTEXT - 2)], SHORT).ids) == 1
     assert len(backend.generate([[1] * (CONTEXT - 1)], {"max_new_tokens": None}).ids) == 1
@@ -85,7 +85,7 @@ def test_a_parameter_the_engine_does_not_honour_is_refused():
     assert fake(per_answer_seeds=False).generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
-def test_log_probs_are_converted_only_where_that_is_exact():
+def test_another_mode_is_used_only_if_it_gives_the_same_numbers():
     backend = fake()
     assert backend.generate([[1]], SHORT, logprobs="processed").mode == "processed"
     for other in ({"temperature": 0.5}, {"temperature": 0}):
@@ -104,7 +104,7 @@ def test_log_probs_are_converted_only_where_that_is_exact():
         ({"grad": True}, "gradients"),
     ],
 )
-def test_scoring_asks_for_capabilities(options, capability):
+def test_scoring_options_need_capabilities(options, capability):
     with pytest.raises(CapabilityError) as error:
         fake().score_logprobs([[1, 2]], **options)
     assert error.value.capability == capability
@@ -116,7 +116,7 @@ def test_scoring_needs_a_positive_temperature(temperature):
         fake(score_temperature=True).score_logprobs([[1, 2]], temperature=temperature)
 
 
-def test_stop_ids_are_eos_and_the_callers_own():
+def test_stop_ids_are_eos_and_the_callers():
     backend = fake()
     for sampling, expected in [({}, {EOS}), ({"stop_token_ids": [5]}, {EOS, 5}), ({"ignore_eos": True}, set())]:
         backend.generate([[1]], {**SHORT, **sampling})
@@ -126,7 +126,7 @@ def test_stop_ids_are_eos_and_the_callers_own():
     assert sent(listed)[-1].stop_ids == {7, 8}
 
 
-def test_samples_are_expanded_by_core_unless_the_engine_has_its_own():
+def test_core_expands_samples_unless_the_engine_does():
     for native in (False, True):
         backend = fake(native_samples=native)
         out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
@@ -137,7 +137,7 @@ def test_samples_are_expanded_by_core_unless_the_engine_has_its_own():
         assert len(set(request.seeds.tolist())) == 4
 
 
-def test_seeds_belong_to_the_rows_whatever_else_is_skipped():
+def test_seeds_stay_with_their_rows_if_others_are_skipped():
     backend = fake()
     backend.generate([[1], [3], [4]], {"seed": 5, **SHORT})
     whole = sent(backend)[-1].seeds.tolist()
@@ -145,7 +145,7 @@ def test_seeds_belong_to_the_rows_whatever_else_is_skipped():
     assert sent(backend)[-1].seeds.tolist() == whole[1:]
 
 
-def test_torch_governs_the_answers_when_no_seed_is_given():
+def test_without_a_seed_torchs_generator_decides_the_answers():
     backend = fake()
     for _ in range(2):
         torch.manual_seed(3)
@@ -185,13 +185,13 @@ def test_torch_governs_the_answers_when_no_seed_is_given():
         (lambda b: corelm.get_backend(None), "name"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused_by_name(call, field):
+def test_an_argument_of_another_kind_is_refused_with_its_name(call, field):
     with pytest.raises(InvalidRequestError) as error:
         call(fake())
     assert error.value.field == field
 
 
-def test_arrays_are_ids_too():
+def test_ids_may_be_arrays():
     assert fake().generate(np.array([[1, 3], [4, 5]]), SHORT).ids.tolist() == [[3, 3], [5, 5]]
     assert fake().generate([np.array([1, 3]), [np.int64(4)]], SHORT).ids.tolist() == [[3, 3], [4, 4]]
 
@@ -199,7 +199,7 @@ def test_arrays_are_ids_too():
 # Skipping bad rows ---------------------------------------------------------------------------------------------------
 
 
-def test_skipping_serves_the_other_rows_in_place():
+def test_skipping_serves_the_other_rows_and_keeps_their_places():
     out = fake().generate([[99], [3], [], [4]], SHORT, on_error="skip")
     assert out.ids.tolist() == [[], [3, 3], [], [4, 4]]
     assert out.logprobs.tolist() == [[], [-1.0, -1.0], [], [-1.0, -1.0]]
@@ -210,7 +210,7 @@ def test_skipping_serves_the_other_rows_in_place():
     assert sampled.finish_reasons == ("error", "error", "length", "length")
 
 
-def test_skipped_rows_take_their_request_ids_along():
+def test_request_ids_of_skipped_rows_are_not_sent():
     backend = fake()
     backend.generate([[1], [99], [3]], SHORT, request_ids=["a", "b", "c"], on_error="skip")
     assert sent(backend)[-1].request_ids == ("a", "c")
@@ -218,19 +218,19 @@ def test_skipped_rows_take_their_request_ids_along():
     assert sent(backend)[-1].request_ids == ("a",)
 
 
-def test_skipping_in_scoring_keeps_every_row_as_long_as_its_sequence():
+def test_a_skipped_sequence_keeps_its_length():
     out = fake().score_logprobs([[1, 99], [1, 3, 4]], on_error="skip")
     assert out.logprobs.tolist() == [[0.0, 0.0], [0.0, -1.0, -1.0]]
     assert out.scored.tolist() == [[False, False], [False, True, True]]
     assert "99" in out.errors[0] and out.errors[1] == ""
 
 
-def test_no_answers_are_truncated_ones_too_if_they_would_have_been():
+def test_an_empty_result_has_the_support_of_its_request():
     backend = fake(sampling={"top_k": None}, generation_modes=frozenset({"processed"}))
     assert backend.generate([], {"top_k": 2, **SHORT}, logprobs="processed").support == "truncated"
 
 
-def test_the_engine_is_not_called_for_nothing():
+def test_the_engine_is_not_called_without_rows_to_serve():
     backend = fake()
     assert len(backend.generate([], SHORT).ids) == 0
     assert len(backend.generate([[99]], SHORT, on_error="skip").ids) == 1
@@ -241,7 +241,7 @@ def test_the_engine_is_not_called_for_nothing():
 # Opening -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_option_the_plugin_does_not_know_is_named_with_the_nearest_it_does():
+def test_an_unknown_option_is_refused_with_the_nearest_known_one():
     with pytest.raises(InvalidRequestError, match=r"max_contxt.*did you mean 'max_context'") as error:
         corelm.get_backend("toy", max_contxt=64)
     assert error.value.field == "max_contxt"
@@ -249,7 +249,7 @@ def test_an_option_the_plugin_does_not_know_is_named_with_the_nearest_it_does():
         assert backend.capabilities.max_context == 64
 
 
-def test_an_engine_that_does_not_open_says_why(tmp_path):
+def test_a_failed_open_reports_its_cause(tmp_path):
     with pytest.raises(EngineError, match=r"'toy' \(corelm-toy-backend .*FileNotFoundError") as error:
         corelm.get_backend("toy", tmp_path / "nothing")
     assert isinstance(error.value.__cause__, FileNotFoundError) and error.value.usable is False

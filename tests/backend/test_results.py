@@ -1,4 +1,4 @@
-"""What a backend refuses of what its engine returns, and what is never lost."""
+"""Results that a backend refuses, and what it keeps when an engine fails."""
 
 from dataclasses import replace
 
@@ -39,11 +39,11 @@ def rows(*lists, dtype=torch.int64) -> Ragged:
         (lambda b: replace(b, ids=[[1, 1], [3, 3]]), "ids is a list, expected a Ragged"),
         (lambda b: replace(b, finish_reasons=None), "finish_reasons is a NoneType"),
         (lambda b: replace(b, logprobs=rows([0.5, -1.0], [-1.0, -1.0], dtype=torch.float32)), "log-prob is 0.5"),
-        (lambda b: replace(b, ids=rows([EOS, 1], [3, 3])), "row 0: goes on after a stop id"),
+        (lambda b: replace(b, ids=rows([EOS, 1], [3, 3])), "row 0: has tokens after a stop id"),
         (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2 rows"),
     ],
 )
-def test_a_result_that_breaks_the_specification_is_an_engine_error(bend, says):
+def test_a_bad_generation_is_an_engine_error(bend, says):
     with pytest.raises(EngineError, match="backend 'fake', hook generate") as error:
         fake(bend).generate([[1], [3]], SHORT)
     assert says in str(error.value) and error.value.usable
@@ -56,20 +56,20 @@ def test_a_result_that_breaks_the_specification_is_an_engine_error(bend, says):
         (lambda b: replace(b, logprobs=rows([0.0, -1.0], dtype=torch.float32)), "differ in length"),
         (lambda b: replace(b, scored=rows([True, True, True], dtype=torch.bool)), "position 0"),
         (lambda b: replace(b, scored=rows([False, True, False], dtype=torch.bool)), "not every position"),
-        (lambda b: replace(b, logprobs=rows([-1.0] * 3, dtype=torch.float32)), "something other than 0.0"),
+        (lambda b: replace(b, logprobs=rows([-1.0] * 3, dtype=torch.float32)), "not scored must be 0.0"),
         (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
         (lambda b: replace(b, mode="cooked"), "mode 'cooked'"),
         (lambda b: replace(b, support="truncated"), "support 'truncated'"),
         (lambda b: replace(b, scored=None), "scored is a NoneType"),
     ],
 )
-def test_a_score_that_breaks_the_specification_is_an_engine_error(bend, says):
+def test_a_bad_score_is_an_engine_error(bend, says):
     with pytest.raises(EngineError, match="backend 'fake', hook score_logprobs") as error:
         fake(bend).score_logprobs([[1, 3, 4]])
     assert says in str(error.value)
 
 
-def test_a_log_prob_may_be_a_rounding_above_zero_and_no_more():
+def test_a_log_prob_may_exceed_zero_only_by_rounding():
     def answering(value):
         return fake(lambda b: replace(b, logprobs=rows([value, -1.0], [-1.0, -1.0], dtype=torch.float32)))
 
@@ -79,7 +79,7 @@ def test_a_log_prob_may_be_a_rounding_above_zero_and_no_more():
         answering(float(most.nextafter(torch.tensor(1.0)))).generate([[1], [3]], SHORT)
 
 
-def test_rows_whose_lengths_were_written_to_are_checked_again():
+def test_rows_with_modified_lengths_are_validated_again():
     lengths = torch.tensor([2, 3])
     prompts = Ragged(torch.tensor([3, 4, 5, 6, 7]), lengths)
     assert prompts.offsets.tolist() == [0, 2, 5]
@@ -93,17 +93,17 @@ def test_rows_whose_lengths_were_written_to_are_checked_again():
         Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
 
 
-def test_scores_at_a_temperature_are_not_raw_and_truncated_ones_not_full():
+def test_mode_and_support_must_agree_with_the_request():
     bend = lambda b: replace(b, temperature=0.5)  # noqa: E731
     with pytest.raises(EngineError, match="mode 'raw', expected 'processed'"):
         fake(bend, score_temperature=True).score_logprobs([[1, 3]], temperature=0.5)
     bend = lambda b: replace(b, mode="processed", temperature=1.0)  # noqa: E731
     honours = {"sampling": {"top_k": None}, "generation_modes": frozenset({"processed"})}
-    with pytest.raises(EngineError, match="says full support, but sampled under truncation"):
+    with pytest.raises(EngineError, match="reports full support, but truncation"):
         fake(bend, **honours).generate([[1]], {"top_k": 2, **SHORT}, logprobs="processed")
 
 
-def test_an_inference_tensor_never_reaches_a_user():
+def test_an_inference_tensor_is_refused():
     def bend(batch):
         with torch.inference_mode():
             return replace(batch, logprobs=Ragged(batch.logprobs.values.clone(), batch.logprobs.lengths))
@@ -112,7 +112,7 @@ def test_an_inference_tensor_never_reaches_a_user():
         fake(bend).generate([[1]], SHORT)
 
 
-def test_an_exception_inside_a_hook_is_typed_chained_and_survived():
+def test_an_exception_in_a_hook_becomes_an_engine_error_and_leaves_the_backend_usable():
     failures = iter([ValueError("out of luck")])
 
     def bend(batch):
@@ -127,7 +127,7 @@ def test_an_exception_inside_a_hook_is_typed_chained_and_survived():
     assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
-def test_a_row_that_the_engine_fails_is_named_or_skipped():
+def test_an_answer_that_failed_is_reported_or_skipped():
     def bend(batch):
         failed = tuple("error" if row == 1 else reason for row, reason in enumerate(batch.finish_reasons))
         return replace(batch, finish_reasons=failed, errors=("", "the engine said no", ""))
@@ -139,11 +139,11 @@ def test_a_row_that_the_engine_fails_is_named_or_skipped():
     batch = backend.generate([[1], [3], [4]], SHORT, on_error="skip")
     assert batch.errors == ("", "the engine said no", "") and batch.finish_reasons == ("length", "error", "length")
     silent = fake(lambda b: replace(b, finish_reasons=("error",) * len(b.ids)))
-    with pytest.raises(EngineError, match="row 0: failed, and the engine does not say why"):
+    with pytest.raises(EngineError, match="row 0: failed, and the engine gave no reason"):
         silent.generate([[1]], {"num_samples": 2, **SHORT})
 
 
-def test_a_sequence_that_the_engine_fails_is_named_or_skipped():
+def test_a_sequence_that_failed_is_reported_or_skipped():
     def bend(batch):
         values = batch.logprobs.values.clone()
         scored = batch.scored.values & (batch.scored.row_index != 1)
@@ -175,7 +175,7 @@ SCALED = {"generation_modes": frozenset({"scaled"}), "sampling": {"temperature":
         ("processed", {"temperature": 0.0}, False),
     ],
 )
-def test_a_scaled_log_prob_is_given_out_as_what_it_is(mode, sampling, served):
+def test_scaled_log_probs_serve_the_mode_that_they_equal(mode, sampling, served):
     def bend(batch):
         return replace(batch, mode=mode, temperature=sampling.get("temperature", 1.0) if mode == "processed" else 1.0)
 

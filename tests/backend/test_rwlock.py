@@ -1,4 +1,4 @@
-"""`ReadersWriterLock`: many together or one exclusive, nobody starved, nobody left waiting."""
+"""`ReadersWriterLock`: many threads shared or one exclusive; no thread starves or waits forever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Enter = Callable[..., AbstractContextManager[None]]
 
 
 class Visitor:
-    """A thread that enters, says so, and stays until it is told to leave."""
+    """A thread that acquires the lock, reports it, and holds the lock until `leave` is called."""
 
     def __init__(self, pool: ThreadPoolExecutor, enter: Enter) -> None:
         self.inside, self.may_leave = threading.Event(), threading.Event()
@@ -37,7 +37,7 @@ def pool():
         yield pool
 
 
-def test_those_who_share_are_inside_together(pool):
+def test_shared_holders_hold_it_together(pool):
     lock = ReadersWriterLock()
     visitors = [Visitor(pool, lock.shared) for _ in range(4)]
     assert all(visitor.inside.wait(timeout=10) for visitor in visitors)
@@ -48,7 +48,7 @@ def test_those_who_share_are_inside_together(pool):
 @pytest.mark.parametrize(
     ("first", "then"), [("exclusive", "exclusive"), ("exclusive", "shared"), ("shared", "exclusive")]
 )
-def test_whoever_is_exclusive_keeps_others_out_until_it_leaves(pool, first, then):
+def test_exclusive_excludes_every_other_thread(pool, first, then):
     lock = ReadersWriterLock()
     one = Visitor(pool, getattr(lock, first))
     assert one.inside.wait(timeout=10)
@@ -61,12 +61,12 @@ def test_whoever_is_exclusive_keeps_others_out_until_it_leaves(pool, first, then
     two.leave()
 
 
-def test_one_that_waits_to_be_exclusive_is_not_overtaken(pool):
+def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
     lock = ReadersWriterLock()
     early = Visitor(pool, lock.shared)
     assert early.inside.wait(timeout=10)
     exclusive = Visitor(pool, lock.exclusive)
-    # It waits by now, or soon will: from then on nobody else gets in to share.
+    # The exclusive thread waits now or soon; from then on no other thread gets the lock shared.
     refused = False
     while not refused:
         try:
@@ -82,7 +82,7 @@ def test_one_that_waits_to_be_exclusive_is_not_overtaken(pool):
     late.leave()
 
 
-def test_one_that_gave_up_waiting_to_be_exclusive_keeps_nobody_out(pool):
+def test_a_timeout_while_waiting_for_exclusive_blocks_no_thread(pool):
     lock = ReadersWriterLock()
     early = Visitor(pool, lock.shared)
     assert early.inside.wait(timeout=10)
@@ -96,13 +96,13 @@ def test_one_that_gave_up_waiting_to_be_exclusive_keeps_nobody_out(pool):
 
 @pytest.mark.parametrize("outer", ["exclusive", "shared"])
 @pytest.mark.parametrize("inner", ["exclusive", "shared"])
-def test_a_thread_inside_may_enter_again(pool, outer, inner):
+def test_a_holder_may_acquire_again(pool, outer, inner):
     lock = ReadersWriterLock()
     with getattr(lock, outer)(1.0):
         with getattr(lock, inner)(1.0):
             pass
         if outer == "exclusive":
-            # Leaving the inner one does not let others in.
+            # Releasing the inner one does not let other threads in.
             other = Visitor(pool, lock.shared)
             assert not other.inside.wait(timeout=0.01)
     if outer == "exclusive":
@@ -111,7 +111,7 @@ def test_a_thread_inside_may_enter_again(pool, outer, inner):
         pass
 
 
-def test_an_exception_inside_opens_the_gate():
+def test_an_exception_releases_the_lock():
     lock = ReadersWriterLock()
     for enter in (lock.exclusive, lock.shared):
         with pytest.raises(KeyError), enter():

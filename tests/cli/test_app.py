@@ -54,7 +54,7 @@ def test_backends_says_what_is_wrong(fabricate):
     (fabricate("torn", "1", {"torn": "m:P"}, site="a") / "METADATA").write_bytes(b"\xff")
     fabricate("newer", "1", {"newer": "m:P"}, requires=["core>=99"], site="b")
     result = corelm_command("backends")
-    assert result.exit_code == 0 and "asks for core>=99" in result.stdout
+    assert result.exit_code == 0 and "requires core>=99" in result.stdout
     assert re.search(r"skipped.*torn-1\.dist-info", result.stderr)
 
 

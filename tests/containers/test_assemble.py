@@ -1,4 +1,4 @@
-"""`assemble`: requests made by hand, and what plain Python lists say must come out."""
+"""`assemble`, with requests made by hand and results compared with plain Python lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
 
-# The pad id stands inside prompts and answers: what is a pad is known from lengths, never from ids.
+# The pad id occurs inside prompts and answers: pads are known from lengths, never from ids.
 PAD = 0
 PROMPTS = [[1, 2, 3], [PAD, 4], [5]]
 RESPONSES = [[6], [7, PAD, 8], []]
@@ -59,7 +59,7 @@ def plain(value: Any) -> Any:
 # The two layouts -----------------------------------------------------------------------------------------------------
 
 
-def test_one_row_a_sample() -> None:
+def test_rows_that_are_not_padded() -> None:
     td = assemble(request("tokens", "masks", "log_probs", assistant=Ragged.from_list(marks(True, False), torch.bool)))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
     assert isinstance(tokens, Tokens) and isinstance(masks, Masks) and isinstance(log_probs, LogProbs)
@@ -77,7 +77,7 @@ def test_one_row_a_sample() -> None:
     assert dtypes == {torch.int64, torch.float32, torch.bool}
 
 
-def test_dense() -> None:
+def test_dense_rows() -> None:
     td = assemble(request("tokens", "masks", "log_probs", pad_output=True, pad_id=9))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
     assert tokens.prompt.tolist() == [[1, 2, 3], [9, 0, 4], [9, 9, 5]]
@@ -95,7 +95,7 @@ def test_dense() -> None:
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_without_a_split_there_is_full_alone(pad_output: bool) -> None:
+def test_rows_without_a_split_have_only_full(pad_output: bool) -> None:
     td = assemble(request("tokens", "masks", "log_probs", tokens=WHOLE, pad_output=pad_output))
     mark = {"padded"} if pad_output else set()
     assert set(td["tokens"].keys()) == {"full"} | mark
@@ -110,7 +110,7 @@ def test_without_a_split_there_is_full_alone(pad_output: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [SPLIT, WHOLE])
 def test_columns_are_kept(tokens: Parts[Ragged]) -> None:
-    """A scored batch comes back in the columns it came in, pads on both sides and all."""
+    """A scored batch comes back in the columns of its input, including pads on both sides."""
     o, x = False, True
     mask = torch.tensor([[o, x, x, x, x, o, o, o], [o, o, x, x, x, x, x, o], [o, o, o, x, o, o, o, o]])
     columns = Columns(mask, None if tokens is WHOLE else 4)
@@ -132,6 +132,35 @@ def test_dense_columns() -> None:
     assert columns.mask.tolist() == [[True] * 4 + [False] * 2, [False] + [True] * 5, [False, False, True] + [False] * 3]
     assert dense_columns(WHOLE).prompt_width is None
     assert dense_columns(WHOLE).mask.sum(-1).tolist() == [4, 5, 1]
+
+
+def test_the_example_in_the_docstrings() -> None:
+    """The batch that `GenerateResult`, `ScoreResult`, `Columns` and `ContainerRequest` draw."""
+    prompts, responses = [[5, 6], [7, 8, 9]], [[11, 2], [12, 13, 14]]
+    full = [p + r for p, r in zip(prompts, responses, strict=True)]
+    logprobs = [[0.0, 0.0, -0.5, -0.1], [0.0, 0.0, 0.0, -1.2, -0.3, -0.7]]
+    tokens = Parts(*map(Ragged.from_list, (prompts, responses, full)))
+    o, x = False, True
+    asked = {
+        "batch_size": (2,),
+        "tokens": tokens,
+        "logprobs": Ragged.from_list(logprobs, torch.float32),
+        "scored": Ragged.from_list([[o, o, x, x], [o, o, o, x, x, x]], torch.bool),
+    }
+    td = assemble(request("tokens", "masks", "log_probs", **asked))
+    assert (plain(td["tokens"].prompt), plain(td["tokens"].response)) == (prompts, responses)
+    assert plain(td["tokens"].full) == full
+    assert all(map(torch.equal, td["log_probs"].full, map(torch.tensor, logprobs)))
+    assert plain(td["masks"].all_response_mask) == [[o, o, x, x], [o, o, o, x, x, x]]
+    td = assemble(request("tokens", "masks", "log_probs", **asked, pad_output=True))
+    assert td["tokens"].prompt.tolist() == [[0, 5, 6], [7, 8, 9]]
+    assert td["tokens"].response.tolist() == [[11, 2, 0], [12, 13, 14]]
+    assert td["tokens"].full.tolist() == [[0, 5, 6, 11, 2, 0], [7, 8, 9, 12, 13, 14]]
+    assert torch.equal(td["log_probs"].full, torch.tensor([[0.0, *logprobs[0], 0.0], logprobs[1]]))
+    assert td["masks"].all_attention_mask.tolist() == [[o, x, x, x, x, o], [x] * 6]
+    assert dense_columns(tokens).mask.tolist() == [[o, x, x, x, x, o], [x] * 6]
+    assert dense_columns(tokens).prompt_width == 3
+    assert dense_columns(Parts(None, None, tokens.full)).mask.tolist() == [[x, x, x, x, o, o], [x] * 6]
 
 
 # Batch shapes --------------------------------------------------------------------------------------------------------
@@ -193,7 +222,7 @@ row = st.lists(st.integers(0, 3), max_size=4)
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(row, row), min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_nothing_is_lost_whatever_the_lengths(pairs: list[Any], pad_output: bool, split: bool) -> None:
+def test_every_value_is_kept_for_any_lengths(pairs: list[Any], pad_output: bool, split: bool) -> None:
     prompts, responses, full = [a for a, _ in pairs], [b for _, b in pairs], [a + b for a, b in pairs]
     parts = (Ragged.from_list(prompts), Ragged.from_list(responses)) if split else (None, None)
     scores = [[float(t) for t in range(len(row))] for row in full]
@@ -226,7 +255,7 @@ def test_nothing_is_lost_whatever_the_lengths(pairs: list[Any], pad_output: bool
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_an_unscored_position_holds_zero_whatever_the_engine_left_there(pad_output: bool) -> None:
+def test_an_unscored_position_holds_zero(pad_output: bool) -> None:
     junk = [[float("nan")] * len(p) + [-1.0] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     logprobs = Ragged.from_list(junk, torch.float32)
     td = assemble(request("log_probs", "masks", logprobs=logprobs, pad_output=pad_output))
@@ -259,7 +288,7 @@ EVERY = [(c, f) for c in ("tokens", "log_probs") for f in ("prompt", "response",
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_each_row_and_field_has_storage_of_its_own(pad_output: bool) -> None:
+def test_rows_and_fields_share_no_storage(pad_output: bool) -> None:
     assistant = Ragged.from_list(marks(True, True), torch.bool)
     asked = request("tokens", "masks", "log_probs", assistant=assistant, pad_output=pad_output)
     tensors = [tensor for tensor in leaves(assemble(asked), *EVERY) if tensor.numel()]
@@ -282,7 +311,7 @@ def test_no_tensor_is_an_inference_tensor(pad_output: bool) -> None:
     assert not any(tensor.is_inference() for tensor in leaves(td, *EVERY))
 
 
-def test_only_what_is_asked_for_is_built() -> None:
+def test_only_requested_fields_are_built() -> None:
     assert set(assemble(request("tokens")).keys()) == {"tokens"}
     texts: Parts[tuple[str, ...]] = Parts(None, None, ("a", "b", "c"))
     td = assemble(request("text", texts=texts, finish_reasons=("stop", "length", "error"), errors=("", "", "boom")))
@@ -293,37 +322,37 @@ def test_only_what_is_asked_for_is_built() -> None:
     assert td[2]["errors"] == "boom"
 
 
-# Requests at fault ---------------------------------------------------------------------------------------------------
+# Invalid requests ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("asked", "field", "message"),
     [
-        (request("text"), "text", "'text' is asked for"),
-        (request("history"), "history", "'history' is asked for"),
-        (request("log_probs", scored=None), "log_probs", "'log_probs' is asked for"),
-        (request("images"), "images", "'images' is asked for"),
-        (request("tokens", batch_size=(2, 2)), "tokens.prompt", r"has 3 rows; a batch of \(2, 2\) has 4"),
+        (request("text"), "text", "'text' is in fields"),
+        (request("history"), "history", "'history' is in fields"),
+        (request("log_probs", scored=None), "log_probs", "'log_probs' is in fields"),
+        (request("images"), "images", "'images' is in fields"),
+        (request("tokens", batch_size=(2, 2)), "tokens.prompt", r"has 3 rows, but a batch of \(2, 2\) has 4"),
         (request("tokens", finish_reasons=("stop",)), "finish_reasons", "has 1 rows"),
         (request("tokens", errors=("",) * 4), "errors", "has 4 rows"),
         (request("text", texts=Parts(None, None, ("a",))), "texts.full", "has 1 rows"),
         (request("log_probs", provenance=(RAW, HOT)), "provenance", "has 2 rows"),
     ],
 )
-def test_a_request_that_does_not_add_up_is_refused(asked: ContainerRequest, field: str, message: str) -> None:
+def test_missing_data_and_wrong_numbers_of_rows_are_refused(asked: ContainerRequest, field: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as error:
         assemble(asked)
     assert error.value.field == field
 
 
 @pytest.mark.parametrize("name", ["logprobs", "scored", "assistant", "prompt and response", "columns"])
-def test_lengths_that_disagree_are_refused_by_row(name: str) -> None:
+def test_lengths_that_differ_are_refused_with_their_rows(name: str) -> None:
     wrong = Ragged.from_list([[1] * 4, [1] * 4, [1] * 2])
     changes: dict[str, Any] = {name: wrong}
     if name == "columns":
         changes = {"columns": Columns(wrong.mask(), None), "pad_output": True}
     elif name == "prompt and response":
         changes = {"tokens": Parts(Ragged.from_list([[], [], []]), wrong, SPLIT.full)}
-    with pytest.raises(InvalidRequestError, match=f"{name}: row 1 is 4 long where tokens.full is 5") as error:
+    with pytest.raises(InvalidRequestError, match=f"{name}: row 1 is 4 tokens long, but tokens.full has 5") as error:
         assemble(request("tokens", **changes))
     assert error.value.rows == (1, 2)

@@ -1,8 +1,7 @@
-"""The containers under everything people do to a TensorDict, in both layouts, against plain Python lists."""
+"""The containers under the operations of a TensorDict, in both layouts, compared with plain Python lists."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,79 +11,24 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from corelm.containers import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, Text, Tokens, ragged
-from corelm.containers.assemble import assemble
+from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
-from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
-from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
+from helpers.four_rows import (
+    CHATS,
+    HOT,
+    RAW,
+    RESPONSES,
+    RIGHT,
+    TEXTS,
+    assert_holds,
+    batch,
+    both_layouts,
+    plain,
+)
 
-RAW = Provenance("toy", "tiny", "0")
-HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))
-
-PROMPTS = [[1, 2, 3], [4], [5, 6], [7]]
-RESPONSES = [[8], [9, 10, 11], [], [12, 13]]
-TEXTS = ["a", "b", "c", "d"]
-CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
-
-# What the four rows look like padded: prompts to 3 columns, responses to 3.
-LEFT = [[1, 2, 3], [0, 0, 4], [0, 5, 6], [0, 0, 7]]
-RIGHT = [[8, 0, 0], [9, 10, 11], [0, 0, 0], [12, 13, 0]]
-
-
-def batch(shape: tuple[int, ...] = (4,), pad_output: bool = False, provenance: Any = RAW) -> TensorDict:
-    """The four rows above. A log-prob is minus its token's id."""
-    full = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    tokens = Parts(*(Ragged.from_list(rows) for rows in (PROMPTS, RESPONSES, full)))
-    scored = [[False] * len(p) + [True] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    messages = tuple((Message("user", text),) for text in TEXTS)
-    request = ContainerRequest(
-        batch_size=shape,
-        fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
-        tokens=tokens,
-        texts=Parts(tuple(TEXTS), tuple(TEXTS), tuple(TEXTS)),
-        chats=Parts(messages, messages, messages),
-        logprobs=Ragged(-tokens.full.values.float(), tokens.full.lengths),
-        scored=Ragged.from_list(scored, torch.bool),
-        provenance=provenance,
-        finish_reasons=("stop", "length", "stop", "length"),
-        pad_output=pad_output,
-    )
-    return assemble(request)
-
-
-def plain(value: Any) -> Any:
-    return [plain(item) for item in value] if isinstance(value, list) else value.tolist()
-
-
-def pick(table: list[Any], rows: Any) -> Any:
-    """The rows of a table, nested as `rows` is."""
-    return [pick(table, row) for row in rows] if isinstance(rows, list) else table[rows]
-
-
-def assert_holds(td: TensorDictBase, rows: Any, pad_output: bool) -> None:
-    """That `td` holds these of the four rows, nested like this, in every container and still in its layout."""
-    prompts, responses = (LEFT, RIGHT) if pad_output else (PROMPTS, RESPONSES)
-    tokens, log_probs = td["tokens"], td["log_probs"]
-    assert (type(tokens), type(log_probs), type(td["text"])) == (Tokens, LogProbs, Text)
-    assert [tokens.padded, td["masks"].padded, log_probs.padded] == [pad_output] * 3
-    assert plain(tokens.prompt) == pick(prompts, rows)
-    assert plain(tokens.response) == pick(responses, rows)
-    assert plain(log_probs.response) == pick([[-float(i) for i in row] for row in responses], rows)
-    assert td["text"].response == pick(TEXTS, rows)
-    assert td["history"].full.to_chats() == pick(CHATS, rows)
-    flat = torch.tensor(rows, dtype=torch.int64).flatten().tolist()
-    assert ragged(td, ("tokens", "full")).tolist() == [PROMPTS[row] + RESPONSES[row] for row in flat]
-    assert ragged(td, ("masks", "all_response_mask")).tolist() == [
-        [False] * len(PROMPTS[row]) + [True] * len(RESPONSES[row]) for row in flat
-    ]
-    assert log_probs.provenance == (RAW if flat else None)
-    assert set(td["masks"].keys()) - {"padded"} == {"all_attention_mask", "all_response_mask"}
-
-
-both_layouts = pytest.mark.parametrize("pad_output", [False, True], ids=["rows", "dense"])
 Operation = Callable[[TensorDict], TensorDictBase]
 
 FLAT: dict[str, tuple[Operation, Any]] = {
@@ -98,10 +42,10 @@ FLAT: dict[str, tuple[Operation, Any]] = {
     "an empty slice": (lambda td: td[:0], []),
     "an empty mask": (lambda td: td[torch.zeros(4, dtype=torch.bool)], []),
     "an empty index": (lambda td: td.exclude("finish_reason")[torch.tensor([], dtype=torch.int64)], []),
-    "nothing of nothing": (lambda td: td.exclude("finish_reason")[:0][:0], []),
+    "an empty slice of an empty slice": (lambda td: td.exclude("finish_reason")[:0][:0], []),
     "rows stacked lazily": (lambda td: lazy_stack([td[2], td[0]]), [2, 0]),
     "slices stacked lazily": (lambda td: lazy_stack([td[:2], td[2:]]), [[0, 1], [2, 3]]),
-    "rows taken apart and put together": (lambda td: lazy_stack(list(td.unbind(0))), [0, 1, 2, 3]),
+    "unbound and stacked": (lambda td: lazy_stack(list(td.unbind(0))), [0, 1, 2, 3]),
     "a replayed batch": (lambda td: lazy_stack(list(lazy_stack(list(td.unbind(0)))[1:].unbind(0))), [1, 2, 3]),
     "a slice of stacked rows": (lambda td: lazy_stack(list(td.unbind(0)))[2:], [2, 3]),
     "equal rows stacked": (lambda td: torch.stack([td[1], td[1]]), [1, 1]),
@@ -109,14 +53,14 @@ FLAT: dict[str, tuple[Operation, Any]] = {
     "two batches stacked": (lambda td: torch.stack([td, td]), [[0, 1, 2, 3], [0, 1, 2, 3]]),
     "two batches stacked along the rows": (lambda td: torch.stack([td, td], 1), [[0, 0], [1, 1], [2, 2], [3, 3]]),
     "concatenated": (lambda td: torch.cat([td[2:], td[:2]]), [2, 3, 0, 1]),
-    "concatenated with nothing": (lambda td: torch.cat([td[:0], td[:2], td[4:]]), [0, 1]),
+    "concatenated with empty slices": (lambda td: torch.cat([td[:0], td[:2], td[4:]]), [0, 1]),
     "split": (lambda td: td.split(2)[1], [2, 3]),
     "reshaped": (lambda td: td.reshape(2, 2), [[0, 1], [2, 3]]),
     "cloned": (lambda td: td.clone(), [0, 1, 2, 3]),
     "locked": (lambda td: td.lock_(), [0, 1, 2, 3]),
     "pickled": (lambda td: pickle.loads(pickle.dumps(td)), [0, 1, 2, 3]),
     "a row pickled": (lambda td: pickle.loads(pickle.dumps(td[3])), 3),
-    "nothing pickled": (lambda td: pickle.loads(pickle.dumps(td[:0])), []),
+    "an empty slice pickled": (lambda td: pickle.loads(pickle.dumps(td[:0])), []),
     "selected": (lambda td: td.select("tokens", "masks", "log_probs", "text", "history"), [0, 1, 2, 3]),
 }
 
@@ -128,7 +72,7 @@ SQUARE: dict[str, tuple[Operation, Any]] = {
     "no samples": (lambda td: td[:, :0], [[], []]),
     "a mask": (lambda td: td[torch.tensor([[True, False], [False, True]])], [0, 3]),
     "flattened": (lambda td: td.flatten(0, 1), [0, 1, 2, 3]),
-    "taken apart by sample": (lambda td: lazy_stack(list(td.unbind(1))), [[0, 2], [1, 3]]),
+    "unbound by sample": (lambda td: lazy_stack(list(td.unbind(1))), [[0, 2], [1, 3]]),
     "rows stacked lazily": (lambda td: lazy_stack([td[1, 0], td[0, 0]]), [2, 0]),
     "concatenated by sample": (lambda td: torch.cat([td[:, 1:], td[:, :1]], 1), [[1, 0], [3, 2]]),
     "two batches stacked": (lambda td: torch.stack([td, td]), [[[0, 1], [2, 3]]] * 2),
@@ -139,47 +83,17 @@ SQUARE: dict[str, tuple[Operation, Any]] = {
 
 @both_layouts
 @pytest.mark.parametrize(("shape", "name"), [((4,), name) for name in FLAT] + [((2, 2), name) for name in SQUARE])
-def test_a_batch_survives(shape: tuple[int, ...], name: str, pad_output: bool) -> None:
+def test_operations_keep_rows_and_layout(shape: tuple[int, ...], name: str, pad_output: bool) -> None:
     operation, rows = (FLAT if shape == (4,) else SQUARE)[name]
     assert_holds(operation(batch(shape, pad_output)), rows, pad_output)
 
 
 @both_layouts
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_nothing_keeps_every_key(shape: tuple[int, ...], pad_output: bool) -> None:
+def test_an_empty_slice_keeps_every_key(shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch(shape, pad_output)
     assert set(td[:0].keys(True, True)) == set(td.keys(True, True))
     assert {value.dtype for value in td[:0].values(True, True)} == {torch.int64, torch.float32, torch.bool}
-
-
-@both_layouts
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_torch_save(pad_output: bool, weights_only: bool) -> None:
-    file = io.BytesIO()
-    torch.save(batch((4,), pad_output), file)
-    file.seek(0)
-    with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
-        assert_holds(torch.load(file, weights_only=weights_only), [0, 1, 2, 3], pad_output)
-
-
-@both_layouts
-@pytest.mark.parametrize(("shape", "rows"), [((4,), [0, 1, 2, 3]), ((2, 2), [[0, 1], [2, 3]])])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_memmap(tmp_path: Path, shape: tuple[int, ...], rows: Any, pad_output: bool, inplace: bool) -> None:
-    td = batch(shape, pad_output)
-    mapped = td.memmap_(tmp_path) if inplace else td.memmap(tmp_path)
-    assert_holds(mapped, rows, pad_output)
-    # Nothing of ours is pickled, so it loads where pickles are refused.
-    assert_holds(TensorDict.load_memmap(tmp_path, allow_pickle=False), rows, pad_output)
-
-
-@both_layouts
-def test_memmap_of_a_replayed_batch_and_of_nothing(tmp_path: Path, pad_output: bool) -> None:
-    td = batch((4,), pad_output)
-    lazy_stack([td[2], td[0]]).memmap(tmp_path / "some")
-    assert_holds(TensorDict.load_memmap(tmp_path / "some", allow_pickle=False), [2, 0], pad_output)
-    td.exclude("finish_reason")[:0].memmap(tmp_path / "none")
-    assert_holds(TensorDict.load_memmap(tmp_path / "none", allow_pickle=False), [], pad_output)
 
 
 @both_layouts
@@ -194,7 +108,7 @@ def test_to_another_device(pad_output: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @both_layouts
-def test_repr_tells_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
+def test_repr_shows_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
     shown = repr(batch(shape, pad_output))
     for name in ("Tokens", "LogProbs", "Masks", "Text", "ChatHistory"):
         assert f"{name}(" in shown or f"{name}{{" in shown  # as tensordict 0.14 shows it, or 0.15
@@ -217,7 +131,7 @@ def test_equal_lengths_do_not_make_rows_dense() -> None:
 
 
 @both_layouts
-def test_an_absent_field_reads_as_none_and_is_no_key(pad_output: bool) -> None:
+def test_an_absent_field_reads_as_none_and_is_not_a_key(pad_output: bool) -> None:
     td = batch((4,), pad_output).exclude(("tokens", "response"), ("text", "prompt"), ("history", "full"))
     assert td["tokens"].response is None
     assert td["text"].prompt is None
@@ -279,7 +193,7 @@ def test_rows_keep_their_own_provenance(join: Callable[[Any, Any], TensorDictBas
 
 
 @both_layouts
-def test_a_tuple_of_provenances_is_one_a_row(pad_output: bool, tmp_path: Path) -> None:
+def test_a_tuple_of_provenances_is_one_per_row(pad_output: bool, tmp_path: Path) -> None:
     td = batch((2, 2), pad_output, (HOT, RAW, RAW, RAW))
     td.memmap(tmp_path)
     for each in (td, TensorDict.load_memmap(tmp_path, allow_pickle=False)):
@@ -289,7 +203,7 @@ def test_a_tuple_of_provenances_is_one_a_row(pad_output: bool, tmp_path: Path) -
 
 
 @both_layouts
-def test_replacing_a_row_changes_that_row_alone(pad_output: bool) -> None:
+def test_replacing_a_row_changes_only_that_row(pad_output: bool) -> None:
     td, other = batch((4,), pad_output), batch((4,), pad_output, HOT)
     td[1] = other[1]
     assert [td[row]["log_probs"].provenance for row in range(4)] == [RAW, HOT, RAW, RAW]
@@ -297,8 +211,8 @@ def test_replacing_a_row_changes_that_row_alone(pad_output: bool) -> None:
 
 
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
-def test_rows_of_both_layouts_in_one_stack_are_noticed(order: tuple[bool, bool]) -> None:
-    # Row 1 has three response tokens and its padded row three columns: its shape does not tell.
+def test_a_stack_of_both_layouts_is_detected(order: tuple[bool, bool]) -> None:
+    # Row 1 has three response tokens, and its padded row has three columns: the shape does not tell the layout.
     td = lazy_stack([batch((4,), pad_output)[1] for pad_output in order])
     for read in (lambda: td["tokens"].response, lambda: td["tokens"].padded, lambda: td["log_probs"].full):
         with pytest.raises(InvalidRequestError, match="some rows are padded and others are not"):
@@ -307,7 +221,7 @@ def test_rows_of_both_layouts_in_one_stack_are_noticed(order: tuple[bool, bool])
     assert ragged(td, ("log_probs", "prompt")).tolist() == [[-0.0]] * 2
 
 
-def test_dense_rows_of_different_widths_are_noticed() -> None:
+def test_dense_rows_of_different_widths_are_detected() -> None:
     wide = batch((4,), True)
     narrow = TensorDict(
         tokens=Tokens(full=torch.tensor([[5, 6]]), batch_size=[1]),
@@ -323,7 +237,7 @@ def test_dense_rows_of_different_widths_are_noticed() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @both_layouts
-def test_what_was_read_can_be_set(shape: tuple[int, ...], pad_output: bool) -> None:
+def test_a_field_takes_what_it_returns(shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch(shape, pad_output)
     td["tokens"].prompt = td["tokens"].response
     td["text"].prompt = td["text"].response
@@ -343,7 +257,7 @@ def test_rows_are_set_from_lists_and_ragged() -> None:
     td["tokens"].set("full", Ragged.from_list([[1], [2, 3], [], [4]]))
     assert plain(td["tokens"].full) == [[1], [2, 3], [], [4]]
     assert [row.untyped_storage().nbytes() for row in td["tokens"].full] == [8, 16, 0, 8]
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected 4, one a row; got a list of 1"):
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected 4 tensors, one per row; got a list of 1"):
         td["tokens"].full = [torch.tensor([1])]
     with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected one dense tensor"):
         batch((4,), True)["tokens"].full = [torch.tensor([1])] * 4
@@ -385,30 +299,31 @@ def test_ragged_carries_gradients(pad_output: bool) -> None:
     assert total == 6
 
 
-def test_ragged_names_what_is_missing() -> None:
+def test_ragged_reports_missing_fields_and_masks() -> None:
     td = batch((4,), True)
     for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
         with pytest.raises(
-            InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken here; there are"
+            InvalidRequestError,
+            match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*; its keys: ",
         ):
             ragged(td, key)
     with pytest.raises(InvalidRequestError, match="needs the attention mask of its rows") as error:
         ragged(td.exclude("masks"), ("tokens", "full"))
     assert error.value.field == "masks"
     td["masks"] = Masks(all_attention_mask=torch.ones(4, 5, dtype=torch.bool), batch_size=[4])
-    with pytest.raises(InvalidRequestError, match=r"of shape \(4, 6\) needs .* there is: \(4, 5\)"):
+    with pytest.raises(InvalidRequestError, match=r"of shape \(4, 6\) needs .* holds a mask of shape \(4, 5\)"):
         ragged(td, ("tokens", "full"))
     assert ragged(batch().exclude("masks"), ("tokens", "response")).tolist() == RESPONSES
 
 
-def test_what_says_how_to_read_a_field_is_selected_with_it():
-    made = LogProbs(full=torch.zeros(2, 3), scored_mask=torch.ones(2, 3, dtype=torch.bool), batch_size=[2])
-    made.set("provenance", Provenance("toy", "mine", "0"))
-    td = TensorDict(log_probs=made, batch_size=[2]).select(("log_probs", "full"))
+def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
+    log_probs = LogProbs(full=torch.zeros(2, 3), scored_mask=torch.ones(2, 3, dtype=torch.bool), batch_size=[2])
+    log_probs.set("provenance", Provenance("toy", "mine", "0"))
+    td = TensorDict(log_probs=log_probs, batch_size=[2]).select(("log_probs", "full"))
     assert td["log_probs"].provenance == Provenance("toy", "mine", "0") and td["log_probs"].scored_mask.all()
 
 
-def test_rows_given_to_a_constructor_are_refused_and_not_dropped():
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: rows of their own length.*lazy_stack") as error:
+def test_the_constructor_refuses_a_list_of_rows() -> None:
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: the constructor takes no lists.*lazy_stack") as error:
         Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
     assert error.value.field == "full"

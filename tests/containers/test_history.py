@@ -1,4 +1,4 @@
-"""`Message` and `History`: what goes in comes out, whatever tensordict does in between."""
+"""`Message` and `History`: conversations survive every operation of tensordict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "capital", "argumen
 
 
 def chat(number: int, length: int = 2) -> list[dict[str, Any]]:
-    """Number `number`, of `length` messages, every second one sampled."""
+    """A chat of `length` messages, every second one sampled; `number` makes it unique."""
     return [
         {"role": "assistant", "content": f"{number}.{turn}", "token_ids": [number, turn]}
         if turn % 2
@@ -41,10 +41,10 @@ RICH = [
 ]
 
 
-# Messages -------------------------------------------------------------------------------------------------------------
+# Messages ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_is_read_and_written_without_loss() -> None:
+def test_a_message_survives_a_round_trip() -> None:
     messages = [Message.from_dict(message) for message in RICH]
     assert [message.to_dict() for message in messages] == RICH
     assert messages[2].token_ids == (5, 6, 2)
@@ -52,7 +52,7 @@ def test_a_message_is_read_and_written_without_loss() -> None:
     assert Message.from_dict({"role": "assistant"}) == Message("assistant")
 
 
-def test_a_template_sees_no_ids_and_no_key_without_a_value() -> None:
+def test_for_template_leaves_out_ids_and_none() -> None:
     assert Message.from_dict(RICH[1]).for_template() == {"role": "user", "content": "Italy?", "name": "ann"}
     assert Message.from_dict(RICH[2]).for_template() == {
         "role": "assistant",
@@ -68,7 +68,7 @@ def test_ids_become_a_tuple_of_ints(ids: Any) -> None:
     assert all(type(i) is int for i in got)
 
 
-def test_nothing_is_shared_with_what_was_given() -> None:
+def test_messages_share_no_data_with_their_input_or_output() -> None:
     given = deepcopy(RICH)
     history = History.from_chats(given)
     given[2]["tool_calls"][0]["function"]["name"] = "other"
@@ -82,7 +82,7 @@ def test_nothing_is_shared_with_what_was_given() -> None:
     assert history.to_chats() == RICH
 
 
-# The shape of a batch -------------------------------------------------------------------------------------------------
+# The shape of a batch ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_nothing_is_shared_with_what_was_given() -> None:
         ([[], chat(1)], (2,)),
     ],
 )
-def test_chats_in_chats_out(chats: list[Any], shape: tuple[int, ...]) -> None:
+def test_chats_survive_a_round_trip(chats: list[Any], shape: tuple[int, ...]) -> None:
     history = History.from_chats(chats)
     assert tuple(history.batch_size) == shape
     assert history.to_chats() == chats
@@ -117,19 +117,19 @@ def test_messages_and_dicts_may_be_mixed_and_chats_be_tuples() -> None:
 @pytest.mark.parametrize(
     ("chats", "match"),
     [
-        ([[chat(0)], chat(1)], "equally many"),
-        ([[chat(0), chat(1)], [chat(2)]], "equally many"),
+        ([[chat(0)], chat(1)], "same shape"),
+        ([[chat(0), chat(1)], [chat(2)]], "same shape"),
         ("hello", "list of messages.*str"),
         (["hello"], "list of messages.*str"),
         ({"role": "user", "content": "x"}, "list of messages.*dict"),
     ],
 )
-def test_lists_of_another_shape_are_refused(chats: Any, match: str) -> None:
+def test_uneven_lists_and_other_types_are_refused(chats: Any, match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
         History.from_chats(chats)
 
 
-def test_every_conversation_at_fault_is_named() -> None:
+def test_every_conversation_at_fault_is_reported() -> None:
     image = [{"type": "image", "url": "x"}]
     chats = [
         chat(0),
@@ -151,11 +151,11 @@ def test_every_conversation_at_fault_is_named() -> None:
     assert "message 0: token_ids" in problems[4] and "message 0: token_ids" in problems[5]
     assert "message 0: tool_calls" in problems[6]
     assert "message 2: message" in problems[7]
-    with pytest.raises(InvalidRequestError, match="2 conversations do not fill a batch of"):
+    with pytest.raises(InvalidRequestError, match=r"2 conversations do not fill a batch of shape \(3,\)"):
         History.of([chat(0), chat(1)], (3,))
 
 
-# Under tensordict -----------------------------------------------------------------------------------------------------
+# Under tensordict ----------------------------------------------------------------------------------------------------
 
 GRID = [[chat(0), chat(1, 1), chat(2)], [chat(3), chat(4, 3), chat(5)]]
 
@@ -163,7 +163,7 @@ GRID = [[chat(0), chat(1, 1), chat(2)], [chat(3), chat(4, 3), chat(5)]]
 @pytest.mark.parametrize(
     "index", [0, -1, slice(1), (1, 2), (slice(None), 1), (slice(None), slice(1, None)), (1, slice(None, None, 2))]
 )
-def test_indexing_picks_the_conversations_a_nested_list_would(index: Any) -> None:
+def test_indexing_selects_the_same_conversations_as_in_nested_lists(index: Any) -> None:
     numbers = np.arange(6).reshape(2, 3)[index]
     flat = [chat for row in GRID for chat in row]
     picked = History.from_chats(GRID)[index]
@@ -180,7 +180,7 @@ def test_indexing_with_tensors() -> None:
     assert tuple(history[:0].batch_size) == (0,)
 
 
-def test_shapes_change_and_conversations_stay() -> None:
+def test_reshaping_keeps_the_conversations() -> None:
     history = History.from_chats(GRID)
     flat = [chat for row in GRID for chat in row]
     assert history.reshape(-1).to_chats() == flat
@@ -201,13 +201,13 @@ def test_stacking(join: Any) -> None:
     assert join(one).to_chats() == [chat(n) for n in range(3)]
 
 
-def test_concatenation_with_nothing_in_it() -> None:
+def test_concatenation_with_an_empty_history() -> None:
     full, none = History.from_chats(GRID[0]), History.from_chats([])
     assert torch.cat([full, full]).to_chats() == GRID[0] * 2
     assert torch.cat([none, full]).to_chats() == GRID[0]
 
 
-def test_assigning_a_row_leaves_the_source_alone() -> None:
+def test_assigning_a_row_does_not_change_the_source() -> None:
     history, other = History.from_chats(GRID[0]), History.from_chats(GRID[1])
     history[1] = other[2]
     assert history.to_chats() == [GRID[0][0], GRID[1][2], GRID[0][2]]
@@ -226,7 +226,7 @@ def test_inside_tensordicts_dense_and_lazy() -> None:
     assert stacked[0]["history", "prompt"].chats[0][-1] == Message("user", "more")
 
 
-# Kept and sent --------------------------------------------------------------------------------------------------------
+# Saving --------------------------------------------------------------------------------------------------------------
 
 SAVED = [GRID, [RICH, RICH[:1]], RICH, []]
 
@@ -242,7 +242,7 @@ def test_pickle_and_torch_save(chats: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("chats", SAVED)
-def test_memmap_writes_data_and_no_pickle(chats: list[Any], tmp_path: Path) -> None:
+def test_memmap_writes_no_pickle(chats: list[Any], tmp_path: Path) -> None:
     history = History.from_chats(chats)
     TensorDict({"history": history}, history.batch_size).memmap(tmp_path)
     with warnings.catch_warnings():
@@ -257,19 +257,19 @@ def test_memmap_writes_data_and_no_pickle(chats: list[Any], tmp_path: Path) -> N
 
 
 def test_rows_written_into_a_memmapped_storage(tmp_path: Path) -> None:
-    """As a replay buffer does it."""
+    """A replay buffer does this."""
     rows = TensorDict({"history": History.from_chats(GRID[0])}, (3,))
     storage = rows[0].expand(5).clone().memmap_like(tmp_path)
     storage[1:4] = rows
     assert storage[1:4]["history"].to_chats() == GRID[0]
 
 
-# Growing --------------------------------------------------------------------------------------------------------------
+# Growing -------------------------------------------------------------------------------------------------------------
 
 HELLO = {"role": "user", "content": "hello"}
 
 
-def test_append_gives_a_new_history_and_keeps_the_ids() -> None:
+def test_append_returns_a_new_history_and_keeps_the_ids() -> None:
     history = History.from_chats(GRID[0])
     longer = history.append(HELLO)
     assert longer.to_chats() == [[*c, HELLO] for c in GRID[0]]
@@ -323,10 +323,10 @@ def test_messages_that_do_not_fit_are_refused(grow: Any) -> None:
     assert history.to_chats() == GRID[0]
 
 
-# The template ---------------------------------------------------------------------------------------------------------
+# The template --------------------------------------------------------------------------------------------------------
 
 
-def test_apply_chat_template_is_the_tokenizers_own_row_by_row() -> None:
+def test_apply_chat_template_equals_the_tokenizers_for_every_row() -> None:
     tokenizer = ct.tokenizer()
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     chats = [[[question], [question, answer]], [[question, answer, question], [answer, question]]]
@@ -347,7 +347,7 @@ def test_apply_chat_template_is_the_tokenizers_own_row_by_row() -> None:
     assert tokenizer.decode(ids) == expected[0][0]
 
 
-def test_apply_chat_template_names_the_conversations_that_fail() -> None:
+def test_apply_chat_template_reports_the_conversations_that_fail() -> None:
     history = History.from_chats([chat(0), [HELLO, HELLO], []])
     with pytest.raises(TemplateError, match=r"conversation 1: .*roles must alternate") as caught:
         history.apply_chat_template(ct.tokenizer(), chat_template=ct.STRICT)

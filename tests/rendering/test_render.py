@@ -1,4 +1,4 @@
-"""Rendering of conversations, against the tokenizer's own rendering, ids and assistant mask."""
+"""Rendered conversations, compared with the tokenizer's own rendering, ids and assistant mask."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from helpers.rendering import (
     tokenize,
 )
 
-# What is not sampled: as the tokenizer itself would -------------------------------------------------------------------
+# Without sampled turns: the same as the tokenizer's own --------------------------------------------------------------
 
 contents = st.text(alphabet=st.sampled_from("ab 1?.\n\té🙂the"), max_size=12)
 
 
 @st.composite
 def plain_chats(draw: st.DrawFn) -> list[dict[str, str]]:
-    """Nothing sampled, no special tokens: maybe a system's turn, then user and assistant by turns."""
+    """Chats without sampled turns and special tokens: an optional system turn, then user and assistant alternate."""
     chat = [{"role": "system", "content": draw(contents)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         chat += [{"role": "user", "content": draw(contents)}, {"role": "assistant", "content": draw(contents)}]
@@ -42,7 +42,7 @@ def plain_chats(draw: st.DrawFn) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", [*ct.MARKED])
 @given(chat=plain_chats(), prompt=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_ids_and_mask_are_the_tokenizers_own(name: str, chat: list[dict[str, str]], prompt: bool) -> None:
+def test_ids_and_mask_equal_the_tokenizers(name: str, chat: list[dict[str, str]], prompt: bool) -> None:
     template = ct.MARKED[name]
     oracle = own(chat, template, prompt, return_assistant_tokens_mask=True)
     ours = rendered([chat], template, prompt)
@@ -54,7 +54,7 @@ def test_ids_and_mask_are_the_tokenizers_own(name: str, chat: list[dict[str, str
 @pytest.mark.parametrize("name", [*ct.UNMARKED])
 @given(chat=plain_chats(), prompt=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_without_markers_the_mask_is_what_markers_would_have_said(
+def test_a_template_without_markers_gives_the_mask_of_the_one_with_markers(
     name: str, chat: list[dict[str, str]], prompt: bool
 ) -> None:
     oracle = own(chat, ct.MARKED[name], prompt, return_assistant_tokens_mask=True)
@@ -63,7 +63,7 @@ def test_without_markers_the_mask_is_what_markers_would_have_said(
     assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
 
 
-def test_thinking_that_a_template_drops_once_it_is_past_is_in_no_mask() -> None:
+def test_thinking_that_the_template_drops_from_a_past_turn_is_not_in_the_mask() -> None:
     chat = [QUESTION, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nParis."}, MORE]
     oracle = own(chat, ct.THINKING_MARKED, True, return_assistant_tokens_mask=True)
     ours = rendered([chat], ct.THINKING, True)
@@ -71,16 +71,16 @@ def test_thinking_that_a_template_drops_once_it_is_past_is_in_no_mask() -> None:
     assert TOKENIZER.decode(ours.ids.values[ours.assistant.values]) == "Paris.<|im_end|>"
 
 
-def test_a_turn_that_says_nothing_is_in_no_mask() -> None:
+def test_an_empty_turn_is_not_in_the_mask() -> None:
     template = "{% for m in messages %}t{% generation %}{{ m.content }}{% endgeneration %}h{% endfor %}"
     ours = rendered([[{"role": "assistant", "content": ""}], [{"role": "assistant", "content": " and "}]], template)
-    # One token stands on both sides of where nothing is said.
+    # The empty turn lies in the middle of one token.
     assert TOKENIZER.tokenize("th") == ["th"] and ours.ids.tolist()[0] == TOKENIZER("th")["input_ids"]
-    silent, spoken = ours.assistant.tolist()
-    assert silent == [False] and any(spoken)
+    empty, spoken = ours.assistant.tolist()
+    assert empty == [False] and any(spoken)
 
 
-def test_a_conversation_that_the_assistant_opens() -> None:
+def test_a_conversation_may_start_with_the_assistant() -> None:
     chat = [{"role": "assistant", "name": "ann", "content": "Hello."}, MORE]
     named = ct.CHATML_MARKED.replace("{{ m.role }}", "{{ m.role }} {{ m.name }}")
     oracle = own(chat, named, return_assistant_tokens_mask=True)
@@ -99,14 +99,14 @@ def test_tool_calls_and_results_reach_the_template() -> None:
     assert '{"name": "capital", "arguments": {"of": "Italy"}}' in ours.texts[0]
 
 
-def test_the_template_and_its_arguments() -> None:
+def test_template_arguments_and_the_default_template_are_used() -> None:
     quiet = {"enable_thinking": False}
     expected = own([QUESTION], ct.THINKING, True, **quiet)["input_ids"]
     assert ids_of([QUESTION], ct.THINKING, True, template_kwargs=quiet) == expected
     assert rendered([[QUESTION]]).ids.tolist() == [own([QUESTION], TOKENIZER.chat_template)["input_ids"]]
 
 
-def test_rows_do_not_mix_and_texts_are_tokenized_in_one_call() -> None:
+def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
     calls: list[int] = []
 
     def counted(texts: Sequence[str], **options: Any) -> TokenizeResult:
@@ -127,17 +127,17 @@ def test_rows_do_not_mix_and_texts_are_tokenized_in_one_call() -> None:
     assert together.texts == tuple(one.texts[0] for one in alone)
 
 
-def test_no_conversations() -> None:
+def test_an_empty_batch_gives_empty_results() -> None:
     none = rendered([], ct.CHATML)
     assert (len(none.ids), len(none.assistant), none.texts, none.retokenized) == (0, 0, (), ())
 
 
-# What is sampled: id for id -------------------------------------------------------------------------------------------
+# Sampled turns keep their ids ----------------------------------------------------------------------------------------
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[int]:
-    """Any ids, special ones among them; most end with an EOS, some were cut off, some are nothing but it."""
+    """Any ids, special ones included. Most end with an EOS, some were cut off, some are only an EOS."""
     ids = draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
     return [*ids, draw(st.sampled_from(sorted(EOS_IDS)))] if draw(st.integers(0, 3)) else ids
 
@@ -146,11 +146,11 @@ turns = st.tuples(answers(), st.sampled_from(["user", "tool"]), contents)
 
 
 @pytest.mark.parametrize("template", [*ct.MARKED.values(), *ct.UNMARKED.values()], ids=[*ct.MARKED, *ct.UNMARKED])
-@given(opening=contents, told=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
+@given(opening=contents, with_history=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
 @settings(max_examples=20, deadline=None)
-def test_turn_after_turn_no_id_changes(template: str, opening: str, told: bool, later: list[Any]) -> None:
+def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_history: bool, later: list[Any]) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": opening}]
-    if told:
+    if with_history:
         chat = [QUESTION, ANSWER, *chat]
     prompt = own(chat, template, True)["input_ids"]
     known = rendered([chat], template, True).assistant.tolist()[0]
@@ -171,20 +171,20 @@ def test_turn_after_turn_no_id_changes(template: str, opening: str, told: bool, 
 @pytest.mark.parametrize(
     ("template", "answer", "between"),
     [
-        # An EOS of its own: the template's is left out, and the space that one template writes before it.
+        # The turn ends with an EOS: the template's is left out, with the space that one template writes before it.
         (ct.CHATML, "Paris.<|im_end|>", "\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
         (ct.INSTRUCT, "Paris.<|im_end|>", "[INST] And of Italy? [/INST]"),
         # Cut off: the template closes the turn.
         (ct.CHATML, "Par", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
         (ct.INSTRUCT, "Par", " <|im_end|>[INST] And of Italy? [/INST]"),
-        # Another EOS than the template's is not a copy of it.
+        # The turn ends with another EOS than the template's, which therefore stays.
         (ct.CHATML, "Par<|eot|>", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
-        # A last id that the template happens to write next, without being an end.
+        # The template next writes the turn's last id, which is not an EOS.
         (ct.BARE, "Par\n", "\nuser: And of Italy?\nassistant: "),
     ],
     ids=["own EOS", "own EOS after a space", "cut off", "cut off before a space", "another EOS", "no EOS"],
 )
-def test_what_stands_between_a_sampled_turn_and_the_next(template: str, answer: str, between: str) -> None:
+def test_the_text_between_a_sampled_turn_and_the_next(template: str, answer: str, between: str) -> None:
     turn = sampled(answer)
     before = own([QUESTION], template, True)["input_ids"]
     after = ids_of([QUESTION, turn, MORE], template, True)
@@ -192,14 +192,14 @@ def test_what_stands_between_a_sampled_turn_and_the_next(template: str, answer: 
     assert TOKENIZER.decode(after[len(before) + len(turn["token_ids"]) :]) == between
 
 
-def test_an_end_that_is_not_a_special_token() -> None:
+def test_an_eos_may_be_an_ordinary_token() -> None:
     newline = TOKENIZER("\n")["input_ids"]
     after = ids_of([QUESTION, sampled("Par\n"), MORE], ct.BARE, True, eos_ids=frozenset(newline))
     assert TOKENIZER.decode(after).endswith("assistant: Par\nuser: And of Italy?\nassistant: ")
 
 
-def test_a_thinking_template_keeps_what_was_thought() -> None:
-    """It would drop the thinking of turn 1 once there is a turn 2, and add an empty block to an answer without one."""
+def test_the_thinking_of_a_sampled_turn_is_kept() -> None:
+    """The template itself drops past thinking, and adds an empty block to an answer without thinking."""
     first, second = sampled("<think>\nhm\n</think>\n\nParis.<|im_end|>"), sampled("Rome.<|im_end|>")
     ids = ids_of([QUESTION, first, MORE, second], ct.THINKING)
     assert TOKENIZER.decode(ids) == (
@@ -210,7 +210,7 @@ def test_a_thinking_template_keeps_what_was_thought() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "hm"])
-def test_a_sampled_turn_that_was_parsed_stands_for_its_calls_and_thinking(content: str | None) -> None:
+def test_the_ids_of_a_parsed_turn_include_its_calls_and_thinking(content: str | None) -> None:
     call = {"type": "function", "function": {"name": "capital", "arguments": {}}}
     words = '<think>hm</think>\n<tool_call>{"name": "capital"}</tool_call><|im_end|>'
     turn = {**sampled(words), "content": content, "tool_calls": [call], "reasoning_content": "hm"}
@@ -224,7 +224,7 @@ def test_a_sampled_turn_that_was_parsed_stands_for_its_calls_and_thinking(conten
     assert ours.texts == (text,)
 
 
-def test_prefer_tokens_false_renders_the_text_and_says_so() -> None:
+def test_prefer_tokens_false_renders_the_text_and_reports_retokenized() -> None:
     chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
     plain = [{key: m[key] for key in ("role", "content")} for m in chat]
     oracle = own(plain, ct.CHATML_MARKED, True, return_assistant_tokens_mask=True)

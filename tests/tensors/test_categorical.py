@@ -1,4 +1,4 @@
-"""MaskedCategorical against a plain log-softmax of every position, in value and gradient; and what it must not hold."""
+"""`MaskedCategorical`, compared with a plain log-softmax of every position in values, gradients and memory."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ V = 7
 
 
 class Sliced(MaskedCategorical):
-    """Two positions at a time, so that a small example has several slices and a last one that is short."""
+    """Handles two positions at a time, so that a small example has several slices and a shorter last one."""
 
     SLICE = 2 * V
 
@@ -33,7 +33,7 @@ kinds = pytest.mark.parametrize("kind", [MaskedCategorical, Sliced])
 
 
 @kinds
-def test_log_prob_and_entropy_are_those_of_a_plain_softmax(kind):
+def test_log_prob_and_entropy_equal_those_of_a_plain_softmax(kind):
     logits, mask, ids = example()
     table = logits.log_softmax(-1)
     dist = kind(logits, mask)
@@ -44,7 +44,7 @@ def test_log_prob_and_entropy_are_those_of_a_plain_softmax(kind):
 
 
 @kinds
-def test_gradients_are_those_of_a_plain_softmax_and_pass_gradcheck(kind):
+def test_gradients_equal_those_of_a_plain_softmax_and_pass_gradcheck(kind):
     logits, mask, ids = example(requires_grad=True)
     weights = torch.arange(8.0, dtype=torch.float64).reshape(2, 4) - 3
     table = logits.log_softmax(-1)
@@ -73,7 +73,7 @@ def test_several_samples_are_scored_at_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_logits_are_normalised_in_float32_and_get_gradients_of_their_own_dtype(dtype):
+def test_low_precision_logits_are_normalised_in_float32_and_get_gradients_in_their_dtype(dtype):
     logits, mask, ids = example(dtype, requires_grad=True)
     dist = Sliced(logits, mask)
     expected = plain(logits.detach().double(), ids)
@@ -85,7 +85,7 @@ def test_low_precision_logits_are_normalised_in_float32_and_get_gradients_of_the
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_stands_at_masked_positions_reaches_nothing(poison):
+def test_logits_at_masked_positions_have_no_effect(poison):
     logits, mask, ids = example(requires_grad=True)
     poisoned = torch.where(mask[..., None], logits, poison)
     dist = Sliced(poisoned, mask)
@@ -97,7 +97,7 @@ def test_what_stands_at_masked_positions_reaches_nothing(poison):
     assert bool((dist.mode[~mask] == -100).all()) and bool((dist.sample()[~mask] == -100).all())
 
 
-def test_a_token_that_is_excluded_has_no_probability_and_spoils_nothing():
+def test_an_excluded_token_has_probability_zero_and_makes_no_nan():
     logits, mask, _ = example(requires_grad=True)
     barred = logits.index_fill(-1, torch.tensor([2]), float("-inf"))
     dist = Sliced(barred, mask)
@@ -120,7 +120,7 @@ def test_samples_follow_the_distribution():
     assert bool((chi_square < 27.9).all()), chi_square
 
 
-def test_no_samples_are_none():
+def test_zero_samples_have_the_right_shape():
     logits, mask, _ = example()
     for kind in (MaskedCategorical, Sliced):
         assert kind(logits, mask).sample((0,)).shape == (0, 2, 4)
@@ -128,7 +128,7 @@ def test_no_samples_are_none():
 
 
 @kinds
-def test_nothing_that_counts_is_no_error(kind):
+def test_a_mask_without_true_positions_is_accepted(kind):
     logits, mask, ids = example(requires_grad=True)
     for dist in (kind(logits, torch.zeros_like(mask)), kind(logits[:0], mask[:0])):
         shape = dist.batch_shape
@@ -138,14 +138,14 @@ def test_nothing_that_counts_is_no_error(kind):
         value.sum().backward()
 
 
-def test_a_single_position_has_a_distribution_too():
+def test_a_single_position_is_accepted():
     dist = MaskedCategorical(torch.tensor([0.0, 0.0]), torch.tensor(True))
     assert dist.batch_shape == () and dist.sample((3,)).shape == (3,)
     torch.testing.assert_close(dist.entropy(), torch.tensor(2.0).log())
     torch.testing.assert_close(dist.log_prob(torch.tensor(1)), -torch.tensor(2.0).log())
 
 
-def test_what_does_not_fit_is_refused():
+def test_shapes_and_ids_that_do_not_fit_are_refused():
     logits, mask, ids = example()
     with pytest.raises(
         InvalidRequestError, match=r"expected bool\[2, 4\] for logits \[2, 4, 7\], got torch.bool\[2, 3\]"
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused():
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation gives back, other than views of `given`."""
+    """Records the size of the largest tensor that an operation returns, other than views of `given`."""
 
     def __init__(self, given):
         super().__init__()
@@ -174,7 +174,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_nothing_as_large_as_the_logits_is_made_or_kept_for_a_value():
+def test_no_tensor_as_large_as_the_logits_is_made_or_kept():
     torch.manual_seed(0)
     vocab, positions = 1000, 64
 
@@ -190,7 +190,7 @@ def test_nothing_as_large_as_the_logits_is_made_or_kept_for_a_value():
         value = Small(logits, mask).log_prob(ids) + Small(logits, mask).entropy()
         Small(logits, mask).sample()
         assert Small(logits, mask).mode.shape == mask.shape
-    assert largest.numel <= 4 * vocab, "no operation gives more than a slice"
+    assert largest.numel <= 4 * vocab, "no operation returns more than a slice"
     own = logits.untyped_storage().data_ptr()
     assert max(t.numel() for t in kept if t.untyped_storage().data_ptr() != own) <= positions
     value.sum().backward()

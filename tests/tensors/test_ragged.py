@@ -1,4 +1,4 @@
-"""`Ragged` against plain Python lists, which are the oracle."""
+"""`Ragged`, compared with plain Python lists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def padded(row: list[int], width: int, side: Side, filler: int) -> list[int]:
 
 @quick
 @given(lists)
-def test_lists_go_in_and_come_out(rows: Rows) -> None:
+def test_lists_survive_a_round_trip(rows: Rows) -> None:
     ragged = Ragged.from_list(rows)
     assert ragged.tolist() == rows
     assert [row.tolist() for row in ragged.split()] == rows
@@ -37,7 +37,7 @@ def test_lists_go_in_and_come_out(rows: Rows) -> None:
 
 @quick
 @given(lists)
-def test_indices_say_where_each_value_stands(rows: Rows) -> None:
+def test_offsets_row_index_and_positions(rows: Rows) -> None:
     ragged = Ragged.from_list(rows)
     assert ragged.offsets.tolist() == [sum(map(len, rows[:r])) for r in range(len(rows) + 1)]
     assert ragged.row_index.tolist() == [r for r, row in enumerate(rows) for _ in row]
@@ -46,7 +46,7 @@ def test_indices_say_where_each_value_stands(rows: Rows) -> None:
 
 @quick
 @given(lists, sides, st.none() | st.integers(5, 8), st.integers(-9, 9))
-def test_padding_and_back(rows: Rows, side: Side, width: int | None, filler: int) -> None:
+def test_padding_survives_a_round_trip(rows: Rows, side: Side, width: int | None, filler: int) -> None:
     ragged = Ragged.from_list(rows)
     columns = max(map(len, rows), default=0) if width is None else width
     dense = ragged.to_padded(filler, side, width)
@@ -54,13 +54,13 @@ def test_padding_and_back(rows: Rows, side: Side, width: int | None, filler: int
     assert dense.tolist() == [padded(row, columns, side, filler) for row in rows]
     mask = ragged.mask(side, width)
     assert mask.tolist() == [padded([True] * len(row), columns, side, False) for row in rows]
-    # A filler that also occurs among the values is no pad.
+    # Pads are told from values by the mask, even if the filler also occurs among the values.
     assert Ragged.from_padded(dense, mask).tolist() == rows
 
 
 @quick
 @given(some_lists, st.data())
-def test_scatter_fills_any_mask_row_after_row(rows: Rows, data: st.DataObject) -> None:
+def test_scatter_fills_any_mask_in_row_order(rows: Rows, data: st.DataObject) -> None:
     width = max(map(len, rows)) + 2
     places = [sorted(data.draw(st.permutations(range(width)))[: len(row)]) for row in rows]
     mask = torch.tensor([[t in at for t in range(width)] for at in places])
@@ -113,7 +113,7 @@ def test_values_of_more_dimensions(rows: Rows) -> None:
     assert ragged.repeat(2).tolist() == [row for row in wide for _ in range(2)]
 
 
-def test_full_has_one_value_everywhere() -> None:
+def test_full_repeats_one_value() -> None:
     ragged = Ragged.full(torch.tensor([2, 0, 1]), True, torch.bool)
     assert ragged.tolist() == [[True, True], [], [True]]
     assert ragged.values.dtype == torch.bool
@@ -144,16 +144,16 @@ def test_gradients_reach_every_value(through: Callable[[Ragged], torch.Tensor]) 
         (lambda: Ragged(torch.arange(1), torch.tensor([2, -1])), "lengths add up"),
         (lambda: Ragged(torch.arange(0), torch.tensor([1, -1])), "lengths add up"),
         (lambda: Ragged(torch.tensor(1), torch.tensor([1])), "values\\[total, ...\\]"),
-        (lambda: Ragged.from_list([[1, 2]]).to_padded(0, width=1), "a row of 2 does not fit into 1 columns"),
+        (lambda: Ragged.from_list([[1, 2]]).to_padded(0, width=1), "a row of 2 values does not fit into 1 columns"),
         (lambda: Ragged.from_list([[1]]).join(Ragged.from_list([])), "cannot join 1 rows with 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(build: Callable[[], object], message: str) -> None:
+def test_inconsistent_lengths_and_widths_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_a_seam_of_other_rows_is_refused():
+def test_a_join_mask_of_other_rows_is_refused() -> None:
     first, second = Ragged.from_list([[1], [2]]), Ragged.from_list([[3], [4, 5]])
     with pytest.raises(ValueError, match="join_mask"):
         first.join(second, first.join_mask(first))

@@ -1,4 +1,4 @@
-"""What a caller may pass → what the records hold. Friendly in what it takes; everything else is refused by name."""
+"""Coerce what callers pass to what the records hold. An argument of another kind is refused with its name."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError, Problems, refuse
+from corelm.errors import Problems, refuse
 from corelm.tensors.ragged import Ragged
+from corelm.validate import invalid
 
 
 def rows_of_ids(ids: Any, field: str) -> Ragged:
-    """int64 rows from a Ragged, a list of lists, tensors or arrays, or an integer tensor or array ``[rows, time]``.
+    """Return int64 rows.
+
+    Args:
+        ids: a `Ragged`; a list of lists, tensors or arrays; or an integer tensor or array ``[rows, time]``.
+        field: the argument's name, for errors.
 
     Raises:
-        InvalidRequestError: anything else, naming the row.
+        InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
         ids = torch.as_tensor(ids)
     if isinstance(ids, Tensor):
         if ids.ndim != 2:
-            raise InvalidRequestError(
-                f"{field}: expected one row per sequence, got a tensor of shape {tuple(ids.shape)}", field=field
-            )
+            raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
     if not isinstance(ids, Ragged):
         ids = _from_rows(ids, field)
-    if not _whole(ids.values) or ids.values.ndim != 1:
-        raise InvalidRequestError(
-            f"{field}: token ids are integers, one after another; got {ids.values.dtype}{list(ids.values.shape)}",
-            field=field,
-        )
+    if not _is_integer(ids.values) or ids.values.ndim != 1:
+        raise invalid(field, f"expected one integer per token, got {ids.values.dtype}{list(ids.values.shape)}")
     try:
-        # Made anew, as the caller may have written to the lengths since they were checked.
+        # Build and validate new rows: the caller may have modified the lengths since they were checked.
         return Ragged(ids.values.to(torch.int64), ids.lengths)
     except ValueError as error:
-        raise InvalidRequestError(f"{field}: {error}", field=field) from error
+        raise invalid(field, str(error)) from error
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise InvalidRequestError(
-            f"{field}: expected rows of token ids, got {reprlib.repr(rows)}; backend.tokenize makes them of texts",
-            field=field,
+        raise invalid(
+            field, f"expected rows of token ids, got {reprlib.repr(rows)}; backend.tokenize turns texts into ids"
         )
-    read: list[Tensor] = []
+    tensors: list[Tensor] = []
     problems: Problems = {}
     for index, row in enumerate(rows):
         try:
-            read.append(_row(row))
+            tensors.append(_row(row))
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            problems[index] = f"expected a list of token ids that fit into int64, got {reprlib.repr(row)}"
+            problems[index] = f"expected a list of token ids (int64), got {reprlib.repr(row)}"
     refuse(problems, field)
-    return Ragged.from_list(read)
+    return Ragged.from_list(tensors)
 
 
 def _row(row: Any) -> Tensor:
     if hasattr(row, "__array__"):
         tensor = torch.as_tensor(row)
-        if tensor.ndim != 1 or not _whole(tensor):
+        if tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
     if not isinstance(row, (list, tuple)) or any(isinstance(token, bool) for token in row):
@@ -71,47 +70,50 @@ def _row(row: Any) -> Tensor:
     return torch.tensor([operator.index(token) for token in row], dtype=torch.int64)
 
 
-def _whole(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
 def texts(given: Any) -> tuple[str, ...]:
-    """One text is one row."""
+    """Return one text per row; a single str is one row."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable):
-        raise InvalidRequestError(f"texts: expected a str or a list of them, got {reprlib.repr(given)}", field="texts")
+        raise invalid("texts", f"expected a str or a list of str, got {reprlib.repr(given)}")
     found = tuple(given)
     refuse(not_texts(found), "texts")
     return found
 
 
 def not_texts(values: Sequence[Any]) -> Problems:
+    """Return a problem for every row that is not a str."""
     return {row: f"expected a str, got {type(v).__name__}" for row, v in enumerate(values) if not isinstance(v, str)}
 
 
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
-    """One unique name per row, made up here unless given."""
+    """Return one unique name per row: the given names, or generated ones."""
     if given is None:
         return tuple(uuid.uuid4().hex for _ in range(rows))
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
     if len(names) != rows or not all(isinstance(name, str) for name in names) or len({*names}) != rows:
-        raise InvalidRequestError(
-            f"request_ids: expected {rows} different names, got {reprlib.repr(given)}", field="request_ids"
-        )
+        raise invalid("request_ids", f"expected {rows} different names, got {reprlib.repr(given)}")
     return tuple(name for name in names if name is not None)
 
 
 def seeds(given: Any, answers: int) -> Tensor:
-    """int64[answers], not negative."""
+    """Return int64[answers], each seed in [0, 2**63)."""
     found = _integers(given, answers, "seeds")
     if bool((found < 0).any()):
-        raise InvalidRequestError("seeds: expected numbers in [0, 2**63), got a negative one", field="seeds")
+        raise invalid("seeds", "expected integers in [0, 2**63), got a negative one")
     return found
 
 
 def starts(given: Any, rows: int) -> Tensor:
-    """int64[rows]: where scoring starts, from one position for all or one per row. Position 0 is never scored."""
+    """Return int64[rows], each at least 1: the position where scoring starts. Position 0 is never scored.
+
+    Args:
+        given: one position for all rows, or one per row; None scores every position from 1 on.
+    """
     if given is None:
         return torch.ones(rows, dtype=torch.int64)
     return _integers([given] * rows if isinstance(given, int) else given, rows, "score_from").clamp_min(1)
@@ -123,6 +125,6 @@ def _integers(given: Any, count: int, field: str) -> Tensor:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = torch.empty(0, 0)
     found = found.to(torch.int64) if found.numel() == 0 and count == 0 else found
-    if found.shape != (count,) or not _whole(found):
-        raise InvalidRequestError(f"{field}: expected {count} integers, got {reprlib.repr(given)}", field=field)
+    if found.shape != (count,) or not _is_integer(found):
+        raise invalid(field, f"expected {count} integers, got {reprlib.repr(given)}")
     return found.to("cpu", torch.int64)

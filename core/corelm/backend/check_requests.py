@@ -1,7 +1,7 @@
-"""What is checked before a hook is called and after it has answered: once, here, for every plugin.
+"""Check a request before its hook is called: its rows, its sampling parameters, and the log-probs it asks for.
 
-The functions ending in `_problems` return ``{row: what is wrong}``, so that the caller may refuse all of them
-together or serve the others. Everything else raises.
+Core does this for every plugin. Functions that end in `_problems` return ``{row: what is wrong}``, so that the caller
+can refuse all bad rows together or skip them. The other functions raise.
 """
 
 from __future__ import annotations
@@ -14,16 +14,29 @@ from corelm.errors import CapabilityError, InvalidRequestError, Problems
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, value_range
 
-# Before -------------------------------------------------------------------------------------------------------------
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: SamplingParams) -> Problems:
+    """Return the problems of prompts, which must leave room in the context for the answer."""
+    # Without a limit the answer fills the context, so there must be room for at least one token.
+    room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
+    return sequence_problems(prompts, capabilities, may_be_empty=capabilities.empty_prompt, room=room)
 
 
 def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty: bool, room: int = 0) -> Problems:
-    """Ids outside the vocabulary, rows without a token, rows too long to leave `room` tokens of the context."""
+    """Return the problems of rows: ids outside the vocabulary, no tokens, too long for the context.
+
+    Args:
+        may_be_empty: whether a row may have no tokens.
+        room: number of tokens of the context that a row must leave free.
+    """
     problems: Problems = {}
     if outside_vocabulary(rows.values, capabilities.vocab_size):
         outside = (rows.values < 0) | (rows.values >= capabilities.vocab_size)
+        # In reverse, so that the first bad id of a row is reported.
         for index in outside.nonzero().flatten().tolist()[::-1]:
             row, position = int(rows.row_index[index]), int(rows.positions[index])
             found, size = int(rows.values[index]), capabilities.vocab_size
@@ -34,21 +47,26 @@ def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty:
     limit = capabilities.max_context
     if limit is not None and longest + room > limit:
         for row in (rows.lengths + room > limit).nonzero().flatten().tolist():
-            asked = f" + {room} new" if room else ""
-            problems[row] = f"{int(rows.lengths[row])} tokens{asked} do not fit the context of {limit}; shorten it"
+            new = f" + {room} new" if room else ""
+            problems[row] = f"{int(rows.lengths[row])} tokens{new} do not fit the context of {limit}; shorten it"
     return problems
 
 
-def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: SamplingParams) -> Problems:
-    # Without a limit the answer fills the context, and there must be something left to fill.
-    room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
-    return sequence_problems(prompts, capabilities, may_be_empty=capabilities.empty_prompt, room=room)
+def outside_vocabulary(ids: Tensor, vocab_size: int) -> bool:
+    """Return whether an id is outside ``[0, vocab_size)``."""
+    low, high = value_range(ids)
+    return not 0 <= low <= high < vocab_size
+
+
+# Sampling parameters -------------------------------------------------------------------------------------------------
 
 
 def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, backend: str) -> None:
-    """Raises:
-    CapabilityError: a parameter in force that the engine did not declare.
-    InvalidRequestError: a value outside the engine's declared range, or a stop id outside the vocabulary.
+    """Check that the engine honours every sampling parameter in force.
+
+    Raises:
+        CapabilityError: the engine does not declare a parameter.
+        InvalidRequestError: a value is outside the range that the engine declares, or a stop id outside the vocabulary.
     """
     for name, value in sampling.engine_parameters().items():
         if name not in capabilities.sampling:
@@ -88,13 +106,16 @@ def stop_strings_can_match(sampling: SamplingParams, tokenizer: Any) -> None:
             )
 
 
+# Log-probs -----------------------------------------------------------------------------------------------------------
+
+
 def generation_mode(
     wanted: Literal["none", "raw", "processed"], sampling: SamplingParams, capabilities: Capabilities, backend: str
 ) -> Literal["none", "raw", "processed"]:
-    """The mode to ask the engine for: `wanted`, or the other one where both are the same numbers.
+    """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
 
     Raises:
-        CapabilityError: the engine cannot give it, and what it gives cannot be converted exactly.
+        CapabilityError: the engine cannot return `wanted`, and none of its modes equals it here.
     """
     if wanted == "none":
         return wanted
@@ -102,7 +123,7 @@ def generation_mode(
         raise InvalidRequestError(f"logprobs: expected 'none', 'raw' or 'processed', got {wanted!r}", field="logprobs")
     if sampling.num_beams > 1:
         raise CapabilityError(
-            "a beam's tokens were not sampled one by one: there is no log-prob to report; use logprobs='none'",
+            "beam search does not sample token by token, so its tokens have no log-probs; use logprobs='none'",
             capability="num_beams",
         )
     if wanted in capabilities.generation_modes:
@@ -112,45 +133,32 @@ def generation_mode(
     other: Mode = "processed" if wanted == "raw" else "raw"
     if untouched(sampling) and other in capabilities.generation_modes:
         return other
-    has = ", ".join(sorted(capabilities.generation_modes)) or "none"
+    modes = ", ".join(sorted(capabilities.generation_modes)) or "none"
     raise CapabilityError(
-        f"backend {backend!r} returns no {wanted} log-probs with this sampling (it has: {has}); at temperature 1 "
-        "without truncation and penalties raw and processed are the same numbers",
+        f"backend {backend!r} returns no {wanted} log-probs with these sampling parameters (its modes: {modes}); at "
+        "temperature 1 without truncation and penalties, raw and processed log-probs are the same",
         capability="generation_modes",
     )
 
 
 def untouched(sampling: SamplingParams) -> bool:
-    """Whether what is sampled from is the model's own distribution, so that raw and processed are the same numbers."""
+    """Return whether tokens are drawn from the model's own distribution: raw and processed log-probs are then equal."""
     return sampling.temperature == 1.0 and not (sampling.truncates_support or sampling.penalties)
 
 
 def scaled_is(mode: Mode, sampling: SamplingParams) -> bool:
-    """Whether log-probs of the logits over the temperature, greedy ones over 1, are those of `mode`."""
-    if _reshaped(sampling):
-        # Whether penalties and forbidden ids come before the number is made is each engine's own affair.
+    """Return whether `scaled` log-probs equal those of `mode`.
+
+    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding.
+    """
+    if _reshapes(sampling):
+        # Engines differ in whether penalties and forbidden ids are applied before or after they compute the number.
         return False
     if mode == "raw":
         return sampling.temperature in (0.0, 1.0)
     return sampling.temperature > 0.0 and not sampling.truncates
 
 
-def _reshaped(sampling: SamplingParams) -> bool:
-    """Whether something beside temperature and truncation changes what is sampled from."""
+def _reshapes(sampling: SamplingParams) -> bool:
+    """Return whether anything other than temperature and truncation changes the distribution."""
     return bool(sampling.penalties or sampling.min_new_tokens or sampling.engine_kwargs)
-
-
-# After --------------------------------------------------------------------------------------------------------------
-
-
-def outside_vocabulary(ids: Tensor, vocab_size: int) -> bool:
-    low, high = value_range(ids)
-    return not 0 <= low <= high < vocab_size
-
-
-def value_range(values: Tensor) -> tuple[float, float]:
-    """The least and the greatest; NaN if there is one, 0 of nothing."""
-    if not values.numel():
-        return 0, 0
-    low, high = values.aminmax()
-    return low.item(), high.item()

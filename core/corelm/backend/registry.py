@@ -1,7 +1,7 @@
-"""From a name to a plugin class: entry points found, listed and loaded, and every way that can fail told apart.
+"""Find, list and load plugins by name through entry points; each kind of failure has its own error.
 
-Three speeds. Listing reads metadata and imports nothing. Loading imports one plugin module, which is light by contract.
-Only the plugin's ``open`` imports its engine, and `get_backend` calls that.
+Listing reads metadata and imports nothing. Loading imports one plugin module, which must be light. Only the plugin's
+``open``, which `get_backend` calls, imports the engine.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ REQUIRED_HOOKS = ("generate", "score_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """An installed backend as its metadata describes it. Nothing of it has been imported.
+    """An installed backend, as its metadata describes it. No module of it has been imported.
 
     Attributes:
-        name: what `get_backend` takes.
-        distribution, version: what `pip` calls it.
+        name: the name that `get_backend` takes.
+        distribution: the name of its distribution, which `pip` takes.
+        version: the version of its distribution.
         target: ``module:Class`` of the plugin.
-        requires_core: the versions of `core` it asks for, such as ``>=0.1,<0.2``; "" is any, None is not said.
-        engine_available: whether its engine can be imported; None if the plugin does not say which module that is.
-        problem: why it cannot be used or may not work, as far as metadata tells; None if nothing is wrong.
+        requires_core: the versions of `core` it requires, such as ``>=0.1,<0.2``; "" for any; None if it names none.
+        engine_available: whether its engine can be imported; None if the plugin does not name the engine's module.
+        problem: why the backend cannot be used or may not work, judging by its metadata; None if there is no problem.
     """
 
     name: str
@@ -68,7 +69,12 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`backends`: what is installed and allowed, by name. `unreadable`: where metadata could not be read, and why."""
+    """The result of `scan`.
+
+    Attributes:
+        backends: the installed and allowed backends, sorted by name.
+        unreadable: for each distribution whose metadata could not be read, its location and the error.
+    """
 
     backends: tuple[BackendInfo, ...]
     unreadable: tuple[str, ...]
@@ -79,22 +85,22 @@ class Scan:
 
 
 def list_backends() -> list[BackendInfo]:
-    """Every installed and allowed backend, by name. Reads metadata only: neither torch nor a plugin is imported."""
+    """Return every installed and allowed backend, sorted by name. Imports neither torch nor a plugin."""
     return list(scan().backends)
 
 
 def scan() -> Scan:
-    """What `list_backends` returns, with what it had to leave out."""
+    """Return what `list_backends` returns, and the distributions that it had to leave out."""
     found: dict[str, list[BackendInfo]] = {}
     unreadable: list[str] = []
     for distribution in metadata.distributions():
         try:
             claims = list(_claims(distribution))
-        except Exception as error:  # whatever a corrupt file does must not hide the other backends
+        except Exception as error:  # a corrupt file must not hide the other backends
             unreadable.append(f"{_where(distribution)} ({type(error).__name__}: {error})")
             continue
         if claims:
-            # One distribution may be on sys.path twice; as for imports, the first is the one in force.
+            # A distribution may be on sys.path twice; the first one is used, as for imports.
             found.setdefault(canonicalize_name(claims[0].distribution), claims)
     allowed = allow_list()
     infos = [info for claims in found.values() for info in claims if allowed is None or info.name in allowed]
@@ -104,29 +110,31 @@ def scan() -> Scan:
 
 
 def allow_list() -> frozenset[str] | None:
-    """The names in ``CORELM_BACKENDS``, separated by commas; None (everything is allowed) if it is not set."""
+    """Return the comma-separated names in ``CORELM_BACKENDS``. None: it is not set, and every backend is allowed."""
     value = os.environ.get(ALLOW_LIST)
     return None if value is None else frozenset(name.strip() for name in value.split(",") if name.strip())
 
 
 def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
-    """Import the plugin class of that name and check that it fits this hook specification; its engine is not imported.
+    """Import the plugin class with that name and check that it fits this hook specification.
+
+    The plugin's engine is not imported.
 
     Raises:
-        BackendNotFoundError: no such name is known or allowed.
-        BackendNotInstalledError: the name is one of core's own extras, and the extra is not installed.
+        BackendNotFoundError: no installed and allowed backend has the name.
+        BackendNotInstalledError: the name is one of core's extras, and the extra is not installed.
         BackendConflictError: several distributions claim the name.
-        BackendImportError: the plugin's module failed to import; the cause is chained.
-        BackendIncompatibleError: written for another hook specification, or a required hook is missing.
+        BackendImportError: the plugin's module failed to import; its exception is the cause.
+        BackendIncompatibleError: the plugin was written for another hook specification, or lacks a required hook.
     """
     found = scan()
     claims = [info for info in found.backends if info.name == name]
     if not claims:
-        raise _absent(name, found)
+        raise _not_found(name, found)
     if len(claims) > 1:
         raise BackendConflictError(
-            f"backend {name!r} is claimed by {_and(info.label for info in claims)}; none is picked. "
-            "Uninstall all but one: pip uninstall DISTRIBUTION"
+            f"backend {name!r} is claimed by {_and(info.label for info in claims)}. "
+            "Uninstall all but one of them: pip uninstall DISTRIBUTION"
         )
     info = claims[0]
     try:
@@ -134,7 +142,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     except (Exception, SystemExit) as error:
         raise BackendImportError(
             f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
-            f"{type(error).__name__}: {error}. To mend it: pip install --upgrade {info.distribution}"
+            f"{type(error).__name__}: {error}. To upgrade it: pip install --upgrade {info.distribution}"
         ) from error
     faults = list(_faults(plugin))
     if faults:
@@ -143,7 +151,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
 
 
 def open_error(info: BackendInfo, error: BaseException) -> EngineError:
-    """What to raise from `error` when a plugin's ``open`` failed with it; says so if the engine is not installed."""
+    """Return the error to raise when a plugin's ``open`` raised `error`. It says if the engine is not installed."""
     line = install_line(info.name)
     hint = ""
     if info.engine_available is False:
@@ -154,10 +162,10 @@ def open_error(info: BackendInfo, error: BaseException) -> EngineError:
 
 
 def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an option that the plugin's ``open`` does not name, before it runs and fails inside.
+    """Refuse an option that the plugin's ``open`` does not accept, before ``open`` starts.
 
     Raises:
-        InvalidRequestError: with the nearest option there is; `field` names the one that is not.
+        InvalidRequestError: the message suggests the nearest option; `field` is the unknown one.
     """
     signature = inspect.signature(plugin.open)
     try:
@@ -172,7 +180,7 @@ def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Map
 
 
 def install_line(name: str) -> str | None:
-    """The command that installs backend `name` and its engine, if it is one of core's own extras; else None."""
+    """Return the command that installs backend `name` and its engine, or None if it is not one of core's extras."""
     return f'pip install "{DISTRIBUTION}[{name}]"' if name in _extras() else None
 
 
@@ -181,7 +189,7 @@ def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
         return
     name, version = distribution.metadata["Name"], distribution.metadata["Version"]
     if not name or not version:
-        raise ValueError("its METADATA has no name or no version")
+        raise ValueError("the METADATA file has no name or no version")
     engines = {point.name: point.value for point in distribution.entry_points.select(group=ENGINES)}
     for point in distribution.entry_points.select(group=BACKENDS):
         yield BackendInfo(
@@ -195,10 +203,8 @@ def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
 
 
 def _requires_core(distribution: metadata.Distribution) -> str | None:
-    asked = [requirement for requirement in map(Requirement, distribution.requires or ()) if _applies(requirement)]
-    specifiers = [
-        str(requirement.specifier) for requirement in asked if canonicalize_name(requirement.name) == DISTRIBUTION
-    ]
+    requirements = filter(_applies, map(Requirement, distribution.requires or ()))
+    specifiers = [str(each.specifier) for each in requirements if canonicalize_name(each.name) == DISTRIBUTION]
     return ",".join(filter(None, specifiers)) if specifiers else None
 
 
@@ -208,7 +214,7 @@ def _applies(requirement: Requirement) -> bool:
 
 def _importable(module: str) -> bool:
     spec = find_spec(module.partition(".")[0])
-    # A folder that happens to have the engine's name is a namespace package: it has no origin.
+    # A folder that only has the engine's name is found as a namespace package, which has no origin.
     return spec is not None and spec.origin is not None
 
 
@@ -216,12 +222,12 @@ def _problem(info: BackendInfo, claims: int) -> str | None:
     if claims > 1:
         return "several distributions claim this name; uninstall all but one"
     if info.requires_core and not SpecifierSet(info.requires_core).contains(__version__, prereleases=True):
-        return f"asks for core{info.requires_core}, this is {__version__}"
+        return f"requires core{info.requires_core}, but this is core {__version__}"
     return None
 
 
 def _extras() -> frozenset[str]:
-    """The extras of core that bring a backend: their only requirement is the plugin's distribution."""
+    """Return the extras of core that install a backend: those whose requirement is a plugin's distribution."""
     try:
         requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
         declared = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
@@ -235,15 +241,16 @@ def _extras() -> frozenset[str]:
     )
 
 
-def _absent(name: str, found: Scan) -> CoreLMError:
+def _not_found(name: str, found: Scan) -> CoreLMError:
     extras, allowed = _extras(), allow_list()
     installed = f"Installed: {', '.join(found.names) or 'none'}."
     if allowed is not None:
-        installed = f"{ALLOW_LIST} allows: {', '.join(sorted(allowed)) or 'none'}. Installed of these: {installed[11:]}"
+        listing = ", ".join(sorted(allowed)) or "none"
+        installed = f"{ALLOW_LIST} allows: {listing}. Of these, installed: {', '.join(found.names) or 'none'}."
     if found.unreadable:
-        installed += f" Skipped, as their metadata cannot be read: {', '.join(found.unreadable)}."
+        installed += f" Skipped, because their metadata cannot be read: {', '.join(found.unreadable)}."
     if allowed is not None and name not in allowed:
-        return BackendNotFoundError(f"backend {name!r} is not allowed. {installed}")
+        return BackendNotFoundError(f"backend {name!r} is not allowed by {ALLOW_LIST}. {installed}")
     if name in extras:
         return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
     reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
@@ -255,17 +262,20 @@ def _absent(name: str, found: Scan) -> CoreLMError:
 
 
 def _faults(plugin: Any) -> Iterator[str]:
-    """What keeps a plugin from fitting. pluggy finds misspelt hooks later; it cannot find those that are not there."""
+    """Yield the reasons why a plugin does not fit the hook specification.
+
+    pluggy later reports misspelt hooks, but it cannot report missing ones.
+    """
     if not isinstance(plugin, type):
-        yield f"the entry point names a {type(plugin).__name__}, expected a class"
+        yield f"its entry point refers to an object of type {type(plugin).__name__}; expected a class"
         return
     requires = getattr(plugin, "requires_api", None)
     if requires is None:
-        yield 'it has no requires_api; add requires_api = ">=1,<2" if it was written for that hook specification'
+        yield 'it has no requires_api; add requires_api = ">=1,<2" if it was written for these versions of the hooks'
     else:
         try:
             if not SpecifierSet(requires).contains(API_VERSION, prereleases=True):
-                yield f"it needs hook specification {requires}, this core has {API_VERSION}; upgrade the older one"
+                yield f"it needs hook specification {requires}, but this core has {API_VERSION}; upgrade the older one"
         except (InvalidSpecifier, TypeError, AttributeError):
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
@@ -273,13 +283,13 @@ def _faults(plugin: Any) -> Iterator[str]:
     for hook in REQUIRED_HOOKS:
         method = getattr(plugin, hook, None)
         if method is None:
-            yield f"it lacks the hook {hook}(self, request)"
+            yield f"it lacks the required hook {hook}(self, request)"
         elif not hasattr(method, f"{PROJECT}_impl"):
             yield f"its method {hook} is not marked with @corelm.hookimpl"
 
 
 def _where(distribution: metadata.Distribution) -> str:
-    # There is no public way to ask a distribution without a readable name where it lies.
+    # A distribution without a readable name has no public attribute that tells its location.
     return str(getattr(distribution, "_path", distribution))
 
 

@@ -1,4 +1,4 @@
-"""`ReadersWriterLock`: many threads inside together, or one alone."""
+"""`ReadersWriterLock`: many threads hold it together (shared), or one alone (exclusive)."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Seconds between two reminders of those who are waited for.
+#: Seconds between two calls of `remind`.
 REMINDER = 0.1
 
 
 class ReadersWriterLock:
-    """A thread that wants to be alone goes before those that came later and do not, so it never starves.
+    """A lock that is held shared or exclusive.
 
-    A thread that is inside may enter again, in either way.
+    A thread that waits for exclusive access goes before threads that later ask for shared access, so it never starves.
+    A thread that holds the lock may acquire it again, in either mode.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside: Counter[int] = Counter()
-        self._alone: int | None = None
-        self._waiting_to_be_alone = 0
+        self._exclusive: int | None = None
+        self._waiting_for_exclusive = 0
 
     @contextmanager
     def shared(self, timeout: float | None = None) -> Iterator[None]:
-        """Raises:
-        TimeoutError: somebody was, or wanted to be, alone for `timeout` seconds.
+        """Hold the lock together with other threads.
+
+        Raises:
+            TimeoutError: for `timeout` seconds, another thread held the lock exclusively or waited to.
         """
         me = threading.get_ident()
 
         def may_enter() -> bool:
-            return me in self._inside or (self._alone is None and not self._waiting_to_be_alone)
+            return me in self._inside or (self._exclusive is None and not self._waiting_for_exclusive)
 
         with self._changed:
             self._wait(may_enter, timeout)
@@ -44,26 +47,28 @@ class ReadersWriterLock:
 
     @contextmanager
     def exclusive(self, timeout: float | None = None, remind: Callable[[], object] | None = None) -> Iterator[None]:
-        """Args:
-            remind: called now and then while others are inside, to make them leave.
+        """Hold the lock alone.
+
+        Args:
+            remind: called every `REMINDER` seconds while other threads hold the lock, to make them release it.
 
         Raises:
-            TimeoutError: others were inside for `timeout` seconds.
+            TimeoutError: other threads held the lock for `timeout` seconds.
         """
         me = threading.get_ident()
         with self._changed:
-            self._waiting_to_be_alone += 1
+            self._waiting_for_exclusive += 1
             try:
-                self._wait(lambda: self._alone in (None, me) and not self._inside.keys() - {me}, timeout, remind)
+                self._wait(lambda: self._exclusive in (None, me) and not self._inside.keys() - {me}, timeout, remind)
             finally:
-                self._waiting_to_be_alone -= 1
+                self._waiting_for_exclusive -= 1
                 self._changed.notify_all()
-            outer, self._alone = self._alone, me
+            outer, self._exclusive = self._exclusive, me
             self._inside[me] += 1
         try:
             yield
         finally:
-            self._alone = outer
+            self._exclusive = outer
             self._leave(me)
 
     def _wait(

@@ -1,4 +1,4 @@
-"""What users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`, `History`, `PerToken`: TensorClasses."""
+"""TensorClasses that users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `PerToken`, `ChatHistory`, `History`."""
 
 from corelm.containers.classes import (
     SAFE_GLOBALS,
@@ -11,5 +11,9 @@ from corelm.containers.classes import (
     ragged,
 )
 from corelm.containers.history import History
+
+# Saved files name a class by its module. They name this package, so that its modules can be reorganised.
+for _container in (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens):
+    _container.__module__ = __name__
 
 __all__ = ["SAFE_GLOBALS", "ChatHistory", "History", "LogProbs", "Masks", "PerToken", "Text", "Tokens", "ragged"]

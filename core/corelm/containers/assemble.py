@@ -1,7 +1,8 @@
-"""Rows → the containers a user sees: core's own `to_containers`. The rows of every engine come out the same.
+"""Wrap rows in the containers that users see: core's implementation of `to_containers`, the same for every engine.
 
-Two layouts, two small classes with one face. Dense: prompts stand at the left and are padded left, responses follow and
-are padded right. Rows: every sample as long as it is, stacked lazily.
+There are two layouts, and a builder for each. Dense: prompts come first and are padded on the left; responses follow
+and are padded on the right. Rows: each row keeps its length, and rows are stacked lazily. `ContainerRequest` has a
+drawing of both.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ Fields = Mapping[str, Any]
 
 
 def assemble(request: ContainerRequest) -> TensorDict:
-    """The containers named in ``request.fields``, with `finish_reason` and `errors` if the request has them.
+    """Return the containers named in ``request.fields``, with `finish_reason` and `errors` if the request has them.
 
-    Every field owns its storage, and where rows are not padded every row does: one can be written to in place, kept or
-    pickled without the others. (Rows are made when somebody asks for one, so what the request holds must stay as it
-    is.) Gradients of ``request.logprobs`` reach all fields of `log_probs`.
+    Every field has its own storage. If rows are not padded, every row has: it can be modified in place, kept or pickled
+    without the others. Do not modify the tensors of the request: rows are copied from them lazily, on first access.
+    Gradients flow from all fields of `log_probs` to ``request.logprobs``.
 
     Raises:
-        InvalidRequestError: a container is asked for without its data, or rows or their lengths do not agree.
+        InvalidRequestError: a container is requested without its data, or numbers of rows or their lengths differ.
     """
     _check(request)
     shape = tuple(request.batch_size)
-    # Of no rows no stack can be made; they are held as dense ones are, only not marked as padded.
-    layout: _Builder = _DenseBuilder(request) if request.pad_output or 0 in shape else _RowBuilder(request)
+    # A stack needs at least one row. No rows are stored like dense ones, but not marked as padded.
+    builder: _Builder = _DenseBuilder(request) if request.pad_output or 0 in shape else _RowBuilder(request)
     out = TensorDict({}, batch_size=shape)
     if "text" in request.fields and request.texts is not None:
-        out["text"] = _of_parts(Text, request.texts, lambda texts: non_tensors(texts, shape), shape)
+        out["text"] = _wrap_parts(Text, request.texts, lambda texts: non_tensors(texts, shape), shape)
     if "tokens" in request.fields:
-        out["tokens"] = layout.wrap(Tokens, layout.parts(request.tokens.full, request.pad_id))
+        out["tokens"] = builder.wrap(Tokens, builder.parts(request.tokens.full, request.pad_id))
     if "masks" in request.fields:
-        out["masks"] = layout.wrap(Masks, _masks(request, layout))
+        out["masks"] = builder.wrap(Masks, _masks(request, builder))
     if "log_probs" in request.fields:
-        out["log_probs"] = layout.wrap(LogProbs, _log_probs(request, layout))
+        out["log_probs"] = builder.wrap(LogProbs, _log_probs(request, builder))
     if "history" in request.fields and request.chats is not None:
-        out["history"] = _of_parts(ChatHistory, request.chats, lambda chats: History.of(chats, shape), shape)
+        out["history"] = _wrap_parts(ChatHistory, request.chats, lambda chats: History.of(chats, shape), shape)
     for name, values in (("finish_reason", request.finish_reasons), ("errors", request.errors)):
         if values is not None:
             out.set(name, non_tensors(values, shape))
@@ -63,9 +64,9 @@ def assemble(request: ContainerRequest) -> TensorDict:
 
 
 def dense_columns(tokens: Parts[Ragged]) -> Columns:
-    """Where the tokens of a dense batch stand: prompts padded left, then responses padded right; unsplit rows right.
+    """Return the default columns of a dense batch: prompts padded left, responses right; rows without a split right.
 
-    Prompts ``[[1, 2], [3]]`` with responses ``[[4], [5, 6]]`` make four columns, two of them the prompts'::
+    Prompts ``[[1, 2], [3]]`` with responses ``[[4], [5, 6]]`` take four columns, of which two are the prompt's::
 
         1 2 4 .
         . 3 5 6
@@ -77,9 +78,9 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
 
 
 def non_tensors(values: Sequence[Any], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
-    """One Python object a row, in C order of the batch `shape`."""
+    """Wrap one Python object per row, in C order of the batch `shape`."""
     if 0 in shape:
-        # A stack of nothing can be neither saved nor indexed; one carrier for no rows can.
+        # An empty stack can be neither saved nor indexed; a single NonTensorData with an empty batch can.
         return NonTensorData([], batch_size=shape)
     return lazy_objects(values, shape)
 
@@ -88,57 +89,59 @@ def non_tensors(values: Sequence[Any], shape: tuple[int, ...]) -> NonTensorData 
 
 
 class _Builder(ABC):
+    """Builds the fields and containers of a request in one layout."""
+
     def __init__(self, request: ContainerRequest) -> None:
         self.shape = tuple(request.batch_size)
         self.tokens = request.tokens
 
     @cached_property
     def in_response(self) -> Ragged | None:
-        """bool, as long as the full rows: which positions come after the prompt; None where that is not told."""
+        """bool, as long as ``tokens.full``: True after the prompt. None if rows are not split."""
         prompt, response, full = self.tokens.prompt, self.tokens.response, self.tokens.full
         return None if prompt is None or response is None else prompt.join_mask(response).to(full.values.device)
 
     @abstractmethod
-    def attention(self) -> Any:
-        """Where a token is, as one field."""
+    def attention_mask(self) -> Any:
+        """Return the field that is True where there is a token."""
 
     @abstractmethod
-    def responses(self) -> Any:
-        """Where a token of a response is, as one field; None where that is not told."""
+    def response_mask(self) -> Any:
+        """Return the field that is True where a token of the response is. None if rows are not split."""
 
     @abstractmethod
     def field(self, rows: Ragged, filler: Any) -> Any:
-        """Rows as long as ``tokens.full``, as one field."""
+        """Return rows as long as ``tokens.full`` as a field, with `filler` in pads."""
 
     @abstractmethod
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Any]:
-        """The same as `full`, and as `prompt` and `response` where these are told apart."""
+        """Return such rows as the field `full` and, if rows are split, as `prompt` and `response`."""
 
     @abstractmethod
-    def labels(self, values: Sequence[Any]) -> Any:
-        """One Python object a row, as one field."""
+    def objects(self, values: Sequence[Any]) -> Any:
+        """Return one Python object per row as a field."""
 
     @abstractmethod
     def wrap(self, cls: type[C], fields: Fields) -> C:
-        """The container of these fields."""
+        """Return a container with these fields."""
 
 
 class _DenseBuilder(_Builder):
     def __init__(self, request: ContainerRequest) -> None:
         super().__init__(request)
         self.padded = request.pad_output
-        kept = request.columns if request.pad_output else None
-        self.columns = kept or dense_columns(request.tokens)
+        columns = request.columns if request.pad_output else None
+        self.columns = columns or dense_columns(request.tokens)
 
-    def attention(self) -> Tensor:
+    def attention_mask(self) -> Tensor:
         mask = self.columns.mask.to(self.tokens.full.values.device, copy=True)
         return mask.reshape(*self.shape, mask.shape[-1])
 
-    def responses(self) -> Tensor | None:
+    def response_mask(self) -> Tensor | None:
         width = self.columns.prompt_width
         if width is None:
             return None if self.in_response is None else self.field(self.in_response, False)
-        mask = self.attention()
+        mask = self.attention_mask()
         mask[..., :width] = False
         return mask
 
@@ -150,7 +153,7 @@ class _DenseBuilder(_Builder):
         split = {} if width is None else {"prompt": full[..., :width].clone(), "response": full[..., width:].clone()}
         return {**split, "full": full}
 
-    def labels(self, values: Sequence[Any]) -> Any:
+    def objects(self, values: Sequence[Any]) -> Any:
         same = values and list(values).count(values[0]) == len(values)
         return NonTensorData(values[0], batch_size=self.shape) if same else non_tensors(values, self.shape)
 
@@ -160,13 +163,13 @@ class _DenseBuilder(_Builder):
 
 
 class _RowBuilder(_Builder):
-    """Every field is flat here, as the request has it; its rows are copies, made when somebody asks for one."""
+    """Keeps fields flat, as the request has them. Their rows are copies, made on first access."""
 
-    def attention(self) -> Ragged:
+    def attention_mask(self) -> Ragged:
         full = self.tokens.full
         return full.with_values(torch.ones_like(full.values, dtype=torch.bool))
 
-    def responses(self) -> Ragged | None:
+    def response_mask(self) -> Ragged | None:
         return self.in_response
 
     def field(self, rows: Ragged, filler: Any) -> Ragged:
@@ -182,7 +185,7 @@ class _RowBuilder(_Builder):
             prompt, response = prompt.with_values(rows.values[~after]), response.with_values(rows.values[after])
         return {"prompt": prompt, "response": response, "full": rows}
 
-    def labels(self, values: Sequence[Any]) -> Sequence[Any]:
+    def objects(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
 
     def wrap(self, cls: type[C], fields: Fields) -> C:
@@ -192,40 +195,40 @@ class _RowBuilder(_Builder):
 # The containers ------------------------------------------------------------------------------------------------------
 
 
-def _masks(request: ContainerRequest, layout: _Builder) -> Fields:
+def _masks(request: ContainerRequest, builder: _Builder) -> Fields:
     masks = {
-        "all_attention_mask": layout.attention(),
-        "all_response_mask": layout.responses(),
-        "all_assistant_mask": None if request.assistant is None else layout.field(request.assistant, False),
+        "all_attention_mask": builder.attention_mask(),
+        "all_response_mask": builder.response_mask(),
+        "all_assistant_mask": None if request.assistant is None else builder.field(request.assistant, False),
     }
     return {name: mask for name, mask in masks.items() if mask is not None}
 
 
-def _log_probs(request: ContainerRequest, layout: _Builder) -> Fields:
+def _log_probs(request: ContainerRequest, builder: _Builder) -> Fields:
     logprobs, scored, provenance = request.logprobs, request.scored, request.provenance
     assert logprobs is not None and scored is not None
     values = logprobs.with_values(logprobs.values.masked_fill(~scored.values, 0.0))
-    fields = {**layout.parts(values, 0.0), "scored_mask": layout.field(scored, False)}
+    fields = {**builder.parts(values, 0.0), "scored_mask": builder.field(scored, False)}
     if isinstance(provenance, Provenance):
-        fields["provenance"] = layout.labels([provenance.to_dict()] * len(logprobs))
+        fields["provenance"] = builder.objects([provenance.to_dict()] * len(logprobs))
     elif provenance is not None:
-        # By identity, as hashing one for every row would take longer than all the rest.
+        # Keyed by identity, because hashing the provenance of every row would take longer than everything else.
         data = {key: one.to_dict() for key, one in {id(one): one for one in provenance}.items()}
-        fields["provenance"] = layout.labels([data[id(one)] for one in provenance])
+        fields["provenance"] = builder.objects([data[id(one)] for one in provenance])
     return fields
 
 
-def _of_parts(cls: type[C], parts: Parts[T], build: Callable[[T], Any], shape: tuple[int, ...]) -> C:
-    fields = {name: build(part) for name, part in _given(parts)}
+def _wrap_parts(cls: type[C], parts: Parts[T], build: Callable[[T], Any], shape: tuple[int, ...]) -> C:
+    fields = {name: build(part) for name, part in _present(parts)}
     return cls.from_tensordict(TensorDict(fields, batch_size=shape))
 
 
-def _given(parts: Parts[T]) -> Iterator[tuple[str, T]]:
+def _present(parts: Parts[T]) -> Iterator[tuple[str, T]]:
     named = (("prompt", parts.prompt), ("response", parts.response), ("full", parts.full))
     return ((name, part) for name, part in named if part is not None)
 
 
-# What must hold ------------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
 def _check(request: ContainerRequest) -> None:
@@ -234,15 +237,15 @@ def _check(request: ContainerRequest) -> None:
     data = {"tokens": tokens, "masks": tokens, "text": request.texts, "history": request.chats, "log_probs": scored}
     for name in sorted(request.fields):
         if data.get(name) is None:
-            raise InvalidRequestError(f"{name!r} is asked for, but the request has no data for it", field=name)
+            raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
     count = math.prod(request.batch_size)
     for name, values in _per_row(request):
         if len(values) != count:
             raise InvalidRequestError(
-                f"{name} has {len(values)} rows; a batch of {tuple(request.batch_size)} has {count}", field=name
+                f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
-    given = {"logprobs": request.logprobs, "scored": request.scored, "assistant": request.assistant}
-    lengths = {name: rows.lengths for name, rows in given.items() if rows is not None}
+    per_token = {"logprobs": request.logprobs, "scored": request.scored, "assistant": request.assistant}
+    lengths = {name: rows.lengths for name, rows in per_token.items() if rows is not None}
     if tokens.prompt is not None and tokens.response is not None:
         lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
     if request.columns is not None and request.pad_output:
@@ -251,7 +254,7 @@ def _check(request: ContainerRequest) -> None:
         if torch.equal(found, full.lengths):
             continue
         problems = {
-            row: f"{int(found[row])} long where tokens.full is {int(full.lengths[row])}"
+            row: f"{int(found[row])} tokens long, but tokens.full has {int(full.lengths[row])}"
             for row in (found != full.lengths).nonzero().flatten().tolist()
         }
         row, what = next(iter(problems.items()))
@@ -259,11 +262,11 @@ def _check(request: ContainerRequest) -> None:
 
 
 def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:
-    """Everything in the request that has one item a row."""
+    """Yield everything in the request that has one item per row, with its name."""
     for name in ("tokens", "texts", "chats"):
         parts = getattr(request, name)
         if parts is not None:
-            yield from ((f"{name}.{part}", values) for part, values in _given(parts))
+            yield from ((f"{name}.{part}", values) for part, values in _present(parts))
     for name in ("logprobs", "scored", "assistant", "finish_reasons", "errors"):
         if getattr(request, name) is not None:
             yield name, getattr(request, name)

@@ -1,16 +1,16 @@
-"""`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`: what every engine fills in the same way; `PerToken`, what is
-computed from them; and `ragged`.
+"""The containers that every engine fills in the same way (`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`),
+`PerToken` for values computed from them, and `ragged`.
 
-Each is a TensorClass: it slices, stacks, saves and moves with the TensorDict it lives in. A field reads as what a
-person expects. With batch ``(B,)``::
+Each is a TensorClass: it slices, stacks, saves and moves with the TensorDict that holds it. With batch ``(B,)``, fields
+read as::
 
-    td["tokens"].response         # dense: int64[B, width]; one row a sample: a list of B tensors
+    td["tokens"].response         # dense: int64[B, width]; otherwise a list of B tensors
     td["text"].response           # a list of B strings
     td["log_probs"].provenance    # one Provenance, or a tuple of them if rows differ
 
-For batch ``()`` there is one tensor and one string, for ``(B, n)`` a list of lists. A field that does not exist for
-these rows reads as None and is not among the keys. What a field gives it also takes. A container made by hand is dense
-unless it is given ``padded=False``. Code that wants flat values, whatever the layout, calls `ragged`.
+With batch ``()`` a field is one tensor or one string, with ``(B, n)`` a list of lists. A field that is absent reads as
+None and is not among the keys. A field can be set to any value of the kind that it returns. A container that you make
+is dense, unless you pass ``padded=False``. Call `ragged` for flat values in either layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ Tensors = Any  # Tensor, or list[Tensor], list[list[Tensor]] …: nested like th
 
 @field_readers(strings)
 class Text(TensorClass["nocast"]):
-    """`full` is the prompt and the response as the model saw them, or the whole text where there is no split."""
+    """The text of each row.
+
+    Attributes:
+        prompt: the prompt as the model saw it.
+        response: the text of the response.
+        full: the prompt and the response as the model saw them, or the whole text if rows are not split.
+    """
 
     prompt: Strings = None
     response: Strings = None
@@ -53,7 +59,14 @@ class Text(TensorClass["nocast"]):
 
 @field_readers(tensors, padded=is_padded)
 class Tokens(TensorClass["nocast"]):
-    """int64 token ids, time last. ``full == prompt + response``, always; dense, with pads on both sides of the two."""
+    """int64 token ids; time is the last dimension. `ContainerRequest` draws them in both layouts.
+
+    Attributes:
+        prompt: the ids of the prompt; dense: padded on the left.
+        response: the ids of the response; dense: padded on the right.
+        full: the prompt followed by the response; dense: with the pads of both.
+        padded: whether the rows are dense.
+    """
 
     prompt: Tensors = None
     response: Tensors = None
@@ -63,7 +76,14 @@ class Tokens(TensorClass["nocast"]):
 
 @field_readers(tensors, padded=is_padded)
 class Masks(TensorClass["nocast"]):
-    """bool, shaped as ``tokens.full``: where a token is; where it is the assistant's; where it is the response's."""
+    """Masks, bool, each shaped like ``tokens.full``.
+
+    Attributes:
+        all_attention_mask: True where there is a token, False in pads.
+        all_assistant_mask: True where a token is the assistant's.
+        all_response_mask: True where a token is part of the response.
+        padded: whether the rows are dense.
+    """
 
     all_attention_mask: Tensors = None
     all_assistant_mask: Tensors = None
@@ -72,7 +92,7 @@ class Masks(TensorClass["nocast"]):
 
 
 def _provenance(container: Any, name: str) -> Any:
-    """The one all rows share, else a tuple of the distinct ones in order of appearance. None if there is none."""
+    """Return the provenance that all rows share, else a tuple of the distinct ones in order, else None."""
     # Rows made together share their datum, and most are, so each datum is read once.
     data = {id(datum): datum for datum in data_of(container._tensordict, name) if datum}
     found = tuple(dict.fromkeys(map(_as_provenance, data.values())))
@@ -85,9 +105,15 @@ def _as_provenance(datum: Mapping[str, Any]) -> Provenance:
 
 @field_readers(tensors, padded=is_padded, provenance=_provenance)
 class LogProbs(TensorClass["nocast"]):
-    """float32, in nats, shaped as the `Tokens` fields of the same name.
+    """Log-probabilities, float32, in nats, shaped like the fields of `Tokens` with the same names.
 
-    Where `scored_mask` (shaped as `full`) is False the value is 0.0 and means nothing.
+    Attributes:
+        prompt: those of the prompt's tokens.
+        response: those of the response's tokens.
+        full: those of all tokens.
+        scored_mask: bool, shaped like `full`: where it is False, the log-probability is 0.0 and means nothing.
+        padded: whether the rows are dense.
+        provenance: the distribution of the numbers; a tuple if rows differ.
     """
 
     prompt: Tensors = None
@@ -97,7 +123,7 @@ class LogProbs(TensorClass["nocast"]):
     padded: bool = True
     provenance: Provenance | tuple[Provenance, ...] | None = None
 
-    # Held as plain data, so that memmap writes JSON where it would pickle.
+    # Stored as plain data, so that memmap writes JSON and not a pickle.
     def set(self, key: NestedKey, value: Any, *args: Any, **kwargs: Any) -> LogProbs:
         value = value.to_dict() if isinstance(value, Provenance) else value
         return super().set(key, value, *args, **kwargs)
@@ -105,8 +131,13 @@ class LogProbs(TensorClass["nocast"]):
 
 @field_readers(tensors, padded=is_padded)
 class PerToken(TensorClass["nocast"]):
-    """A float for every token of ``tokens.full``, 0.0 where it means nothing: a penalty, a weight. It is for rows of
-    their own length, which a TensorDict cannot hold bare; dense ones are plain tensors.
+    """A number for each token, such as a penalty or a weight, for rows that are not padded.
+
+    A TensorDict cannot hold such rows directly. Dense numbers need no container: they are plain tensors.
+
+    Attributes:
+        full: float, as long as ``tokens.full``; 0.0 where the number means nothing.
+        padded: whether the rows are dense.
     """
 
     full: Tensors = None
@@ -115,61 +146,69 @@ class PerToken(TensorClass["nocast"]):
 
 @field_readers(as_stored)
 class ChatHistory(TensorClass["nocast"]):
-    """Conversations. Append a message to `full` and it is the next turn's prompt."""
+    """Conversations. Append a message to `full` to get the prompt of the next turn.
+
+    Attributes:
+        prompt: the conversation before the response.
+        response: the messages of the response.
+        full: the prompt followed by the response.
+    """
 
     prompt: History | None = None
     response: History | None = None
     full: History | None = None
 
 
-#: What ``torch.serialization.add_safe_globals`` needs before ``torch.load(file, weights_only=True)`` reads containers.
+#: Pass these to ``torch.serialization.add_safe_globals``, so that ``torch.load(file, weights_only=True)`` can read
+#: containers.
 SAFE_GLOBALS = (
     *(Text, Tokens, Masks, LogProbs, PerToken, ChatHistory, History),
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
-    copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function that tensordict rebuilds itself with
+    copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function with which tensordict unpickles
 )
 
 
 def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Ragged:
-    """The rows of a `Tokens`, `Masks`, `LogProbs` or `PerToken` field without pads, in C order, whatever their layout
-    and batch.
+    """Return the rows of a `Tokens`, `Masks`, `LogProbs` or `PerToken` field without pads, in C order.
+
+    Works for both layouts and every batch shape.
 
     Args:
-        td: holds the container; a single row, of batch shape (), will do.
-        key: container and field, as in ``("tokens", "response")``.
-        masks: where the `Masks` are that tell tokens from pads in a dense field. Rows that are not dense need none.
+        td: holds the container; may be a single row, with batch shape ().
+        key: container and field, such as ``("tokens", "response")``.
+        masks: the key of the `Masks` that tell tokens from pads in a dense field. Other layouts need no masks.
 
     Raises:
-        InvalidRequestError: there is no such container or field, or a dense one has no masks beside it.
+        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field.
     """
     *path, name = (key,) if isinstance(key, str) else key
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, (Tokens, Masks, LogProbs, PerToken)) or name not in container.keys():
         raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken here; "
-            f"there are: {sorted(map(str, td.keys(include_nested=True)))}",
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; "
+            f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )
     source = flat_source(container._tensordict)
     if isinstance(source, FlatRows) and isinstance(field := source.fields[name], Ragged):
-        # Somebody may write to what is returned.
+        # A copy, because the caller may modify it.
         return field.clone()
     try:
         padded, values = container.padded, getattr(container, name)
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
-    except InvalidRequestError:  # rows of both kinds, or dense ones of different widths
+    except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         return Ragged.cat([ragged(row, key, masks=masks) for row in rows(td)])
     if padded:
-        mask = _beside(values, attention, name, masks)
+        mask = _attention_columns(values, attention, name, masks)
         return Ragged(values[mask], mask.sum(-1).flatten())
-    # Of no rows, the tensor that is stored still knows dtype and device.
-    each = flat(values)
-    stored = torch.cat(each) if each else container._tensordict.get(name).flatten()
-    return Ragged(stored, torch.tensor([row.shape[0] for row in each], dtype=torch.int64))
+    row_values = flat(values)
+    # If there are no rows, the stored tensor still has their dtype and device.
+    stored = torch.cat(row_values) if row_values else container._tensordict.get(name).flatten()
+    return Ragged(stored, torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
 
 
-def _beside(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
-    """The columns of the attention mask that belong to a dense field: prompts stand first and responses last."""
+def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
+    """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
     width = values.shape[-1]
     if isinstance(attention, Tensor):
         start = attention.shape[-1] - width if name == "response" else 0
@@ -177,9 +216,9 @@ def _beside(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tens
         mask = attention[..., max(start, 0) : stop]
         if mask.shape == values.shape:
             return mask.to(values.device, torch.bool)
-    found = tuple(attention.shape) if isinstance(attention, Tensor) else "none that is dense"
+    found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
     raise InvalidRequestError(
-        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows, "
-        f"to tell tokens from pads; under {masks!r} there is: {found}",
+        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "
+        f"to tell tokens from pads, but {masks!r} holds {found}",
         field=str(masks),
     )

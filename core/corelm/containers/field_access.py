@@ -1,8 +1,8 @@
-"""How the fields of a container read: as what a person expects, whichever way the rows are stored.
+"""Read the fields of a container in either layout.
 
-Rows are stored in one of two ways. Dense: one tensor a field, with pads. One row a sample: a lazy stack of rows, each
-as long as it is. Which of the two is never guessed from lengths: dense rows say so, in an entry `padded` that goes
-where they go, once for all of them; rows of their own length have none. So a stack of both kinds is noticed.
+Rows are stored in one of two layouts. Dense: one tensor per field, with pads. Not padded: a lazy stack of rows, each
+with its own length. The layout is never guessed from lengths: dense rows have an entry `padded`, stored once for all of
+them, that follows them through every operation; other rows have no such entry. So a stack of both layouts is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from corelm.tensors.ragged import Ragged
 C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
 
-#: Fields without which the others are read wrongly: how rows are stored, what is scored, of which distribution.
+#: Fields that say how to read the others. Selecting any field of a container keeps them.
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance"})
 
 
@@ -66,7 +66,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
             try:
                 out = get_item(self, index)
             except RuntimeError:
-                # A lazy stack cannot be indexed by an empty tensor.
+                # A lazy stack cannot be indexed with an empty tensor.
                 batch_size = TensorDict({}, batch_size=self.batch_size)[index].batch_size
                 if 0 not in batch_size:
                     raise
@@ -74,22 +74,21 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
                 batch_size = out.batch_size
             if 0 not in batch_size or 0 in self.batch_size:
                 return out
-            # A lazy stack of nothing has no keys; a tensor of no rows has.
-            return cls.from_tensordict(emptied(self._tensordict, batch_size))  # type: ignore[attr-defined]
+            # An empty lazy stack has no keys; a tensor without rows keeps them.
+            return cls.from_tensordict(without_rows(self._tensordict, batch_size))  # type: ignore[attr-defined]
 
         def __init__(self: Any, *args: Any, **fields: Any) -> None:
             for name, value in fields.items():
                 if by_name.get(name) is tensors and isinstance(value, (list, tuple, Ragged)):
-                    # tensordict would drop it without a word.
+                    # tensordict would drop it silently.
                     raise InvalidRequestError(
-                        f"{cls.__name__}.{name}: rows of their own length are not given to the constructor; make one "
-                        f"{cls.__name__} a row and stack them with tensordict.lazy_stack",
+                        f"{cls.__name__}.{name}: the constructor takes no lists of rows; make one {cls.__name__} with "
+                        "padded=False for each row and stack them with tensordict.lazy_stack",
                         field=name,
                     )
             make(self, *args, **fields)
 
         def select(self: Any, *keys: Any, **options: Any) -> Any:
-            # What says how to read the others goes where they go.
             return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
 
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +97,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
             return set_field(self, key, value, *args, **kwargs)
 
         methods = {"__init__": __init__, "__getattr__": __getattr__, "__getitem__": __getitem__, "set": set_rows}
-        # A TensorDict that selects ("tokens", "full") asks its Tokens to `_select`.
+        # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         for name, method in (methods | {"select": select, "_select": select}).items():
             setattr(cls, name, method)
         for name, reader in by_name.items():
@@ -118,7 +117,7 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Whether the rows are dense.
+    """Return whether the rows are dense.
 
     Raises:
         InvalidRequestError: some rows are dense and others are not.
@@ -126,18 +125,20 @@ def is_padded(container: Any, name: str = "padded") -> bool:
     kinds = {mark is True for mark in data_of(container._tensordict, name)}
     if len(kinds) > 1:
         raise InvalidRequestError(
-            f"{type(container).__name__}: some rows are padded and others are not, so they cannot be read as one; "
-            "read each kind on its own, or all of them with corelm.ragged(td, key)",
+            f"{type(container).__name__}: some rows are padded and others are not, so they cannot be read together; "
+            "read the rows one by one, or all of them with corelm.ragged(td, key)",
             field=name,
         )
     return True in kinds
 
 
 def tensors(container: Any, name: str) -> Any:
-    """Dense: the tensor. Else a tensor a row, in lists nested like the batch. None if the field is absent.
+    """Return the tensor of dense rows, else one tensor per row in lists nested like the batch.
+
+    None if the field is absent.
 
     Raises:
-        InvalidRequestError: dense rows of different widths, or rows of both kinds.
+        InvalidRequestError: dense rows have different widths, or only some rows are dense.
     """
     td = container._tensordict
     if name not in td.keys():
@@ -148,23 +149,23 @@ def tensors(container: Any, name: str) -> Any:
         return td.get(name)
     except RuntimeError as error:
         raise InvalidRequestError(
-            f"{type(container).__name__}.{name}: the rows are padded to different widths and make no one tensor; "
-            "read them row by row, or with corelm.ragged(td, key)",
+            f"{type(container).__name__}.{name}: the rows are padded to different widths and do not form one tensor; "
+            "read the rows one by one, or all of them with corelm.ragged(td, key)",
             field=name,
         ) from error
 
 
 def strings(container: Any, name: str) -> Any:
-    """A str a row, in plain lists nested like the batch. None if the field is absent."""
+    """Return one str per row, in lists nested like the batch. None if the field is absent."""
     value = container._tensordict.get(name)
     return value.tolist() if is_non_tensor(value) else value
 
 
-# What they are made of -----------------------------------------------------------------------------------------------
+# Rows and storage ----------------------------------------------------------------------------------------------------
 
 
 def blocks(td: Any) -> Iterator[Any]:
-    """The plain TensorDicts that lazy stacks are made of, in order."""
+    """Yield the plain TensorDicts that a lazy stack consists of, in order."""
     if isinstance(td, LazyStackedTensorDict):
         for part in td.tensordicts:
             yield from blocks(part)
@@ -173,17 +174,17 @@ def blocks(td: Any) -> Iterator[Any]:
 
 
 def rows(td: TensorDictBase) -> list[TensorDictBase]:
-    """The rows of `td`, each of batch shape (), in C order."""
+    """Return the rows of `td`, each with batch shape (), in C order."""
     return [td] if not td.batch_dims else [row for part in td.unbind(0) for row in rows(part)]
 
 
 def flat(value: Any) -> list[Any]:
-    """The leaves of lists within lists."""
+    """Return the leaves of nested lists, in order."""
     return [leaf for part in value for leaf in flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def data_of(td: TensorDictBase, name: str) -> Iterator[Any]:
-    """What a non-tensor entry holds, once a row or once for many; None stands for rows without it."""
+    """Yield the values of a non-tensor entry, one per row or one for several rows; None for rows without it."""
     source = flat_source(td)
     if isinstance(source, FlatRows):
         yield from source.objects(name)
@@ -193,8 +194,8 @@ def data_of(td: TensorDictBase, name: str) -> Iterator[Any]:
             yield None if leaf is None else leaf.data
 
 
-def emptied(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:
-    """No rows, of a batch shape that says so, with the keys and dtypes of `td`."""
+def without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:
+    """Return a TensorDict without rows, with the keys and dtypes of `td`. `batch_size` must contain a 0."""
     block = next(blocks(td))
     return TensorDict({name: _no_rows(block.get(name), block.batch_dims, batch_size) for name in td.keys()}, batch_size)
 
@@ -203,11 +204,11 @@ def _no_rows(value: Any, batch_dims: int, batch_size: torch.Size) -> Any:
     if isinstance(value, Tensor):
         return value.new_empty((*batch_size, *value.shape[batch_dims:]))
     if is_non_tensor(value):
-        # A stack of no values is a thing tensordict makes, but cannot save; one carrier for no rows it can. A flag says
-        # how rows are stored and stays; everything else is a row's own.
+        # tensordict cannot save an empty stack of values, but it can save a NonTensorData with an empty batch. A bool
+        # (`padded`) says how rows are stored and is kept. Other values belong to rows and are dropped.
         datum = next(blocks(value)).data
         return NonTensorData(datum if isinstance(datum, bool) else [], batch_size=batch_size)
-    return type(value).from_tensordict(emptied(value._tensordict, batch_size))
+    return type(value).from_tensordict(without_rows(value._tensordict, batch_size))
 
 
 def _nested(td: TensorDictBase, name: str) -> Any:
@@ -215,13 +216,13 @@ def _nested(td: TensorDictBase, name: str) -> Any:
 
 
 def _set_rows(container: Any, name: str, value: Any) -> Any:
-    given = [row.clone() for row in value.split()] if isinstance(value, Ragged) else flat(value)
-    wanted = [] if is_padded(container) else rows(container._tensordict)
-    if len(given) != len(wanted):
-        expected = f"{len(wanted)}, one a row" if wanted else "one dense tensor, as the container is padded"
+    values = [row.clone() for row in value.split()] if isinstance(value, Ragged) else flat(value)
+    targets = [] if is_padded(container) else rows(container._tensordict)
+    if len(values) != len(targets):
+        expected = f"{len(targets)} tensors, one per row" if targets else "one dense tensor, as the container is padded"
         raise InvalidRequestError(
-            f"{type(container).__name__}.{name}: expected {expected}; got a list of {len(given)}", field=name
+            f"{type(container).__name__}.{name}: expected {expected}; got a list of {len(values)}", field=name
         )
-    for row, tensor in zip(wanted, given, strict=True):
-        row.set(name, tensor)
+    for target, row in zip(targets, values, strict=True):
+        target.set(name, row)
     return container

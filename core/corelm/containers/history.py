@@ -1,4 +1,4 @@
-"""Conversations: `Message`, `Chat`, and `History`, a batch of them that slices, stacks and saves as a TensorClass."""
+"""`History`: a batch of conversations that slices, stacks and saves as a TensorClass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
 from corelm.errors import InvalidRequestError
-from corelm.rendering.template import Template, by_row
+from corelm.rendering.template import Template, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
 from corelm.tensors.stacks import nested
@@ -17,34 +17,35 @@ from corelm.validate import invalid
 
 
 class History(TensorClass["nocast"]):
-    """A batch of conversations; its batch shape is theirs, and a row is one whole conversation.
+    """A batch of conversations. Each row is one whole conversation.
 
-    ``History.from_chats([chat_a, chat_b])`` has batch ``(2,)``. Make one with `from_chats` or `of`, read it with
-    `chats` or `to_chats`; `append` and `extend` give a new History unless told ``inplace=True``.
+    ``History.from_chats([chat_a, chat_b])`` has batch ``(2,)``. Make a History with `from_chats` or `of`, and read it
+    with `chats` or `to_chats`. `append` and `extend` return a new History, unless called with ``inplace=True``.
     """
 
-    # A row is {"messages": [dict, …]}: one non-tensor, since a TensorClass a message costs six times as much. Plain
-    # data and not `Message` objects, so that memmap writes JSON where it would pickle; in a dict, since tensordict
-    # would read lists of equal length as a batch dimension.
+    # A row is {"messages": [dict, …]}. It is one non-tensor, because one TensorClass per message costs six times as
+    # much. It is plain data and not `Message` objects, so that memmap writes JSON and not a pickle. It is a dict,
+    # because tensordict would take lists of equal length for a batch dimension.
     conversation: Any
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> History:
-        """From lists of messages, each a dict or a `Message`.
+        """Build from lists of messages, each a dict or a `Message`.
 
         One chat (a list of messages) has batch ``()``, a list of chats ``(B,)``, a list of lists of chats ``(B, n)``,
-        and so on; ``[]`` is no chats, batch ``(0,)``, and ``[[], []]`` two chats without a message yet.
+        and so on. ``[]`` is a batch ``(0,)`` without chats, and ``[[], []]`` is two chats without messages.
 
         Raises:
-            InvalidRequestError: a list of uneven shape, or messages at fault; `rows` has the conversations.
+            InvalidRequestError: the lists have an uneven shape, or messages are malformed; `rows` are the conversations
+                at fault.
         """
         flat, shape = _flatten(chats)
         return cls.of(flat, shape)
 
     @classmethod
     def of(cls, chats: Iterable[Sequence[Message | Mapping[str, Any]]], batch_size: Sequence[int]) -> History:
-        """From a flat sequence of chats, in C order of `batch_size`."""
-        return cls._wrap(_messages(chats), tuple(batch_size))
+        """Build from a flat sequence of chats, in C order of `batch_size`."""
+        return cls._wrap(_read_chats(chats), tuple(batch_size))
 
     @property
     def chats(self) -> tuple[Chat, ...]:
@@ -52,38 +53,46 @@ class History(TensorClass["nocast"]):
         value = self._tensordict.get("conversation")
         source = flat_source(value)
         if isinstance(source, FlatObjects) and isinstance(source.values, _Conversations):
-            return tuple(tuple(map(_own, chat)) for chat in source.values.chats)
-        held = [value.data] * self._count if isinstance(value, NonTensorData) else _flat(value.tolist(), self.ndim)
-        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in held)
+            return tuple(tuple(map(_copy, chat)) for chat in source.values.chats)
+        rows = [value.data] * self._count if isinstance(value, NonTensorData) else _at_depth(value.tolist(), self.ndim)
+        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in rows)
 
     def to_chats(self) -> list[Any]:
-        """Lists of dicts: the inverse of `from_chats`. `token_ids` are there for turns that have them."""
+        """Return lists of dicts: the inverse of `from_chats`. Turns that have `token_ids` keep them."""
         return nested(iter([[message.to_dict() for message in chat] for chat in self.chats]), tuple(self.batch_size))
 
     def append(self, message: Message | Mapping[str, Any] | Sequence[Any], inplace: bool = False) -> History:
-        """Add one message to every conversation: the same for all, or a list of them, nested as the batch is.
+        """Add one message to every conversation.
+
+        Args:
+            message: one message for all conversations, or lists of messages nested like the batch.
+            inplace: whether to change this History; False returns a new one.
 
         Raises:
-            InvalidRequestError: not one message per conversation, or a message at fault.
+            InvalidRequestError: the lists do not hold one message per conversation, or a message is malformed.
         """
         if isinstance(message, (Message, Mapping)):
             return self._add([[message]] * self._count, inplace)
-        each = _leaves(message, tuple(self.batch_size)) if self.ndim else None
-        if each is None:
-            raise self._mismatch("append: expected one message, or one per conversation (extend takes several)")
-        return self._add([[one] for one in each], inplace)
+        messages = _leaves(message, tuple(self.batch_size)) if self.ndim else None
+        if messages is None:
+            raise self._shape_error("append: expected one message, or one per conversation (extend takes several)")
+        return self._add([[one] for one in messages], inplace)
 
     def extend(self, messages: History | Sequence[Any], inplace: bool = False) -> History:
-        """Add several messages to every conversation: one list for all, or lists (or a History) shaped as the batch.
+        """Add several messages to every conversation.
+
+        Args:
+            messages: one list of messages for all conversations, or such lists (or a History) shaped like the batch.
+            inplace: whether to change this History; False returns a new one.
 
         Raises:
-            InvalidRequestError: not one list per conversation, or a message at fault.
+            InvalidRequestError: there is not one list per conversation, or a message is malformed.
         """
         added, shape = _flatten(messages.to_chats() if isinstance(messages, History) else messages, top=False)
         if shape == ():
             return self._add(added * self._count, inplace)
         if shape != tuple(self.batch_size):
-            raise self._mismatch(
+            raise self._shape_error(
                 f"extend: expected a list of messages, or one per conversation, got a batch of {shape}"
             )
         return self._add(added, inplace)
@@ -96,43 +105,44 @@ class History(TensorClass["nocast"]):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What `tokenizer` makes of every conversation: a str for batch ``()``, a list for ``(B,)``, and so on.
+        """Apply the chat template of `tokenizer` to every conversation.
 
-        With ``tokenize=True``, what the tokenizer makes of the text; sampled ids are kept by `LLMPolicy`, not here.
+        Return a str for batch ``()``, a list of str for ``(B,)``, and so on. ``tokenize=True`` tokenizes the rendered
+        text, so sampled ids are not kept. `LLMPolicy` keeps them.
 
         Raises:
-            TemplateError: no template, or one that fails; `rows` has the conversations.
+            TemplateError: there is no template, or it fails; `rows` are the conversations at fault.
         """
         template = Template.find(tokenizer, chat_template, kwargs)
 
-        def one(chat: Chat) -> Any:
+        def apply(chat: Chat) -> Any:
             return template([message.for_template() for message in chat], add_generation_prompt, tokenize)
 
-        return nested(iter(by_row(one, self.chats)), tuple(self.batch_size))
+        return nested(iter(map_chats(apply, self.chats)), tuple(self.batch_size))
 
-    # How rows are held -----------------------------------------------------------------------------------------------
+    # Storage ---------------------------------------------------------------------------------------------------------
 
     @classmethod
     def _wrap(cls, chats: list[Chat], shape: tuple[int, ...]) -> History:
         if math.prod(shape) != len(chats):
-            raise InvalidRequestError(f"{len(chats)} conversations do not fill a batch of {shape}", field="batch_size")
+            raise invalid("batch_size", f"{len(chats)} conversations do not fill a batch of shape {shape}")
         return cls(conversation=_stack(chats, shape), batch_size=shape)
 
-    def _mismatch(self, what: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{what}; the history's batch is {tuple(self.batch_size)}", field="messages")
+    def _shape_error(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{what}; the history's batch shape is {tuple(self.batch_size)}", field="messages")
 
     @property
     def _count(self) -> int:
         return math.prod(self.batch_size)
 
     def _add(self, added: Sequence[Sequence[Any]], inplace: bool) -> History:
-        chats = [before + new for before, new in zip(self.chats, _messages(added), strict=True)]
+        chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
         return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
 
 
 class _Conversations(Sequence[dict[str, Any]]):
-    """Chats, read as the rows that a History holds. Most are only read as chats again, and so never become rows."""
+    """Presents chats as the rows that a History stores. Most are only read back as chats and never become rows."""
 
     def __init__(self, chats: list[Chat]) -> None:
         self.chats = chats
@@ -146,23 +156,23 @@ class _Conversations(Sequence[dict[str, Any]]):
 
 def _stack(chats: list[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
     if not chats:
-        # A stack of nothing can be neither concatenated nor memmapped; one carrier with an empty batch can.
+        # An empty stack can be neither concatenated nor memmapped; a NonTensorData with an empty batch can.
         return NonTensorData(None, batch_size=shape)
     return lazy_objects(_Conversations(chats), shape)
 
 
-def _own(message: Message) -> Message:
-    """A message that shares no dict with another: what it holds of them can be written to."""
+def _copy(message: Message) -> Message:
+    """Return a message that shares no dict with the given one, so that the caller may modify its dicts."""
     return Message.from_dict(message.to_dict()) if message.tool_calls or message.extra else message
 
 
-def _flat(value: Any, depth: int) -> list[Any]:
-    """What stands `depth` lists deep."""
-    return [value] if not depth else [leaf for item in value for leaf in _flat(item, depth - 1)]
+def _at_depth(value: Any, depth: int) -> list[Any]:
+    """Return the items that are nested `depth` lists deep, in order."""
+    return [value] if not depth else [leaf for item in value for leaf in _at_depth(item, depth - 1)]
 
 
 def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
-    """The items of lists nested to `shape`, flat; None for lists of another shape."""
+    """Return the items of lists nested to `shape`, flat; None if the lists have another shape."""
     if not shape:
         return [value]
     if not isinstance(value, (list, tuple)) or len(value) != shape[0]:
@@ -171,25 +181,29 @@ def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
     return None if None in parts else [leaf for part in parts if part is not None for leaf in part]
 
 
-def _messages(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[Chat]:
-    found: list[Chat] = []
+def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[Chat]:
+    """Return the messages of every chat as `Message` objects; one error names every conversation at fault."""
+    read: list[Chat] = []
     problems: dict[int, str] = {}
     for row, chat in enumerate(chats):
         messages: list[Message] = []
         for position, message in enumerate(chat):
             try:
-                messages.append(_own(message) if isinstance(message, Message) else Message.from_dict(message))
+                messages.append(_copy(message) if isinstance(message, Message) else Message.from_dict(message))
             except InvalidRequestError as error:
                 problems.setdefault(row, f"message {position}: {error}")
-        found.append(tuple(messages))
+        read.append(tuple(messages))
     if problems:
         listing = "; ".join(f"conversation {row}, {what}" for row, what in problems.items())
         raise InvalidRequestError(listing, field="history", problems=problems)
-    return found
+    return read
 
 
 def _flatten(value: Any, top: bool = True) -> tuple[list[Any], tuple[int, ...]]:
-    """Nested lists → their chats in C order, and the batch shape."""
+    """Return the chats of nested lists in C order, and the batch shape.
+
+    An empty list is a batch without chats at the top, and a chat without messages below it.
+    """
     if not isinstance(value, (list, tuple)):
         raise invalid("history", f"expected a list of messages, or lists of such lists, got {type(value).__name__}")
     if any(isinstance(item, (Message, Mapping)) for item in value) or not (value or top):
@@ -199,6 +213,6 @@ def _flatten(value: Any, top: bool = True) -> tuple[list[Any], tuple[int, ...]]:
     if len(shapes) > 1:
         found = ", ".join(map(str, sorted(shapes)))
         raise InvalidRequestError(
-            f"lists side by side must hold equally many chats; found batches {found}", field="history"
+            f"all lists on one level must have the same shape, but these have batch shapes {found}", field="history"
         )
     return [chat for chats, _ in parts for chat in chats], (len(value), *(shapes.pop() if shapes else ()))

@@ -1,1 +1,1 @@
-"""From conversations to token ids: chat templates, the segments of a conversation, and who said which token."""
+"""Conversations to token ids: chat templates, the segments of a conversation, and which tokens are the assistant's."""

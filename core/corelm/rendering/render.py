@@ -1,22 +1,24 @@
-"""Conversations → token ids, without changing an id that was sampled.
+"""Conversations to token ids, without changing an id that was sampled.
 
-A sampled turn keeps its ids: a placeholder stands for the whole turn while the template renders, the text around it is
-tokenized, and the ids take its place. What stands before a sampled turn is what stood there when it was sampled. That
-is not always what the template writes there now (it may drop thinking, or add an empty thinking block, once a turn is
-in the past), so it is rendered from the messages before that turn, with the generation prompt, as it was then::
+A sampled turn keeps its ids. While the template renders, a placeholder stands for the whole turn; then the text around
+the placeholder is tokenized, and the ids replace the placeholder.
 
-    prompt(turn 2) = prompt(turn 1) + ids(turn 1) + what the template writes after turn 1 when it asks for turn 2
+The text before a sampled turn is the same as when that turn was sampled. The template may render it differently now: it
+may drop the thinking of a past turn, or add an empty thinking block to it. So this text is rendered from the messages
+before that turn, with the generation prompt, as it was then::
 
-This holds while the earlier messages, the template and its arguments stay the same. A template that reads the clock
-does not. Pieces are tokenized apart from each other, so nothing merges across the edge of a sampled turn; a tokenizer
-that puts a space before every text does so after a sampled turn as well.
+    prompt(turn 2) = prompt(turn 1) + ids(turn 1) + what the template writes after turn 1 when it prompts for turn 2
 
-The text of a special token inside a message is a segment of its own, read as ordinary characters. A conversation with
-neither is one segment, tokenized as the tokenizer itself would.
+This holds as long as the earlier messages, the template and its variables stay the same; a template that reads the
+clock breaks it. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer that puts
+a space before every text also puts one after a sampled turn.
 
-Assistant masks: sampled ids are True, the EOS among them, and nothing else of a sampled turn is. Of other turns, the
-tokens that touch the text in the template's ``{% generation %}`` blocks, exactly as it says; or, without such blocks,
-from the generation prompt to the turn's EOS (see `masks_by_prefix`).
+If a message contains the text of a special token, that text is a separate segment and is read as ordinary characters. A
+conversation without sampled turns and special tokens is one segment, tokenized exactly as the tokenizer would do it.
+
+Assistant masks: in a sampled turn, exactly the sampled ids are True, the EOS included. In other turns, a token is True
+if it has a character inside the template's ``{% generation %}`` blocks. A template without such blocks gives True from
+the generation prompt to the turn's EOS (see `AssistantSpans`).
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.rendering.segments import Segment, Segmenter, special_tokens
-from corelm.rendering.template import Marks, Template, by_row, strings, words
+from corelm.rendering.template import Marks, Template, joined_strings, map_chats, strings
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
 
 
 class Tokenize(Protocol):
-    """Texts → ids, one row a text: `Backend.tokenize`."""
+    """Texts to ids, one row per text, as `Backend.tokenize` does it."""
 
     def __call__(
         self, texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
@@ -51,9 +53,9 @@ class RenderedChats:
 
     Attributes:
         ids: int64.
-        assistant: bool, as long as `ids`; None if it was not asked for.
-        texts: the rendering in words, the text of sampled turns included.
-        retokenized: True for a row with sampled turns that were rendered from their text.
+        assistant: bool, as long as `ids`: True where a token is the assistant's; None if it was not asked for.
+        texts: the rendering as text, including the text of sampled turns.
+        retokenized: True for a row whose sampled turns were rendered from their text and lost their ids.
     """
 
     ids: Ragged
@@ -74,26 +76,29 @@ def render(
     prefer_tokens: bool = True,
     want_assistant: bool = True,
 ) -> RenderedChats:
-    """Render and tokenize conversations, sampled turns by their ids.
+    """Render and tokenize conversations; sampled turns keep their ids.
 
     Args:
-        add_generation_prompt: True for a prompt to sample from. False for a conversation to score, which then ends with
-            its last sampled id if a sampled turn comes last.
-        eos_ids: what ends a turn. The template's copy of the id that a sampled turn already ends with is left out.
-        chat_template: instead of the tokenizer's own. template_kwargs: its variables, as `tools`.
-        prefer_tokens: False renders every turn from its text, as the template says.
+        add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
+            sampled, it ends with the last sampled id.
+        eos_ids: the ids that end a turn. If a sampled turn already ends with the id that the template writes after it,
+            the template's copy is left out.
+        chat_template: the template to use instead of the tokenizer's own.
+        template_kwargs: variables for the template, such as `tools`.
+        prefer_tokens: False renders sampled turns from their text, like every other turn.
+        want_assistant: False skips the assistant masks.
 
     Raises:
-        TemplateError: no template; one that fails; one that loses or alters a sampled turn; if masks are wanted, one
-            without ``{% generation %}`` markers that rewrites earlier turns. `rows` has the conversations.
-        CapabilityError: masks need character offsets and `tokenize` gives none.
+        TemplateError: there is no template, or it fails, or it loses or alters a sampled turn; or masks are wanted, and
+            it has no ``{% generation %}`` markers and rewrites earlier turns. `rows` are the conversations at fault.
+        CapabilityError: masks need character offsets, and `tokenize` returns none.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials = special_tokens(tokenizer)
     messages = [[message.for_template() for message in chat] for chat in chats]
-    contents = words(messages)
-    marks = Marks.unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
-    cutter = Segmenter(
+    contents = joined_strings(messages)
+    marks = Marks.find_unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
+    segmenter = Segmenter(
         template,
         marks,
         contents=contents,
@@ -103,8 +108,8 @@ def render(
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    cut = by_row(cutter.segments, cutter.plans(chats, messages))
-    rows = [[segment for segment in row if segment.text or segment.ids] for row in cut]
+    segments = map_chats(segmenter.segments, segmenter.prepare(chats, messages))
+    rows = [[segment for segment in row if segment.text or segment.ids] for row in segments]
     ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
     return RenderedChats(
         ids=ids,
@@ -115,25 +120,25 @@ def render(
 
 
 def _join(
-    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, endings: Collection[int], want_assistant: bool
+    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, end_ids: Collection[int], want_assistant: bool
 ) -> tuple[Ragged, Ragged | None]:
-    """All segments → ids and mask of every row. One call tokenizes every text, a second one those taken literally."""
+    """Join the segments of every row to its ids and mask. One call tokenizes all texts, a second all literal ones."""
     segments = [segment for row in rows for segment in row]
     kinds = [2 if segment.ids is not None else int(segment.literal) for segment in segments]
     texts, literals, turns = (
-        [segment for segment, one in zip(segments, kinds, strict=True) if one == k] for k in range(3)
+        [segment for segment, one in zip(segments, kinds, strict=True) if one == kind] for kind in range(3)
     )
-    # Segments are encoded kind by kind; `place` says where each then is, in the order they are read.
-    place = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True).argsort() if literals or turns else None
+    # Segments are encoded kind by kind: all texts, all literals, all turns. Segment i is at `position[i]` of these.
+    position = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True).argsort() if literals or turns else None
 
     def in_order(*parts: Ragged) -> Ragged:
-        return parts[0] if place is None else Ragged.cat(parts).select(place)
+        return parts[0] if position is None else Ragged.cat(parts).select(position)
 
     encoded = _encode(tokenize, texts, offsets=any(segment.spans for segment in texts))
-    as_typed = _encode(tokenize, literals, parse_special=False).ids
+    literal_ids = _encode(tokenize, literals, parse_special=False).ids
     sampled = Ragged.from_list([segment.ids or () for segment in turns])
-    start = _closings(texts, encoded.ids, tokenizer, endings)
-    ids = in_order(_from(start, encoded.ids), as_typed, sampled)
+    repeated = _repeated_end_ids(texts, encoded.ids, tokenizer, end_ids)
+    ids = in_order(_drop_first(repeated, encoded.ids), literal_ids, sampled)
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, ids.lengths)
     if not want_assistant:
@@ -141,15 +146,16 @@ def _join(
 
     inside = torch.tensor([bool(segment.spans) for segment in literals], dtype=torch.bool)
     assistant = in_order(
-        _from(start, _touched(texts, encoded)),
-        Ragged(inside[as_typed.row_index], as_typed.lengths),
+        _drop_first(repeated, _assistant_mask(texts, encoded)),
+        Ragged(inside[literal_ids.row_index], literal_ids.lengths),
         Ragged.full(sampled.lengths, True, torch.bool),
     )
     return Ragged(ids.values, lengths), Ragged(assistant.values, lengths)
 
 
-def _from(start: Tensor, rows: Ragged) -> Ragged:
-    return rows.slice(start, rows.lengths) if bool(start.any()) else rows
+def _drop_first(counts: Tensor, rows: Ragged) -> Ragged:
+    """Drop the first ``counts[r]`` positions of every row r."""
+    return rows.slice(counts, rows.lengths) if bool(counts.any()) else rows
 
 
 def _encode(
@@ -161,23 +167,24 @@ def _encode(
     batch = tokenize(texts, add_special_tokens=False, parse_special=parse_special, offsets=offsets)
     if offsets and batch.offsets is None:
         raise CapabilityError(
-            "assistant masks of turns that were not sampled need the characters of every token, which this tokenizer "
-            "does not give; use a fast tokenizer, or leave masks out",
+            "the assistant mask of a turn that was not sampled needs the character offsets of every token, and this "
+            "tokenizer returns none; use a fast tokenizer, or do not ask for masks",
             capability="offsets",
         )
     return batch
 
 
-def _closings(segments: list[Segment], ids: Ragged, tokenizer: Any, endings: Collection[int]) -> Tensor:
+def _repeated_end_ids(segments: list[Segment], ids: Ragged, tokenizer: Any, end_ids: Collection[int]) -> Tensor:
     """int64[segments]: number of leading ids that only repeat the end-of-turn token of the sampled turn before them."""
     out = torch.zeros(len(segments), dtype=torch.int64)
     if all(segment.after is None for segment in segments):
         return out
     starts = ids.offsets.tolist()
     for row, segment in enumerate(segments):
-        if segment.after not in endings:
+        if segment.after not in end_ids:
             continue
-        # Some templates write a space before the EOS. A token is at least a character, which bounds the search.
+        # Some templates write whitespace before the EOS. Every token has at least one character, so the EOS is among
+        # the first `blank + 1` ids.
         blank = len(segment.text) - len(segment.text.lstrip())
         first = ids.values[starts[row] : min(starts[row] + blank + 1, starts[row + 1])].tolist()
         at = first.index(segment.after) if segment.after in first else -1
@@ -186,17 +193,20 @@ def _closings(segments: list[Segment], ids: Ragged, tokenizer: Any, endings: Col
     return out
 
 
-def _touched(segments: list[Segment], batch: TokenizeResult) -> Ragged:
-    """bool, as long as the ids: tokens with a character in a span of their segment, as in the tokenizer's own mask."""
+def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:
+    """bool, as long as the ids: True where a token has a character in a span of its segment.
+
+    The tokenizer's own assistant mask follows the same rule.
+    """
     edges = Ragged.from_list([list(chain.from_iterable(segment.spans)) for segment in segments])
     if not edges.values.numel() or batch.offsets is None:
         return Ragged.full(batch.ids.lengths, False, torch.bool)
-    # All texts one after another on one axis, on which spans are disjoint and ascending.
+    # Lay all texts one after another on one axis. Spans are disjoint and ascending on it.
     lengths = torch.tensor([len(segment.text) for segment in segments], dtype=torch.int64)
     base = lengths.cumsum(0) - lengths
     begin, end = (edges.values + base[edges.row_index]).reshape(-1, 2).t().contiguous()
     shift = base[batch.ids.row_index]
     nearest = torch.searchsorted(end, batch.offsets[:, 0] + shift, right=True)
-    # After the last span comes one that no token reaches.
+    # A sentinel after the last span, which no token reaches.
     begin = torch.cat([begin, lengths.sum(0, keepdim=True)])
     return batch.ids.with_values(begin[nearest] < batch.offsets[:, 1] + shift)

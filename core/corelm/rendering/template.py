@@ -1,4 +1,4 @@
-"""`Template`: a tokenizer's chat template, found, applied and asked where the assistant's text is."""
+"""`Template`: find a tokenizer's chat template, render conversations with it, and locate the assistant's text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<ri
 
 
 class Marks(NamedTuple):
-    """Three characters that occur nowhere in a batch: around placeholders, and where the assistant starts and stops.
+    """Three characters that occur nowhere in a batch of conversations.
 
-    They are of Unicode's private use area: neither whitespace that a template would strip nor letters with a case.
+    They come from Unicode's private use area: a template does not strip them as whitespace, and they have no case.
+
+    Attributes:
+        slot: stands on both sides of a placeholder.
+        start: stands before the assistant's text.
+        stop: stands after the assistant's text.
     """
 
     slot: str
@@ -28,31 +33,35 @@ class Marks(NamedTuple):
     stop: str
 
     @classmethod
-    def unused(cls, everything: str) -> Marks:
-        """The first three that the text does not hold, as themselves or escaped as JSON does it."""
+    def find_unused(cls, everything: str) -> Marks:
+        """Return the first three such characters that `everything` contains neither literally nor in JSON's escape."""
         escapes = "\\u" in everything
         free = (
             mark
             for mark in map(chr, range(0xE000, 0xF900))
-            if mark not in everything and not (escapes and escaped(mark) in everything)
+            if mark not in everything and not (escapes and json_escape(mark) in everything)
         )
         try:
             return cls(next(free), next(free), next(free))
         except StopIteration:
-            raise TemplateError("the conversations use up Unicode's private use area (U+E000 to U+F8FF)") from None
+            raise TemplateError(
+                "the conversations contain every character of Unicode's private use area (U+E000 to U+F8FF), and "
+                "rendering needs three of them; remove some from the messages"
+            ) from None
 
 
-def escaped(text: str) -> str:
-    """As JSON writes it, without the quotes."""
+def json_escape(text: str) -> str:
+    """Return the text as JSON writes it, without the quotes."""
     return json.dumps(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and the arguments it is rendered with.
+    """A chat template and the variables it is rendered with.
 
     Attributes:
-        source: the jinja text; None where only the tokenizer knows it.
+        tokenizer: its `apply_chat_template` renders.
+        source: the jinja text; None if only the tokenizer has it.
         kwargs: variables for the template (`tools`, `enable_thinking`, …).
     """
 
@@ -62,10 +71,13 @@ class Template:
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
-        """The template given, as jinja or as the name of one of the tokenizer's, else the tokenizer's own.
+        """Return the given template, else the tokenizer's own.
+
+        Args:
+            chat_template: jinja text, or the name of one of the tokenizer's templates.
 
         Raises:
-            TemplateError: there is none.
+            TemplateError: no template was given, and the tokenizer has none.
         """
         if not hasattr(tokenizer, "chat_template"):
             return cls(tokenizer, chat_template, kwargs)
@@ -85,19 +97,20 @@ class Template:
         """Render one conversation.
 
         Raises:
-            TemplateError: the template failed; its own error is the cause.
+            TemplateError: the template failed; its error is the cause.
         """
         try:
             return self._apply(list(chat), add_generation_prompt, tokenize)
         except Exception as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
-    def every(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
-        """Render conversations in one call, which takes half the time. None where the tokenizer cannot, or one of them
-        fails.
+    def render_all(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
+        """Render several conversations in one call, in half the time.
+
+        Return None if the tokenizer cannot render several at once, or if one of them fails.
         """
         if not all(chats):
-            # Alone, an empty one is refused; among others it is not.
+            # The tokenizer refuses an empty conversation by itself, but accepts it among others.
             return None
         try:
             texts = self._apply(list(map(list, chats)), add_generation_prompt, False)
@@ -107,26 +120,29 @@ class Template:
         return texts if same else None
 
     def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool) -> Any:
-        given = {} if self.source is None else {"chat_template": self.source}
+        template = {} if self.source is None else {"chat_template": self.source}
         return self.tokenizer.apply_chat_template(
-            chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **given, **self.kwargs
+            chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs
         )
 
     @property
     def marks_assistant(self) -> bool:
-        """Whether it says by ``{% generation %}`` blocks what is the assistant's."""
+        """Whether the template marks the assistant's text with ``{% generation %}`` blocks."""
         return self.source is not None and _GENERATION.search(self.source) is not None
 
     def with_marks(self, marks: Marks | None) -> Template:
-        """The same template, writing ``marks.start`` and ``marks.stop`` at the edges of its generation blocks; with
-        None, nothing there. The tokenizer itself must not be asked for them, which takes longer than all the rest.
+        """Return the same template, with ``marks.start`` and ``marks.stop`` at the edges of its generation blocks.
 
-        In their place stand blocks that have a scope of their own, as theirs is, and that do the same to the whitespace
-        on either side: an inner block takes over the side that faces the text.
+        With None, nothing is written there. The tokenizer could return an assistant mask itself, but that takes longer
+        than everything else.
+
+        A `with` and an `if` block replace each generation block: like it, they have a scope. Each tag becomes two tags
+        with the mark in between. The first keeps the tag's whitespace control on the left, the second the one on the
+        right.
         """
         start, stop = ("", "") if marks is None else (f"{{{{ '{marks.start}' }}}}", f"{{{{ '{marks.stop}' }}}}")
 
-        def rewritten(tag: re.Match[str]) -> str:
+        def rewrite(tag: re.Match[str]) -> str:
             left, right = tag["left"], tag["right"]
             if tag["end"]:
                 return f"{{%{left} endif %}}{stop}{{% endwith {right}%}}"
@@ -135,14 +151,14 @@ class Template:
         if not self.marks_assistant:
             return self
         assert self.source is not None
-        return replace(self, source=_GENERATION.sub(rewritten, self.source))
+        return replace(self, source=_GENERATION.sub(rewrite, self.source))
 
 
 def read_marks(text: str, marks: Marks) -> tuple[str, list[tuple[int, int]]]:
-    """A marked rendering → the text without the marks, and ``[start, stop)`` of the assistant's characters in it.
+    """Remove the marks from a rendering. Return the text and ``[start, stop)`` of the assistant's characters in it.
 
     Raises:
-        TemplateError: the marks do not come in pairs, as where a template cuts up what it has rendered.
+        TemplateError: the marks do not come in pairs, because the template cuts up text that it has rendered.
     """
     before, *blocks = text.split(marks.start)
     parts, spans, at = [before], [], len(before)
@@ -155,34 +171,34 @@ def read_marks(text: str, marks: Marks) -> tuple[str, list[tuple[int, int]]]:
         at += len(inside) + len(after)
     if len(spans) < len(blocks) or marks.stop in before:
         raise TemplateError(
-            "the chat template's {% generation %} blocks did not come out in pairs; "
-            "pass chat_template= with blocks that write straight to the output"
+            "the start and end of the chat template's {% generation %} blocks did not come out in pairs; "
+            "pass a chat_template= whose blocks write straight to the output"
         )
     return "".join(parts), spans
 
 
-def stand_in(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
-    """The message with a placeholder for the whole of what it says, tool calls and thinking included."""
+def with_placeholder(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
+    """Return the message with a placeholder for everything it says, including tool calls and thinking."""
     return {**{key: message[key] for key in ("role", "name") if key in message}, "content": placeholder}
 
 
-def words(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Every str in the messages, keys included, a line each."""
+def joined_strings(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Return every str in the messages, keys included, one per line."""
     messages = chain.from_iterable(chats)
     try:
-        # Most messages hold nothing but text, and there are thousands.
+        # Fast path: a batch has thousands of messages, and most hold only text.
         return "\n".join(chain.from_iterable(chain.from_iterable(map(dict.items, messages))))
     except TypeError:
         return "\n".join(strings(chats))
 
 
 def strings(value: Any) -> list[str]:
-    """Every str in nested mappings and lists, keys included."""
+    """Return every str in nested mappings and lists, keys included."""
     found: list[str] = []
     waiting: list[Any] = [[value]]
     while waiting:
         one = waiting.pop()
-        # A dict is a Mapping, but that takes ten times as long to find out.
+        # The check for Mapping alone takes ten times as long for a dict.
         if isinstance(one, (dict, Mapping)):
             found += [key for key in one if isinstance(key, str)]
             one = one.values()
@@ -195,7 +211,7 @@ def strings(value: Any) -> list[str]:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """The same nesting with every str value changed; keys and everything else as they are."""
+    """Return the same nesting with `change` applied to every str value; keys and everything else stay as they are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -205,17 +221,17 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def by_row(function: Callable[[T], R], rows: Iterable[T]) -> list[R]:
-    """`function` of every row; all rows that fail are found, then one error names them.
+def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
+    """Apply `function` to every conversation. If some fail, one error names them all.
 
     Raises:
-        TemplateError: `rows` has those that failed; the first one's cause is the cause.
+        TemplateError: `rows` are the conversations that failed; the cause is that of the first one.
     """
     results: list[R] = []
     failed: dict[int, TemplateError] = {}
-    for index, row in enumerate(rows):
+    for index, chat in enumerate(chats):
         try:
-            results.append(function(row))
+            results.append(function(chat))
         except TemplateError as error:
             failed[index] = error
     if failed:

@@ -1,7 +1,7 @@
-"""What a backend implements: the hooks, the records that cross them, and what a backend declares. Start here.
+"""What a backend implements: the hooks, their requests and results, and the declared capabilities. Start here.
 
-Read `hookspecs.py` first, then `records.py`. A plugin imports every name from ``corelm.spec``; the names are listed in
-``__init__.pyi`` and imported on first use.
+Read `hookspecs.py` first, then `records.py`. A plugin imports every name from ``corelm.spec``. The names are listed in
+``__init__.pyi`` and are imported on first use.
 """
 
 import lazy_loader

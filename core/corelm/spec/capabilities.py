@@ -1,4 +1,4 @@
-"""What a backend can do, declared by the plugin once its engine is open. Core refuses the rest beforehand."""
+"""What a backend can do. The plugin declares it when its engine is open; core refuses every other request."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ GenerationMode = Literal["raw", "processed", "scaled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Everything defaults to "no": a plugin lists what it does.
+    """What an engine can do. Every field defaults to "no"; a plugin sets what its engine supports.
 
     Attributes:
-        vocab_size: ids are legal in ``[0, vocab_size)``.
-        max_context: the longest prompt + answer the model takes, in tokens; None if there is no limit.
-        eos_token_ids: what ends an answer by itself; None for the tokenizer's ``eos_token_id``.
-        sampling: names of `SamplingParams` fields the engine honours, each with its legal inclusive range, or None for
-            "whatever `SamplingParams` allows". Greedy decoding needs a temperature range that includes 0. Stop ids and
-            `max_new_tokens` are every engine's duty and not listed, nor is what core does itself (`num_samples`, …).
-        generation_modes: which log-probs `generate` can return: `raw`, `processed`, or `scaled`, which is the habit of
-            some engines to divide the logits by the temperature (by 1 if it is 0) and not to look at truncation. Core
-            asks these for the mode that a scaled number happens to be, and refuses where it is neither.
-        score: `score_logprobs` works. score_temperature: also at a temperature other than 1.
-        logits: scoring can return full logits. gradients: scoring can carry gradients to the model.
-        empty_prompt: a prompt of no tokens is legal.
-        per_answer_seeds: the same seed gives the same answer, whatever the other rows.
-        native_samples: `generate` gets ``sampling.num_samples`` unexpanded and returns that many rows a prompt,
-            together.
+        vocab_size: legal ids are in ``[0, vocab_size)``.
+        max_context: the largest number of tokens in prompt and answer together; None if there is no limit.
+        eos_token_ids: the ids that end an answer by themselves; None means the tokenizer's ``eos_token_id``.
+        sampling: the `SamplingParams` fields that the engine honours, each with its legal inclusive range, or None for
+            every value that `SamplingParams` allows. Greedy decoding needs a temperature range that includes 0. Do not
+            list stop ids and `max_new_tokens`, which every engine must honour, nor `num_samples` and the others that
+            core handles itself.
+        generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
+            engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
+            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request.
+        score: `score_logprobs` works.
+        score_temperature: `score_logprobs` works at temperatures other than 1.
+        logits: `score_logprobs` can return full logits.
+        gradients: the results of `score_logprobs` can carry gradients to the model.
+        empty_prompt: a prompt may have no tokens.
+        per_answer_seeds: the same seed gives the same answer, independent of the other rows.
+        native_samples: `generate` accepts ``sampling.num_samples`` and returns that many rows per prompt, next to each
+            other. Otherwise core repeats the prompts.
         concurrent_calls: hooks may be called from several threads at once.
-        update_weights, abort: the optional hook of that name works.
+        update_weights: the optional hook `update_weights` works.
+        abort: the optional hook `abort` works.
     """
 
     vocab_size: int

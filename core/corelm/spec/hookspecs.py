@@ -4,25 +4,25 @@ A backend is a class with three attributes and the hooks below, found through th
 ``corelm.backends``::
 
     class MyBackend:
-        requires_api = ">=1,<2"                      # the versions of this page it was written for
+        requires_api = ">=1,<2"                      # the versions of this specification it was written for
 
         @classmethod
-        def open(cls, model=None, **options): ...    # import and start the engine here, not before
+        def open(cls, model=None, **options): ...    # import and start the engine here, not earlier
 
-        capabilities: Capabilities                   # what it can do; known once it is open
-        tokenizer: Any                               # a transformers tokenizer, or what is said of it below
+        capabilities: Capabilities                   # what the engine can do; set once it is open
+        tokenizer: Any                               # a transformers tokenizer, or an object as described below
 
         @hookimpl
         def generate(self, request): ...
 
-A tokenizer is called as ``tokenizer(texts, add_special_tokens=…)`` and returns a mapping with ``input_ids``; it has
-``decode(ids, skip_special_tokens=…)``. `eos_token_id`, `pad_token_id` and `all_special_tokens` are read if it has them.
-Chats need ``apply_chat_template``; ``split_special_tokens=True`` is passed where a user typed a special token, and
-``return_offsets_mapping=True`` where a mask must follow a template's markers.
+A tokenizer is a callable ``tokenizer(texts, add_special_tokens=…)`` that returns a mapping with ``input_ids``, and has
+a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `pad_token_id` and `all_special_tokens` if
+it has them. Chats need its ``apply_chat_template``. Core passes ``split_special_tokens=True`` for a text in which a
+user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs character offsets.
 
-Core checks every request before a hook sees it (`corelm/backend/check_requests.py`) and every result before a user does
-(`check_results.py`), so a plugin contains no checks of its own. A hook that cannot serve a request raises; what it
-raises reaches the caller chained to an `EngineError`.
+Core checks every request before it calls a hook (`corelm/backend/check_requests.py`) and every result before it returns
+it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a request raises an
+exception; the caller gets an `EngineError` with that exception as its cause.
 """
 
 from __future__ import annotations
@@ -56,42 +56,43 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class BackendSpec:
-    """Every hook takes exactly one argument named `request`; the first result that is not None is the answer."""
+    """Every hook takes one argument named `request`. The first result that is not None is used."""
 
-    # Required. Core brings `tokenize` and `to_containers`; a plugin writes the other two.
+    # Required. Core implements `tokenize` and `to_containers`; a plugin implements the other two.
 
     @hookspec(firstresult=True)
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
-        """Turn texts into ids, adding special tokens only if asked. Core's own calls ``backend.tokenizer``."""
+        """Turn texts into ids, with special tokens only if requested. Core's default calls ``backend.tokenizer``."""
 
     @hookspec(firstresult=True)
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample one answer per row, each from its own seed, ended by and keeping a stop id, with its tokens' log-
-        probs.
+        """Sample one answer per row, each from its own seed, and return the log-probs of its tokens.
+
+        The first stop id ends an answer and stays in it.
         """
 
     @hookspec(firstresult=True)
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        """Log-probability of each given token under the model; sample nothing."""
+        """Return the log-probability of each given token under the model; sample nothing."""
 
     @hookspec(firstresult=True)
     def to_containers(self, request: ContainerRequest) -> TensorDict:
-        """Wrap rows as TensorClasses in a TensorDict. Core's own serves every engine."""
+        """Wrap rows as TensorClasses in a TensorDict. Core's default works for every engine."""
 
     # Optional.
 
     @hookspec(firstresult=True)
     def update_weights(self, request: WeightUpdate) -> bool:
-        """Load new weights and forget everything computed with the old ones. True when every later result uses them."""
+        """Load new weights and drop everything computed with the old ones. True: every later result uses them."""
 
     @hookspec(firstresult=True)
     def health(self, request: HealthRequest) -> bool:
-        """Whether the engine can serve; cheap, and never raises because it cannot."""
+        """Return whether the engine can serve. Must be cheap; return False instead of raising."""
 
     @hookspec(firstresult=True)
     def abort(self, request: AbortRequest) -> bool:
-        """End requests in flight, exactly those named. True even if they had already ended."""
+        """End the named requests and no others. True even if they have already ended."""
 
     @hookspec(firstresult=True)
     def close(self, request: CloseRequest) -> bool:
-        """Release processes, threads and memory. Called once; True when it is done."""
+        """Release processes, threads and memory. Called once; return True when everything is released."""

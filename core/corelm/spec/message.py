@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from corelm.errors import InvalidRequestError
+from corelm.validate import invalid
 
-#: The keys of a message that have a field of their own; every other key goes into `Message.extra`.
+#: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids")
 
 
@@ -21,11 +22,13 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        role: whose turn it is: `system`, `user`, `assistant`, `tool`, or what else the template knows.
+        role: `system`, `user`, `assistant`, `tool`, or another role that the template knows.
         content: the text; None for a turn that only calls tools.
-        tool_calls: the calls an assistant's turn makes. tool_call_id, name: which of them a tool's turn answers.
-        token_ids: for a turn that was sampled, the ids the engine returned, its EOS included.
-        extra: whatever else the template reads (`reasoning_content`, …), under its own key.
+        tool_calls: the calls that an assistant's turn makes.
+        tool_call_id: for a tool's turn, the id of the call that it answers.
+        name: for a tool's turn, the name of the tool; for others, the name of the speaker.
+        token_ids: for a sampled turn, the ids that the engine returned, including the EOS.
+        extra: other values that the template reads (`reasoning_content`, …), each under its own key.
 
     Raises:
         InvalidRequestError: a field of the wrong type; `field` names it.
@@ -41,34 +44,37 @@ class Message:
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, str):
-            raise _wrong("role", "a str", self.role)
+            raise _type_error("role", "a str", self.role)
         if self.content is not None and not isinstance(self.content, str):
-            parts = " (a list of parts, as for images, is out of scope)" if isinstance(self.content, list) else ""
-            raise _wrong("content", f"a str or None{parts}", self.content)
+            parts = " (lists of parts, as used for images, are not supported)" if isinstance(self.content, list) else ""
+            raise _type_error("content", f"a str or None{parts}", self.content)
         if self.tool_calls is not None:
             if isinstance(self.tool_calls, str) or not isinstance(self.tool_calls, Sequence):
-                raise _wrong("tool_calls", "a list of dicts or None", self.tool_calls)
+                raise _type_error("tool_calls", "a list of dicts or None", self.tool_calls)
             object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", _token_ids(self.token_ids))
 
     @classmethod
     def from_dict(cls, message: Message | Mapping[str, Any]) -> Message:
-        """From the field's usual dict, unknown keys kept; a `Message` is returned as it is."""
+        """Build from a dict in the usual chat format; unknown keys go into `extra`. Return a `Message` as it is."""
         if isinstance(message, Message):
             return message
         if not isinstance(message, Mapping):
-            raise _wrong("message", "a Message or a dict with a role", message)
+            raise _type_error("message", "a Message or a dict with a role", message)
         known = {key: message[key] for key in FIELDS if key in message}
         if "role" not in known:
-            raise InvalidRequestError(f"role is missing; the message has: {', '.join(map(str, message))}", field="role")
+            raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(str, message))}", field="role")
         if known.get("tool_calls"):
             known["tool_calls"] = deepcopy(known["tool_calls"])
         extra = {key: deepcopy(value) for key, value in message.items() if key not in FIELDS}
         return cls(**known, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`: `role` and `content` always, the rest where set. Shares nothing with it."""
+        """Return `role`, `content` and the other fields that are set: the inverse of `from_dict`.
+
+        The dict shares no data with the message.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls is not None:
             message["tool_calls"] = deepcopy(list(self.tool_calls))
@@ -83,9 +89,9 @@ class Message:
         return message
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template sees: no ids, and no key without a value, since templates print a None."""
+        """Return the dict that a chat template reads, without ids and without None, which templates print."""
         if self.content is not None and not (self.tool_calls or self.tool_call_id or self.name or self.extra):
-            # As most messages are; there are thousands in a batch.
+            # Fast path: a batch has thousands of messages, and most are like this.
             return {"role": self.role, "content": self.content}
         message = self.to_dict()
         message.pop("token_ids", None)
@@ -101,11 +107,11 @@ def _token_ids(value: Any) -> tuple[int, ...]:
         if not set(map(type, ids)) <= {int}:
             ids = tuple(map(operator.index, ids))
     except TypeError:
-        raise _wrong("token_ids", "ids, one after another, or None", value) from None
+        raise _type_error("token_ids", "a sequence of ids or None", value) from None
     if ids and min(ids) < 0:
-        raise InvalidRequestError(f"token_ids: an id is not negative, but {min(ids)} is there", field="token_ids")
+        raise invalid("token_ids", f"expected ids from 0, got {min(ids)}")
     return ids
 
 
-def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: expected {expected}, got {type(value).__name__}", field=name)
+def _type_error(name: str, expected: str, value: Any) -> InvalidRequestError:
+    return invalid(name, f"expected {expected}, got {type(value).__name__}")

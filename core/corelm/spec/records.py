@@ -1,9 +1,14 @@
-"""The records that cross the hook boundary. One request and one result per hook; a record can grow a field, a
-signature cannot.
+"""The records that cross the hook boundary: a request and a result for each hook.
 
-`rows` is the number of prompts (or sequences) in a request; row r of every result belongs to row r of its request.
-Token ids are int64, log-probabilities float32 and in nats, masks bool. No result holds an inference tensor, and what a
-result holds is its own: a plugin does not write to it again. Nor does anybody write to what a `ContainerRequest` holds.
+A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
+
+`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request. Token ids
+are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors. A plugin must
+not modify a result after it has returned it. Do not modify the tensors of a `ContainerRequest`: rows are copied from
+them lazily, on first access.
+
+The worked examples below are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where
+id 2 is EOS. In drawings, a dot is a pad.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import Tensor, device
 
 from corelm.spec.provenance import Mode, Provenance, Support
 
-# Plugins take these two from `corelm.spec`.
+# Re-exported for plugins, which import them from `corelm.spec`.
 from corelm.tensors.ragged import Ragged as Ragged
 from corelm.tensors.ragged import Side as Side
 
@@ -32,11 +37,13 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizeRequest:
-    """Rendered texts; templates have been applied in core.
+    """Texts to tokenize; core has already applied chat templates.
 
     Attributes:
-        parse_special: False reads the text of a special token as ordinary characters (a user may type one).
-        offsets: also say which characters each token covers.
+        texts: one text per row.
+        add_special_tokens: whether the tokenizer adds its special tokens (BOS, for example).
+        parse_special: False reads the text of a special token as ordinary characters, because a user may have typed it.
+        offsets: whether to return the characters that each id covers.
     """
 
     texts: tuple[str, ...]
@@ -47,8 +54,12 @@ class TokenizeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizeResult:
-    """`ids`: one row per text. `offsets`, if asked for: int64[total, 2], the characters [start, end) each id stands
-    for.
+    """The ids of the texts.
+
+    Attributes:
+        ids: one row per text.
+        offsets: int64[total, 2]: for each id, the characters [start, end) of its text that it covers; None unless
+            requested.
     """
 
     ids: Ragged
@@ -59,16 +70,18 @@ class TokenizeResult:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core has expanded prompts × samples (so ``sampling.num_samples`` is None, unless the backend declares
-    `native_samples`) and has resolved EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`: an answer ends with,
-    and keeps, the first of them.
+    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None, unless the backend declares
+    `native_samples`. Core also combines EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`.
 
     Attributes:
-        logprobs: which log-probability of each sampled token is wanted.
-        seeds: int64[answers], each in [0, 2**63), or None for "any": answer i is drawn from its own stream
-            ``seeds[i]``.
+        prompts: one row of ids per prompt.
+        sampling: how to sample.
+        logprobs: which log-probability of each sampled token to return.
+        seeds: int64[answers], each in [0, 2**63): answer i is drawn from a separate random stream ``seeds[i]``. None
+            allows any seed.
+        stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
-        timeout: seconds for the whole call, or None.
+        timeout: seconds for the whole call; None for no limit.
     """
 
     prompts: Ragged
@@ -82,11 +95,26 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateResult:
-    """The answers. `ids` and `logprobs` are equally long in every row; the id that ended an answer is part of both.
+    """The answers, one row each. The answers to one prompt are next to each other.
 
-    A stop string: the token that completes it stays in `ids`. `mode`, `temperature` and `support` describe the
-    log-probabilities (see `Provenance`); `texts` is for an engine whose text is not what its tokenizer decodes.
-    `errors`: what went wrong with a row whose finish reason is `error`, "" elsewhere.
+    In the example, the first answer ended with EOS and the second reached ``max_new_tokens=3``::
+
+        ids               [[ 11,    2], [  12,   13,   14]]    int64    values [11, 2, 12, 13, 14], lengths [2, 3]
+        logprobs          [[-0.5, -0.1], [-1.2, -0.3, -0.7]]   float32  the same lengths
+        finish_reasons    ("stop", "length")
+
+    Attributes:
+        ids: the sampled ids. The stop id that ended an answer is part of it; so is the token that completed a stop
+            string.
+        logprobs: one per id; None only if the request says ``logprobs="none"``.
+        finish_reasons: `stop`, `length`, `abort` or `error`, one per row.
+        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label` makes this and the next
+            two fields.
+        temperature: the temperature of that distribution.
+        support: `truncated` if some ids may have lost their probability in that distribution, else `full`.
+        texts: one per row, from an engine whose text differs from what its tokenizer decodes; None otherwise.
+        weight_versions: the weights that produced each row; None means the weights in force.
+        errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
     """
 
     ids: Ragged
@@ -102,11 +130,17 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreRequest:
-    """Log-probability of every given token from position ``score_from[r]`` (≥ 1) on; earlier ones need not be computed.
+    """Return the log-probability of every given token from position ``score_from[r]`` on.
 
     Attributes:
-        return_logits: also return the logits. grad: results carry gradients to the model's parameters.
-        device: where the results should be; None for the plugin's choice.
+        sequences: one row of ids per sequence.
+        score_from: int64[rows], at least 1: the first position to score. Earlier positions need not be computed.
+        temperature: the logits are divided by it.
+        return_logits: whether to return the logits as well.
+        grad: whether the results carry gradients to the model's parameters.
+        device: where to put the results; None lets the plugin choose.
+        request_ids: one unique name per row, for `abort`.
+        timeout: seconds for the whole call; None for no limit.
     """
 
     sequences: Ragged
@@ -121,12 +155,26 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreResult:
-    """`logprobs` and `scored` are as long as the sequences. Where `scored` is False (position 0 always) the value is
-    0.0.
+    """The log-probabilities of given tokens.
 
-    `logits`, if asked for, is ``values[total, vocab]`` in the model's own scale, before any temperature: row t predicts
-    token t; rows that are not scored are 0. `errors`: what went wrong with a row of which nothing is scored, ""
-    elsewhere.
+    In the example, prompt and answer are scored together from ``score_from=[2, 3]``, which are the answers::
+
+        sequences    [[5,   6,   11,    2  ], [7,   8,   9,   12,   13,   14  ]]
+        logprobs     [[0.0, 0.0, -0.5, -0.1], [0.0, 0.0, 0.0, -1.2, -0.3, -0.7]]    float32  lengths [4, 6]
+        scored       [[no,  no,  yes,  yes ], [no,  no,  no,  yes,  yes,  yes ]]    bool     lengths [4, 6]
+        logits       values [10, vocab]: row 3 of the first sequence holds the logits that predict its last id, 2
+
+    Attributes:
+        logprobs: as long as the sequences; 0.0 where `scored` is False.
+        scored: as long as the sequences: whether the log-probability of this token was computed. Never at position 0.
+        logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
+            predicts token t. Rows that are not scored are 0.
+        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
+            the next two fields.
+        temperature: the temperature of that distribution.
+        support: always `full`.
+        weight_versions: the weights that produced each row; None means the weights in force.
+        errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
     """
 
     logprobs: Ragged
@@ -141,7 +189,13 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[T]):
-    """One thing as `prompt`, `response` and `full`; None where the input does not tell them apart."""
+    """A value for the prompt, the response and both together.
+
+    Attributes:
+        prompt: None if the input does not tell prompt and response apart.
+        response: None if the input does not tell prompt and response apart.
+        full: the prompt followed by the response.
+    """
 
     prompt: T | None
     response: T | None
@@ -150,7 +204,21 @@ class Parts(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A dense layout of `full`: bool[rows, width], and how many of the columns are the prompt's (None: no split)."""
+    """Where the tokens of ``tokens.full`` are in a dense tensor.
+
+    By default prompts are padded on the left and responses on the right (``prompt_width=3`` in the example). Rows that
+    are not split are padded on the right (``prompt_width=None``)::
+
+        split   .  5  6 | 11   2   .      mask   [[False, True, True,   True, True, False],
+                7  8  9 | 12  13  14              [True,  True, True,   True, True, True ]]
+
+        whole   5  6  11   2   .   .      mask   [[True,  True, True,   True, False, False],
+                7  8   9  12  13  14              [True,  True, True,   True, True,  True ]]
+
+    Attributes:
+        mask: bool[rows, width]: True where there is a token.
+        prompt_width: the number of columns that belong to the prompt; None if rows are not split.
+    """
 
     mask: Tensor
     prompt_width: int | None
@@ -158,17 +226,47 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContainerRequest:
-    """Everything known about a batch of rows, to be wrapped for the user.
+    """Everything known about a batch of rows, to be wrapped in containers for the user.
+
+    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch. The example gives::
+
+        tokens.prompt               [ 5, 6 ]                    [ 7, 8, 9 ]
+        tokens.response             [ 11, 2 ]                   [ 12, 13, 14 ]
+        tokens.full                 [ 5, 6, 11, 2 ]             [ 7, 8, 9, 12, 13, 14 ]
+        log_probs.full              [ 0.0, 0.0, -0.5, -0.1 ]    [ 0.0, 0.0, 0.0, -1.2, -0.3, -0.7 ]
+        masks.all_response_mask     [ no, no, yes, yes ]        [ no, no, no, yes, yes, yes ]
+
+    With ``pad_output=True`` each field is one tensor. Pads are `pad_id` in tokens, 0.0 in log-probs, False in masks::
+
+        tokens.prompt               .    5    6              tokens.response     11    2    .
+                                    7    8    9                                  12   13   14
+
+        tokens.full                 .    5    6     11     2     .
+                                    7    8    9     12    13    14
+
+        log_probs.full              .    0.0  0.0   -0.5  -0.1   .
+                                    0.0  0.0  0.0   -1.2  -0.3  -0.7
+
+        masks.all_attention_mask    .    yes  yes   yes   yes    .
+                                    yes  yes  yes   yes   yes   yes
 
     Attributes:
         batch_size: the shape of the result; its product is the number of rows, in C order.
-        fields: which of text, tokens, masks, log_probs and history to build.
-        logprobs, scored: as long as ``tokens.full``. provenance: one per row, or one for all.
-        assistant: bool, as long as ``tokens.full``; None where it cannot be known.
-        errors: a message per row, "" where it went well.
-        retokenized: whether sampled turns of a row were rendered from their text and lost their ids; None where all
+        fields: which of `text`, `tokens`, `masks`, `log_probs` and `history` to build.
+        tokens: the ids.
+        texts: one str per row.
+        chats: one conversation per row.
+        logprobs: float32, as long as ``tokens.full``.
+        scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
+        provenance: one per row, or one for all rows.
+        assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
+        finish_reasons: one per row.
+        errors: one message per row, "" for a row without an error.
+        retokenized: per row, whether its sampled turns were rendered from their text and lost their ids; None if all
             ids were kept.
-        pad_output: dense tensors instead of one row a sample. columns: the dense layout to keep; None to choose one.
+        pad_output: True for dense tensors, False for one tensor per row.
+        pad_id: the id in the pads of dense tokens.
+        columns: the dense layout to keep; None chooses the default layout of `Columns`.
     """
 
     batch_size: tuple[int, ...]
@@ -190,9 +288,15 @@ class ContainerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """New weights, as exactly one of a state dict and a path, and the name every later result carries.
+    """New weights, given as either a state dict or a path.
 
-    Core calls the hook while no other call is under way; without `drain` it has aborted what was.
+    Core calls the hook while no other call is running. If `drain` is False, core has aborted the calls in flight first.
+
+    Attributes:
+        version: the label that every later result carries.
+        drain: whether answers in flight were allowed to finish on the old weights.
+        state_dict: tensors by parameter name; None if `path` is given.
+        path: where the weights are saved; None if `state_dict` is given.
     """
 
     version: str
@@ -203,14 +307,18 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AbortRequest:
-    """End these requests; they finish with what they have and the reason `abort`."""
+    """End requests in flight. Each returns the tokens it has, with the finish reason `abort`.
+
+    Attributes:
+        request_ids: the names of the requests to end, as in `GenerateRequest` and `ScoreRequest`.
+    """
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HealthRequest:
-    """Is the engine able to serve?"""
+    """Ask whether the engine can serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

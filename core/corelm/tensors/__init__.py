@@ -1,1 +1,1 @@
-"""Rows of unequal length, rows made on first access, a masked categorical distribution, torch modes."""
+"""Rows of unequal length, rows made on first access, a masked categorical distribution and torch modes."""

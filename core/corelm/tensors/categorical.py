@@ -1,4 +1,4 @@
-"""`MaskedCategorical`: next-token distributions of which only some positions count."""
+"""`MaskedCategorical`: next-token distributions with a mask of the positions that count."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from corelm.errors import InvalidRequestError
 
 
 class MaskedCategorical(Distribution):
-    """A categorical distribution at each position of ``[*batch, time]``; positions outside `mask` count for nothing.
+    """A categorical distribution at each position of ``[*batch, time]``; only positions where `mask` is True count.
 
-    Nothing as large as the logits is made or kept: they are normalised a slice of positions at a time, and once more
-    when a gradient is asked for. Positions that do not count are never looked at, whatever stands there.
+    At the other positions `log_prob` and `entropy` are 0.0 (without a gradient), and `mode` and `sample` are -100,
+    which losses ignore. The logits there are never read, so they may hold anything, even NaN.
+
+    No tensor as large as the logits is made or kept for a value: the logits are normalised a slice of positions at a
+    time, and once more when a gradient is computed.
 
     Args:
         logits: float[*batch, time, vocab], unnormalised; −inf excludes a token. Gradients flow to them through
             `log_prob` and `entropy`.
         mask: bool[*batch, time].
 
-    At a masked position `log_prob` and `entropy` are 0.0 (with no gradient) and `mode` and `sample` are -100, which
-    losses ignore.
-
     Raises:
-        InvalidRequestError: the mask does not cover the logits, or is no mask.
+        InvalidRequestError: the mask has another shape than the positions of the logits, or holds floats.
     """
 
     arg_constraints: ClassVar = {"logits": constraints.independent(constraints.real, 1)}
     IGNORED: ClassVar = -100
-    #: Logits normalised at a time: 64 MiB of float32.
+    #: Number of logits that are normalised at a time: 64 MiB of float32.
     SLICE: ClassVar = 2**24
 
     def __init__(self, logits: Tensor, mask: Tensor) -> None:
@@ -49,11 +49,13 @@ class MaskedCategorical(Distribution):
         super().__init__(batch_shape=mask.shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """float32[*sample, *batch, time]: log-probability of the ids ``value[*sample, *batch, time]``, in nats (float64
-        of float64 logits). What ids stand at masked positions does not matter.
+        """Return float32[*sample, *batch, time]: the log-probabilities of ids, in nats (float64 for float64 logits).
+
+        Args:
+            value: int64[*sample, *batch, time]: the ids. Where `mask` is False, they may be anything.
 
         Raises:
-            InvalidRequestError: ids of another shape or, where they count, outside the vocabulary.
+            InvalidRequestError: the ids have another shape or, where `mask` is True, are outside the vocabulary.
         """
         extra = value.ndim - self.mask.ndim
         if extra < 0 or value.shape[extra:] != self.mask.shape:
@@ -69,7 +71,7 @@ class MaskedCategorical(Distribution):
         return self._spread(found.T, 0.0).reshape(value.shape)
 
     def entropy(self) -> Tensor:
-        """float32[*batch, time], in nats (float64 of float64 logits)."""
+        """Return float32[*batch, time]: the entropies in nats (float64 for float64 logits)."""
         return self._spread(_Entropy.apply(self._rows, self._index, self._step), 0.0)
 
     @property
@@ -78,7 +80,7 @@ class MaskedCategorical(Distribution):
         return self._spread(self._by_slice(lambda logits: logits.argmax(-1)), self.IGNORED)
 
     def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = ()) -> Tensor:
-        """int64[*sample_shape, *batch, time], from torch's generator."""
+        """Return int64[*sample_shape, *batch, time]: ids drawn with torch's generator."""
         count = int(torch.Size(sample_shape).numel())
         drawn = self._by_slice(lambda logits: torch.multinomial(logits.softmax(-1), count, replacement=True), count)
         return self._spread(drawn.T, self.IGNORED).reshape(*sample_shape, *self.mask.shape)
@@ -101,7 +103,7 @@ class MaskedCategorical(Distribution):
         return max(1, self.SLICE // max(1, self.logits.shape[-1]))
 
     def _by_slice(self, pick: Callable[[Tensor], Tensor], *width: int) -> Tensor:
-        """int64[n, *width]: what `pick` makes of the logits of the positions that count."""
+        """Return int64[n, *width]: the ids that `pick` chooses from the logits of the n positions that count."""
         found = torch.empty((self._count, *width), dtype=torch.int64, device=self.logits.device)
         with torch.no_grad():
             for at, logits in _slices(self._rows, self._index, self._step) if found.numel() else ():
@@ -109,13 +111,15 @@ class MaskedCategorical(Distribution):
         return found
 
     def _spread(self, values: Tensor, filler: float) -> Tensor:
-        """``[..., n]`` → ``[..., *batch, time]``"""
+        """Spread ``[..., n]`` over ``[..., *batch, time]``, with `filler` where the mask is False."""
         shape = (*values.shape[:-1], *self.mask.shape)
         return values.new_full(shape, filler).masked_scatter(self.mask.expand(shape), values)
 
 
 def _slices(rows: Tensor, index: Tensor, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of these numbers, at least float32, `step` at a time, and where in `index` they are."""
+    """Yield the rows with the numbers in `index`, `step` at a time, in float32 or more, each slice with its place in
+    `index`.
+    """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     for start in range(0, len(index), step):
         at = slice(start, start + step)
@@ -123,7 +127,7 @@ def _slices(rows: Tensor, index: Tensor, step: int) -> Iterator[tuple[slice, Ten
 
 
 class _LogProb(torch.autograd.Function):
-    """Log-probabilities ``[n, samples]`` of ``ids[n, samples]`` in the rows of `index`."""
+    """Log-probabilities ``[n, samples]`` of ``ids[n, samples]`` in the rows that `index` names."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, ids: Tensor, step: int) -> Tensor:
@@ -138,15 +142,15 @@ class _LogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         rows, index, ids = ctx.saved_tensors
-        made = torch.zeros_like(rows)
+        out = torch.zeros_like(rows)
         for at, logits in _slices(rows, index, ctx.step):
             slope = logits.softmax(-1).mul_(-grad[at].sum(-1, keepdim=True)).scatter_add_(-1, ids[at], grad[at])
-            made[index[at]] = slope.to(rows.dtype)
-        return made, None, None, None
+            out[index[at]] = slope.to(rows.dtype)
+        return out, None, None, None
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropies ``[n]`` of the rows of `index`."""
+    """Entropies ``[n]`` of the rows that `index` names."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, step: int) -> Tensor:
@@ -162,16 +166,16 @@ class _Entropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         rows, index, entropy = ctx.saved_tensors
-        made = torch.zeros_like(rows)
+        out = torch.zeros_like(rows)
         for at, logits in _slices(rows, index, ctx.step):
             probs, surprise = _with_surprise(logits)
             # d H / d logit = −p (log p + H)
             slope = surprise.sub_(probs.mul_(entropy[at, None])).mul_(grad[at, None])
-            made[index[at]] = slope.to(rows.dtype)
-        return made, None, None
+            out[index[at]] = slope.to(rows.dtype)
+        return out, None, None
 
 
 def _with_surprise(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities ``p`` and ``−p log p``, which is 0 where p is."""
+    """Return the probabilities ``p`` and ``−p log p``, which is 0 where p is 0."""
     probs = logits.softmax(-1)
     return probs, torch.special.entr(probs)

@@ -1,4 +1,4 @@
-"""Torch modes that core sets for its callers."""
+"""The torch mode in which core runs, independent of the mode of its caller."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 @contextmanager
 def no_inference_mode() -> Iterator[None]:
-    """What is made inside a caller's ``inference_mode`` could not be used outside it. In here it can; gradients stay as
-    they were, on or off.
+    """Leave the caller's ``inference_mode``, so that the tensors made here can be used outside it.
+
+    Gradients stay on or off, as the caller has them.
     """
     grad = torch.is_grad_enabled()
     try:
@@ -21,6 +22,6 @@ def no_inference_mode() -> Iterator[None]:
         else:
             yield
     finally:
-        # An engine may have left it otherwise.
+        # An engine may have switched gradients on or off.
         if torch.is_grad_enabled() != grad:
             torch.set_grad_enabled(grad)

@@ -1,4 +1,4 @@
-"""`Ragged`: rows of different lengths as one flat tensor and their lengths. No padding, no Python loop per element."""
+"""`Ragged`: rows of different lengths, as one flat tensor and the lengths. No padding, no Python loop per value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """`values[total, ...]` holds the rows one after another; `lengths[rows]` says where each ends.
+    """Rows of different lengths, stored one after another.
 
     >>> rows = Ragged.from_list([[5, 17], [], [300]])
     >>> rows.values.tolist(), rows.lengths.tolist()
     ([5, 17, 300], [2, 0, 1])
 
-    `values` may live on any device and carry gradients; `lengths` is int64 on the CPU.
+    Attributes:
+        values: ``[total, ...]``: the values of all rows, on any device; may carry gradients.
+        lengths: int64[rows], on the CPU: the number of values in each row.
 
     Raises:
         ValueError: the lengths are negative or do not add up to ``values.shape[0]``.
@@ -47,7 +49,7 @@ class Ragged:
 
     @classmethod
     def from_list(cls, rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
-        """Build from lists or 1-D tensors, one per row. `dtype` applies to all of them."""
+        """Build from lists or 1-D tensors, one per row. All values get `dtype`."""
         rows = list(rows)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if any(isinstance(row, Tensor) for row in rows):
@@ -58,25 +60,25 @@ class Ragged:
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
-        """Keep ``padded[rows, time, ...]`` where ``mask[rows, time]`` is True, row by row, in order."""
+        """Take the values of ``padded[rows, time, ...]`` where ``mask[rows, time]`` is True, in order."""
         return cls(padded[mask], mask.sum(-1).cpu())
 
     @classmethod
     def full(cls, lengths: Tensor, value: Any, dtype: torch.dtype) -> Ragged:
-        """One `value` at every position of rows of these `lengths`."""
+        """Return rows of these `lengths` with `value` at every position."""
         return cls(torch.full((int(lengths.sum()),), value, dtype=dtype), lengths)
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all `parts`, one part after another."""
+        """Return the rows of all `parts`, one part after another."""
         return _unchecked(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
     def clone(self) -> Ragged:
-        """Rows with storage of their own."""
+        """Return the same rows in new storage."""
         return _unchecked(self.values.clone(), self.lengths.clone())
 
     def chunks(self, rows: Sequence[int]) -> list[Ragged]:
-        """So many rows each, with storage of their own: what `cat` puts together.
+        """Split into parts with these numbers of rows, each in new storage. The inverse of `cat`.
 
         >>> [part.tolist() for part in Ragged.from_list([[1, 2], [], [3]]).chunks([1, 2])]
         [[[1, 2]], [[], [3]]]
@@ -86,13 +88,13 @@ class Ragged:
         return [_unchecked(values.clone(), lengths.clone()) for values, lengths in parts]
 
     def with_values(self, values: Tensor) -> Ragged:
-        """The same rows with other values, ``[total, ...]``.
+        """Return rows of the same lengths with other values, ``[total, ...]``.
 
         Raises:
-            ValueError: there are more of them, or fewer.
+            ValueError: the number of values differs.
         """
         if values.shape[:1] != self.values.shape[:1]:
-            raise ValueError(f"rows of {self.values.shape[0]} values cannot hold {tuple(values.shape)}")
+            raise ValueError(f"these rows hold {self.values.shape[0]} values, got shape {tuple(values.shape)}")
         return _unchecked(**{**self.__dict__, "values": values})
 
     def __len__(self) -> int:
@@ -117,28 +119,35 @@ class Ragged:
         return torch.arange(self.values.shape[0]) - self.offsets[:-1][self.row_index]
 
     def split(self) -> tuple[Tensor, ...]:
-        """One tensor a row: views, no copies."""
+        """Return one tensor per row: views, not copies."""
         return self.values.split(self.lengths.tolist())
 
     def tolist(self) -> list[list[Any]]:
+        """Return one list per row."""
         flat, ends = self.values.tolist(), self.offsets.tolist()
         return [flat[start:end] for start, end in pairwise(ends)]
 
     def mask(self, side: Side = "right", width: int | None = None) -> Tensor:
-        """bool[rows, width]: where `to_padded` of the same arguments puts values. `width` defaults to the longest
-        row.
+        """Return bool[rows, width]: where `to_padded` puts values, given the same arguments.
+
+        Args:
+            side: the side on which the pads go.
+            width: the number of columns; by default the length of the longest row.
+
+        Raises:
+            ValueError: a row is longer than `width`.
         """
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if width is None else width
         if width < longest:
-            raise ValueError(f"a row of {longest} does not fit into {width} columns")
+            raise ValueError(f"a row of {longest} values does not fit into {width} columns")
         columns = torch.arange(width)
         if side == "left":
             return columns >= (width - self.lengths)[:, None]
         return columns < self.lengths[:, None]
 
     def to_padded(self, padding_value: Any, side: Side = "right", width: int | None = None) -> Tensor:
-        """``[rows, width, ...]`` with `padding_value` on the far side; gradients flow to `values`.
+        """Return ``[rows, width, ...]`` with `padding_value` on that side of each row; gradients flow to `values`.
 
         >>> rows = Ragged.from_list([[1, 2], [3]])
         >>> rows.to_padded(0).tolist(), rows.to_padded(0, "left").tolist()
@@ -147,9 +156,9 @@ class Ragged:
         return self.scatter(self.mask(side, width), padding_value)
 
     def scatter(self, mask: Tensor, filler: Any) -> Tensor:
-        """``[rows, width, ...]``: the values where ``mask[rows, width]`` is True, row after row; `filler` elsewhere.
+        """Return ``[rows, width, ...]``: the values, in order, where ``mask[rows, width]`` is True; `filler` elsewhere.
 
-        The inverse of `from_padded`; gradients flow to `values`.
+        The inverse of `from_padded`. Gradients flow to `values`.
         """
         mask = mask.to(self.values.device)
         out = self.values.new_full((*mask.shape, *self.values.shape[1:]), filler)
@@ -157,7 +166,10 @@ class Ragged:
         return out.masked_scatter_(mask, self.values)
 
     def select(self, rows: Sequence[int] | Tensor) -> Ragged:
-        """The rows of these numbers, in the given order, repeats allowed; or those where a bool mask is True."""
+        """Return the rows with these numbers, in the given order, or those where a bool mask is True.
+
+        A number may occur more than once.
+        """
         rows = torch.as_tensor(rows)
         rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.to(torch.int64)
         lengths = self.lengths[rows]
@@ -167,7 +179,7 @@ class Ragged:
         return _unchecked(self.values[index.to(self.values.device)], lengths)
 
     def repeat(self, n: int) -> Ragged:
-        """Every row `n` times, copies next to each other.
+        """Return every row `n` times, its copies next to each other.
 
         >>> Ragged.from_list([[1, 2], [3]]).repeat(2).tolist()
         [[1, 2], [1, 2], [3], [3]]
@@ -175,7 +187,7 @@ class Ragged:
         return self.select(torch.arange(len(self)).repeat_interleave(n))
 
     def slice(self, start: Tensor, stop: Tensor) -> Ragged:
-        """Positions ``start[r] <= t < stop[r]`` of every row r.
+        """Return the positions ``start[r] <= t < stop[r]`` of every row r.
 
         >>> Ragged.from_list([[1, 2, 3], [4]]).slice(torch.tensor([1, 0]), torch.tensor([3, 9])).tolist()
         [[2, 3], [4]]
@@ -187,36 +199,47 @@ class Ragged:
         return _unchecked(self.values[keep.to(self.values.device)], stop - start)
 
     def join_mask(self, other: Ragged) -> Ragged:
-        """bool, as long as the rows of ``self.join(other)``: where `other`'s values stand in them.
+        """Return bool, as long as the rows of ``self.join(other)``: True where they hold the values of `other`.
 
         >>> Ragged.from_list([[1, 2], []]).join_mask(Ragged.from_list([[3], [4]])).tolist()
         [[False, False, True], [True]]
         """
         if len(self) != len(other):
-            raise ValueError(f"cannot join {len(self)} rows with {len(other)}")
+            raise ValueError(f"cannot join {len(self)} rows with {len(other)} rows; the numbers must be equal")
         return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
 
     def join(self, other: Ragged, join_mask: Ragged | None = None) -> Ragged:
-        """Row by row ``self[r] + other[r]``. Whoever joins more of these lengths makes their `join_mask` once.
+        """Return the rows ``self[r] + other[r]``.
+
+        Args:
+            join_mask: ``self.join_mask(other)``. Pass it to join several pairs of the same lengths faster.
+
+        Raises:
+            ValueError: the numbers of rows differ, or the mask belongs to rows of other lengths.
 
         >>> Ragged.from_list([[1, 2], []]).join(Ragged.from_list([[3], [4]])).tolist()
         [[1, 2, 3], [4]]
         """
         join_mask = self.join_mask(other) if join_mask is None else join_mask
         if join_mask.values.shape[0] != self.values.shape[0] + other.values.shape[0]:
-            raise ValueError("this is the join_mask of other rows")
+            raise ValueError("join_mask was made for rows of other lengths; make it with self.join_mask(other)")
         second = join_mask.values.to(self.values.device)
         second = second.reshape(-1, *[1] * (self.values.ndim - 1))
         values = self.values.new_empty((second.shape[0], *self.values.shape[1:]))
         return join_mask.with_values(values.masked_scatter_(~second, self.values).masked_scatter_(second, other.values))
 
     def to(self, device: torch.device | str | None) -> Ragged:
+        """Return the rows with their values on `device`; None leaves them where they are."""
         return self if device is None else self.with_values(self.values.to(device))
 
 
 def _unchecked(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
-    """Rows that need no check, being made of rows that had it: the check costs more than most of what is done to a few
-    rows. `known`: properties of theirs.
+    """Build rows without validating them. Rows derived from validated rows are not validated again.
+
+    Validation costs more than most operations on a few rows.
+
+    Args:
+        known: cached properties that hold for the new rows.
     """
     rows = object.__new__(Ragged)
     rows.__dict__.update(known, values=values, lengths=lengths)
@@ -224,7 +247,7 @@ def _unchecked(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
 
 
 def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
-    """bool[total]: row after row, each of the flags as often as its ``counts[flag][row]`` says.
+    """Return bool[total]: for each row in turn, each flag repeated ``counts[flag][row]`` times.
 
     >>> runs((False, True), (torch.tensor([1, 2]), torch.tensor([2, 0]))).tolist()
     [False, True, True, False, False]
@@ -233,10 +256,18 @@ def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
     return each.repeat_interleave(torch.stack(tuple(counts), -1).flatten())
 
 
+def value_range(values: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value: NaN if one is NaN, 0 if there are none."""
+    if not values.numel():
+        return 0, 0
+    low, high = values.aminmax()
+    return low.item(), high.item()
+
+
 def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
     code = {torch.int64: "q", torch.float32: "f"}.get(dtype)
     if code:
-        # A tenth of the time of torch.tensor, which takes whatever this does not.
+        # Takes a tenth of the time of torch.tensor, which handles everything that fails here.
         with suppress(TypeError, OverflowError):
             values = array(code)
             for row in rows:
