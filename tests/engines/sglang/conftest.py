@@ -1,4 +1,4 @@
-"""Real SGLang servers for the tests of the plugin, on a CPU. A launch takes a minute, so tests share them."""
+"""Real SGLang servers on a CPU. A launch takes about a minute, so tests share servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_backend.launch import LaunchedServer
 
 HERE = Path(__file__).parent
 
-#: What makes SGLang run on a CPU at all. None of it is the plugin's.
+#: SGLang needs these arguments and variables to run on a CPU. The plugin itself sets none of them.
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -28,7 +28,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_server_warmup": True,
-    # Otherwise its scheduler keeps a core busy while it waits.
+    # Otherwise the idle scheduler keeps a core busy.
     "sleep_on_idle": True,
     "max_total_tokens": 65536,
     "mem_fraction_static": 0.3,
@@ -38,11 +38,11 @@ CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    # What is compiled takes longer to compile than to run.
+    # For a tiny model, compiling takes longer than running.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
-#: With these a server honours seeds.
+#: A server that is started with these honours seeds.
 SEEDS_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE / "cpu"), str(HERE / "cpu" / "seeds")])}
 SEEDS_ARGUMENTS = {"enable_deterministic_inference": True}
 
@@ -51,27 +51,27 @@ Launch = Callable[..., Backend]
 
 @pytest.fixture(scope="session")
 def model() -> PreTrainedModel:
-    """The oracle's own copy of the model that the servers load."""
+    """The oracle's copy of the model that the servers load."""
     return tiny_model()
 
 
 @pytest.fixture(scope="session")
 def other_model() -> PreTrainedModel:
-    """Other weights for the same model."""
+    """The same model with other weights."""
     return tiny_model(seed=1)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory, model: PreTrainedModel) -> Path:
-    return saved(model, tmp_path_factory.mktemp("sglang") / "model")
+    return _save(model, tmp_path_factory.mktemp("sglang") / "model")
 
 
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory, other_model: PreTrainedModel) -> Path:
-    return saved(other_model, tmp_path_factory.mktemp("sglang") / "other")
+    return _save(other_model, tmp_path_factory.mktemp("sglang") / "other")
 
 
-def saved(model: PreTrainedModel, path: Path) -> Path:
+def _save(model: PreTrainedModel, path: Path) -> Path:
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
@@ -79,13 +79,13 @@ def saved(model: PreTrainedModel, path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def cpu() -> tuple[dict[str, str], dict[str, Any]]:
-    """The environment and the arguments with which a server runs on a CPU."""
+    """The environment and the arguments of a server on a CPU."""
     return CPU_ENVIRONMENT, CPU_ARGUMENTS
 
 
 @pytest.fixture(scope="session")
 def launch(folder: Path) -> Launch:
-    """``launch(env={}, **options)``: a server of its own for the model in `folder`. Whoever opens it closes it."""
+    """``launch(env={}, **options)`` launches another server for the model in `folder`. The caller closes it."""
 
     def opened(*, env: dict[str, str] | None = None, **options: Any) -> Backend:
         settings = CPU_ARGUMENTS | {"progress": False} | options
@@ -96,14 +96,14 @@ def launch(folder: Path) -> Launch:
 
 @pytest.fixture(scope="session")
 def shared(launch: Launch) -> Iterator[Backend]:
-    """One launched server for all tests that leave its weights alone."""
+    """One launched server for all tests that do not change its weights."""
     with launch() as backend:
         yield backend
 
 
 @pytest.fixture(scope="session")
 def original(launch: Launch) -> Iterator[Backend]:
-    """One that returns log-probs as they are before the temperature, and has room for the model's whole context."""
+    """A server that returns log-probs from before the temperature, with room for the model's whole context."""
     env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     with launch(env=env, context_length=CONTEXT + 7) as backend:
         yield backend
@@ -111,25 +111,25 @@ def original(launch: Launch) -> Iterator[Backend]:
 
 @pytest.fixture(scope="session")
 def seeded(launch: Launch) -> Iterator[Backend]:
-    """One that honours seeds."""
+    """A server that honours seeds."""
     with launch(env=SEEDS_ENVIRONMENT, **SEEDS_ARGUMENTS) as backend:
         yield backend
 
 
 @pytest.fixture(scope="session")
 def connect() -> Iterator[Callable[..., Backend]]:
-    """``connect(backend, **options)``: another backend for the server that `backend` has launched, through its URL."""
+    """``connect(backend, **options)`` opens another backend on the server that `backend` launched, by its URL."""
     with ExitStack() as stack:
 
         def opened(backend: Backend, **options: Any) -> Backend:
-            server = server_of(backend)
+            server = _launched_server(backend)
             url = {"base_url": server.base_url, "api_key": server.api_key}
             return stack.enter_context(corelm.get_backend("sglang", **(url | options)))
 
         yield opened
 
 
-def server_of(backend: Backend) -> LaunchedServer:
+def _launched_server(backend: Backend) -> LaunchedServer:
     engine = backend.engine.plugin
     assert isinstance(engine, SGLangBackend) and engine.launched is not None
     return engine.launched

@@ -1,4 +1,4 @@
-"""A crowd in front of a real SGLang server."""
+"""Many concurrent callers of a real SGLang server."""
 
 from corelm import Backend
 from helpers.crowd import check_tasks, check_threads
@@ -9,5 +9,5 @@ def test_threads_share_the_server(shared: Backend):
     check_threads(shared)
 
 
-def test_tasks_that_leave_harm_nobody(shared: Backend):
+def test_cancelled_tasks_leave_the_others_alone(shared: Backend):
     check_tasks(shared, long=CONTEXT - 40)

@@ -1,4 +1,4 @@
-"""The sglang backend keeps every promise, on a server of its own and on one behind a URL."""
+"""The conformance kit on real SGLang servers, launched and behind a URL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODEL: nn.Module = tiny_model()
 OTHER: nn.Module = tiny_model(seed=1)
 
 
-class _SGLang(BackendConformance):
-    # Every draw is a request of its own, on a server that shares two cores with the tests.
+class _SGLangConformance(BackendConformance):
+    # Every draw is one request to a server that shares two cores with the tests.
     draws = 500
 
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
@@ -28,8 +28,8 @@ class _SGLang(BackendConformance):
         return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
 
 
-class TestLaunched(_SGLang):
-    """Launches a server for each backend it opens; log-probs are divided by the temperature."""
+class TestLaunched(_SGLangConformance):
+    """Launch a server for each backend. Its log-probs are scaled: of the logits divided by the temperature."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -41,8 +41,8 @@ class TestLaunched(_SGLang):
         return self.other_folder, lambda ids, temperature: plain.logprobs(OTHER, ids, temperature)
 
 
-class TestBehindURL(_SGLang):
-    """Connects to a server that is there; log-probs are the model's own. It is shared, and keeps its weights."""
+class TestBehindURL(_SGLangConformance):
+    """Connect to a running server that other tests share. Its log-probs are raw, and its weights stay."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -50,8 +50,8 @@ class TestBehindURL(_SGLang):
         return lambda: connect(original)
 
 
-class TestHonouringSeeds(_SGLang):
-    """Connects to a server that was started so that it honours seeds."""
+class TestHonouringSeeds(_SGLangConformance):
+    """Connect to a running server that honours seeds."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,4 +1,4 @@
-"""A real server that is killed, restarted, stopped, or orphaned."""
+"""A real server that hangs, is restarted or killed, or loses its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.support.http import HttpClient
+from corelm.support import HttpClient
 from helpers.processes import all_end, children, free_port, group, wait_until
 from helpers.tiny_models import random_rows
 from sglang_backend import supervisor
@@ -27,8 +27,8 @@ STARTUP = 300.0
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
 
 
-class Restartable:
-    """A server on a port of its own that somebody else, not the plugin, has started."""
+class RestartableServer:
+    """A server that the test starts and the plugin only connects to. It keeps its port over restarts."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.port = free_port()
@@ -55,7 +55,7 @@ class Restartable:
 
     def signal(self, number: int) -> None:
         for pid in self.pids:
-            # When the first is dead the supervisor ends the others.
+            # The supervisor ends the others as soon as the first is dead.
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -66,11 +66,13 @@ class Restartable:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]) -> Iterator[Restartable]:
+def server(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]) -> Iterator[RestartableServer]:
     environment, arguments = cpu
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--host", "127.0.0.1"]
-    # It says how busy it is after every step.
-    server = Restartable([*command, *command_line(arguments | {"load_snapshot_publish_interval": 1})], environment)
+    # The server then publishes its load after every step.
+    server = RestartableServer(
+        [*command, *command_line(arguments | {"load_snapshot_publish_interval": 1})], environment
+    )
     server.start()
     try:
         server.wait()
@@ -79,7 +81,7 @@ def server(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]) -> Itera
         server.stop()
 
 
-def test_a_server_that_hangs_is_a_timeout_and_then_serves_again(server: Restartable):
+def test_a_hung_server_raises_a_timeout_and_then_serves_again(server: RestartableServer):
     with corelm.get_backend("sglang", base_url=server.url, api_key=KEY) as backend:
         server.signal(signal.SIGSTOP)
         try:
@@ -92,13 +94,13 @@ def test_a_server_that_hangs_is_a_timeout_and_then_serves_again(server: Restarta
         assert batch.ids.lengths.tolist() == [2] and backend.health()
 
 
-def test_a_wrong_key_says_so(server: Restartable):
+def test_a_wrong_key_is_named_in_the_error(server: RestartableServer):
     with pytest.raises(EngineError, match="api_key"):
         corelm.get_backend("sglang", base_url=server.url, api_key="another key")
 
 
-def test_a_server_that_is_restarted_in_the_middle_serves_all_rows_but_not_with_lost_weights(
-    server: Restartable, other_folder: Path
+def test_a_restart_in_the_middle_of_a_call_loses_no_rows_but_loaded_weights_are_errors(
+    server: RestartableServer, other_folder: Path
 ):
     prompts = random_rows(*range(3, 33))
     patient = {"base_url": server.url, "api_key": KEY, "max_retries": 20}
@@ -107,12 +109,12 @@ def test_a_server_that_is_restarted_in_the_middle_serves_all_rows_but_not_with_l
         corelm.get_backend("sglang", **patient) as tuned,
         ThreadPoolExecutor(2) as pool,
     ):
-        # The restarted server will have the weights of the one, and not those of the other.
+        # The restarted server has its first weights: those that `plain` expects and `tuned` does not.
         tuned.update_weights(other_folder, version="tuned")
         served, lost = (pool.submit(backend.generate, prompts, LONG, logprobs="none") for backend in (plain, tuned))
-        busy = HttpClient(server.url, KEY)
-        assert wait_until(lambda: busy.get("/v1/loads")["loads"][0]["num_running_reqs"] > len(prompts))
-        busy.close()
+        load = HttpClient(server.url, KEY)
+        assert wait_until(lambda: load.get("/v1/loads")["loads"][0]["num_running_reqs"] > len(prompts))
+        load.close()
         server.signal(signal.SIGKILL)
         server.stop()
         assert not (served.done() or lost.done() or plain.health())
@@ -127,7 +129,7 @@ def test_a_server_that_is_restarted_in_the_middle_serves_all_rows_but_not_with_l
         assert tuned.score_logprobs(prompts).weight_versions == ("tuned",) * len(prompts)
 
 
-def test_a_launched_server_that_dies_is_gone(launch: Callable[..., Backend]):
+def test_a_killed_launched_server_is_reported_as_unusable(launch: Callable[..., Backend]):
     backend = launch(max_retries=1)
     launched = backend.engine.plugin.launched
     (leader,) = children(launched._supervisor.pid)
@@ -151,7 +153,7 @@ signal.pause()
 """
 
 
-def test_a_parent_that_is_killed_takes_its_server_along(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]):
+def test_a_launched_server_ends_when_its_parent_is_killed(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]):
     environment, arguments = cpu
     code = PARENT.format(path=sys.path, model=str(folder), env=environment, arguments=arguments)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
@@ -163,6 +165,6 @@ def test_a_parent_that_is_killed_takes_its_server_along(folder: Path, cpu: tuple
         assert all_end(family)
 
 
-def test_an_argument_that_the_server_does_not_know_is_refused_by_it(launch: Callable[..., Backend]):
+def test_the_error_shows_that_the_server_does_not_know_an_argument(launch: Callable[..., Backend]):
     with pytest.raises(EngineError, match="unrecognized arguments: --no-such-argument"):
         launch(no_such_argument=1)

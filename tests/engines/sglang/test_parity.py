@@ -1,4 +1,4 @@
-"""The same model in transformers says the same, token by token, for 64 prompts of very different lengths."""
+"""SGLang and transformers agree on the same model, token by token, for 64 prompts of very different lengths."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def prompts() -> list[list[int]]:
 def test_greedy_answers_are_identical_and_their_log_probs_agree(shared, reference, prompts, record_property):
     assert len(prompts) == 64
     sampling = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
-    ours, theirs = (backend.generate(prompts, sampling, logprobs="raw") for backend in (shared, reference))
-    assert ours.ids.tolist() == theirs.ids.tolist()
-    apart = float((ours.logprobs.values - theirs.logprobs.values).abs().max())
-    record_property("furthest apart", apart)
-    assert apart < 1e-4
+    sglang, transformers = (backend.generate(prompts, sampling, logprobs="raw") for backend in (shared, reference))
+    assert sglang.ids.tolist() == transformers.ids.tolist()
+    difference = float((sglang.logprobs.values - transformers.logprobs.values).abs().max())
+    record_property("largest difference", difference)
+    assert difference < 1e-4
 
 
 def test_scores_agree(shared, reference, prompts, record_property):
-    ours, theirs = (backend.score_logprobs(prompts) for backend in (shared, reference))
-    assert ours.scored.tolist() == theirs.scored.tolist()
-    apart = float((ours.logprobs.values - theirs.logprobs.values).abs().max())
-    record_property("furthest apart", apart)
-    assert apart < 1e-4
+    sglang, transformers = (backend.score_logprobs(prompts) for backend in (shared, reference))
+    assert sglang.scored.tolist() == transformers.scored.tolist()
+    difference = float((sglang.logprobs.values - transformers.logprobs.values).abs().max())
+    record_property("largest difference", difference)
+    assert difference < 1e-4

@@ -1,4 +1,4 @@
-"""What a caller cannot do to a real server, what it says of itself, and its limits."""
+"""A real server: what probing finds, its limits, and the bad requests that must not end it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequ
 from helpers import oracle
 from helpers.tiny_models import CONTEXT, VOCAB, random_rows
 
-# What it is found to do -----------------------------------------------------------------------------------------------
+# Probing and limits ---------------------------------------------------------------------------------------------------
 
 
-def test_habits_are_found_out(shared: Backend, original: Backend, seeded: Backend):
+def test_probing_finds_generation_modes_and_seeds(shared: Backend, original: Backend, seeded: Backend):
     modes = [backend.capabilities.generation_modes for backend in (shared, original, seeded)]
     assert modes == [{"scaled"}, {"raw"}, {"scaled"}]
     assert [b.capabilities.per_answer_seeds for b in (shared, original, seeded)] == [False, False, True]
     assert [("min_p" in b.capabilities.sampling) for b in (shared, original, seeded)] == [True, True, False]
 
 
-def test_the_same_seed_gives_the_same_answer_in_any_company(seeded: Backend):
+def test_the_same_seed_gives_the_same_answer_in_any_batch(seeded: Backend):
     prompts = random_rows(3, 70, 9)
     sampling = {"max_new_tokens": 12, "num_samples": 3, "ignore_eos": True}
     together = seeded.generate(prompts, {**sampling, "seed": 5})
@@ -34,8 +34,8 @@ def test_the_same_seed_gives_the_same_answer_in_any_company(seeded: Backend):
     assert seeded.generate(prompts, {**sampling, "seed": 6}).ids.tolist() != together.ids.tolist()
 
 
-def test_the_longest_row_is_served_whole(shared: Backend, original: Backend, model):
-    # SGLang keeps 7 tokens free, of the model's context or of a longer one that it was told.
+def test_rows_may_be_as_long_as_max_context(shared: Backend, original: Backend, model):
+    # SGLang keeps 7 tokens of the context free. `original` was started with a context that is 7 tokens longer.
     for backend, context in ((shared, CONTEXT - 7), (original, CONTEXT)):
         assert backend.capabilities.max_context == context
         (row,) = random_rows(context)
@@ -46,13 +46,12 @@ def test_the_longest_row_is_served_whole(shared: Backend, original: Backend, mod
             assert batch.ids.lengths.tolist() == [context - length]
 
 
-# What it survives -----------------------------------------------------------------------------------------------------
+# Bad requests ---------------------------------------------------------------------------------------------------------
 
 GOOD = [5, 17, 300]
-#: What of the row or the sampling is at fault, and whose error that is. A server that gets these itself ends, hangs its
-#: clients, or refuses.
+#: A row, sampling parameters, and the field at fault. A server that got these would end, hang or refuse.
 BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
-    "id-of-the-vocabularys-size": ([5, VOCAB], {}, "prompts"),
+    "id-equal-to-vocab-size": ([5, VOCAB], {}, "prompts"),
     "id-far-too-large": ([5, 2**40], {}, "prompts"),
     "negative-id": ([5, -1], {}, "prompts"),
     "no-ids": ([], {}, "prompts"),
@@ -72,16 +71,16 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_bad_request_is_refused_and_the_server_lives(shared: Backend, fault: str):
+def test_a_bad_request_is_refused_before_the_server_gets_it(shared: Backend, fault: str):
     row, sampling, field = BAD[fault]
     with pytest.raises(InvalidRequestError) as caught:
         shared.generate([GOOD, row], {"max_new_tokens": 2, **sampling}, logprobs="none")
     assert caught.value.field == field
-    _serves(shared)
+    _check_alive(shared)
 
 
 @pytest.mark.parametrize("fault", [name for name, (_, sampling, _) in BAD.items() if not sampling])
-def test_the_rows_beside_a_bad_one_are_served(shared: Backend, fault: str, model):
+def test_a_bad_row_leaves_the_others_alone(shared: Backend, fault: str, model):
     row = BAD[fault][0]
     batch = shared.generate([GOOD, row, GOOD], {"max_new_tokens": 2, "temperature": 0}, on_error="skip")
     assert batch.finish_reasons == ("length", "error", "length") and batch.errors[1]
@@ -92,33 +91,33 @@ def test_the_rows_beside_a_bad_one_are_served(shared: Backend, fault: str, model
     scores = shared.score_logprobs([GOOD, row, GOOD], on_error="skip")
     assert [bool(error) for error in scores.errors] == [False, True, False]
     torch.testing.assert_close(scores.logprobs.split()[2], oracle.logprobs(model, GOOD), atol=1e-4, rtol=0)
-    _serves(shared)
+    _check_alive(shared)
 
 
 def test_an_empty_text_is_refused(shared: Backend):
     policy = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 2})
     with pytest.raises(CoreLMError, match="row 1"):
         policy(TensorDict(text=["Who?", ""]))
-    _serves(shared)
+    _check_alive(shared)
 
 
-def test_a_number_that_its_scheduler_cannot_hold_is_harmless(shared: Backend):
+def test_numbers_too_large_for_the_scheduler_are_harmless(shared: Backend):
     batch = shared.generate([GOOD], {"max_new_tokens": 2, "top_k": 2**40, "ignore_eos": True}, logprobs="none")
     assert batch.ids.lengths.tolist() == [2]
     batch = shared.generate([GOOD], {"max_new_tokens": None, "min_new_tokens": 2**40}, logprobs="none")
     assert batch.ids.lengths.tolist() == [502]
-    _serves(shared)
+    _check_alive(shared)
 
 
-def test_an_unknown_option_of_the_engine_is_refused_by_the_server(shared: Backend):
+def test_unknown_engine_kwargs_are_refused_by_the_server(shared: Backend):
     with pytest.raises(EngineError, match="no_such_option"):
         shared.generate([GOOD], {"max_new_tokens": 2, "engine_kwargs": {"no_such_option": 1}}, logprobs="none")
     batch = shared.generate([GOOD], {"max_new_tokens": 4, "engine_kwargs": {"regex": "[ab]{3}"}}, logprobs="none")
     assert set(shared.detokenize(batch.ids)[0]) <= {"a", "b"}
-    _serves(shared)
+    _check_alive(shared)
 
 
-# What it does not do --------------------------------------------------------------------------------------------------
+# Refused log-probs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_an_unknown_option_of_the_engine_is_refused_by_the_server(shared: Backen
         ({"temperature": 0.7, "presence_penalty": 1.0}, "processed"),
     ],
 )
-def test_log_probs_that_are_neither_are_refused(shared: Backend, sampling, mode):
+def test_log_probs_that_are_neither_raw_nor_processed_are_refused(shared: Backend, sampling, mode):
     with pytest.raises(CapabilityError) as caught:
         shared.generate([GOOD], {"max_new_tokens": 2, **sampling}, logprobs=mode)
     assert caught.value.capability == "generation_modes"
@@ -142,7 +141,7 @@ def test_scores_at_another_temperature_are_refused(shared: Backend):
         shared.score_logprobs([GOOD], temperature=0.7)
 
 
-def _serves(backend: Backend) -> None:
+def _check_alive(backend: Backend) -> None:
     assert backend.health()
     batch = backend.generate([GOOD], {"max_new_tokens": 1}, logprobs="none")
     assert batch.ids.lengths.tolist() == [1]

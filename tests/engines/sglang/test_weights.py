@@ -1,4 +1,4 @@
-"""New weights on a real server: all or none, no number from a cache of the old ones, no row under a wrong name."""
+"""New weights on a real server: all or none are loaded, no cache of the old ones is used, every row is labelled."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ ROWS = random_rows(5, 120)
 
 @pytest.fixture(scope="module")
 def own(launch: Callable[[], Backend]) -> Iterator[Backend]:
-    """A server for this file alone. Tests leave it with the weights of `model`."""
+    """A server for this file only. Every test ends with the weights of `model` loaded."""
     with launch() as backend:
         yield backend
 
 
 def agrees(backend: Backend, model: PreTrainedModel) -> bool:
+    """Return whether generated and scored log-probs are those of `model`."""
     scores = backend.score_logprobs(ROWS).logprobs.split()
     answers = backend.generate(ROWS, {"max_new_tokens": 4, "ignore_eos": True})
-    expected = [oracle.answer_logprobs(model, row, ids) for row, ids in zip(ROWS, answers.ids.tolist(), strict=True)]
+    sampled = [oracle.answer_logprobs(model, row, ids) for row, ids in zip(ROWS, answers.ids.tolist(), strict=True)]
     pairs = [*zip(scores, (oracle.logprobs(model, row) for row in ROWS), strict=True)]
-    pairs += zip(answers.logprobs.split(), expected, strict=True)
-    return all(torch.allclose(found, right, atol=1e-4, rtol=0) for found, right in pairs)
+    pairs += zip(answers.logprobs.split(), sampled, strict=True)
+    return all(torch.allclose(found, expected, atol=1e-4, rtol=0) for found, expected in pairs)
 
 
-def test_weights_from_a_path_and_back_from_a_state_dict(own, model, other_model, other_folder):
+def test_weights_load_from_a_path_and_from_a_state_dict(own, model, other_model, other_folder):
     assert agrees(own, model) and not agrees(own, other_model)
     assert own.update_weights(other_folder, version="other") == "other"
     assert agrees(own, other_model)
@@ -59,16 +60,16 @@ def test_weights_that_do_not_fit_change_nothing(own, model, tmp_path):
     assert own.weight_version == before and agrees(own, model) and own.health()
 
 
-def test_rows_of_weights_that_somebody_else_has_loaded_are_errors(
+def test_rows_of_weights_that_another_client_loaded_are_errors(
     own: Backend, connect: Callable[[Backend], Backend], model: PreTrainedModel, folder: Path, other_folder: Path
 ):
-    stranger = connect(own)
+    other_client = connect(own)
     with pytest.raises(CapabilityError):
-        stranger.update_weights(model.state_dict())
-    stranger.update_weights(other_folder, version="a stranger's")
-    with pytest.raises(EngineError, match="a stranger's"):
+        other_client.update_weights(model.state_dict())
+    other_client.update_weights(other_folder, version="the other client's")
+    with pytest.raises(EngineError, match="the other client's"):
         own.generate(ROWS, {"max_new_tokens": 2})
     batch = own.score_logprobs(ROWS, on_error="skip")
-    assert all("a stranger's" in error for error in batch.errors) and not batch.scored.values.any()
+    assert all("the other client's" in error for error in batch.errors) and not batch.scored.values.any()
     own.update_weights(folder)
     assert agrees(own, model)

@@ -1,4 +1,4 @@
-"""A server that speaks as SGLang's does, over a model that is one table, and which can be made to misbehave."""
+"""A fake SGLang server, whose model is one table and which can be told to misbehave; and a fake ``launch_server``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from corelm import Backend
 from helpers.http_server import FaultServer, Reply, Request, json_reply
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
-LIMIT = 64
+MAX_CONTEXT = 64
 
 
 def _table() -> Tensor:
@@ -25,82 +25,92 @@ def _table() -> Tensor:
 
 
 class FakeSGLang:
-    """Call it with a request: an answer for `FaultServer`. What follows a token depends on that token alone.
+    """Answers the requests of a `FaultServer` as SGLang does. The next token depends only on the last one.
 
     Attributes:
-        logits: float32[V, V], of what follows each token. label: what it calls its weights.
-        scaled: divides the logits of a log-prob by the temperature. seeds: honours them.
-        spoil: changes an answer before it is sent. fault: a reply to give to a request instead, or None.
-        about, settings: what its two pages say. asked: the bodies of all requests to generate.
+        logits: float32[V, V]; row t holds the logits of the token that follows token t.
+        weight_label: the server's name for its weights.
+        scaled: whether log-probs are taken after dividing the logits by the temperature, as a default server does.
+        honours_seeds: whether equal seeds give equal answers.
+        spoil: changes a reply to ``/generate`` before it is sent.
+        fault: returns a reply to send instead, or None.
+        model_info: the page ``/model_info``, without the weight label.
+        server_info: the page ``/server_info``.
+        requests: the bodies of all requests to ``/generate``.
+        weight_updates: the bodies of all requests to load weights.
     """
 
     def __init__(self, folder: Path) -> None:
         self.logits = _table()
-        self.label = "default"
-        self.scaled, self.seeds = True, False
-        self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: None
+        self.weight_label = "default"
+        self.scaled, self.honours_seeds = True, False
+        self.spoil: Callable[[dict[str, Any]], Any] = lambda reply: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
-        self.about: dict[str, Any] = {"tokenizer_path": str(folder), "model_path": str(folder), "is_generation": True}
-        self.settings: dict[str, Any] = {"model_path": str(folder), "max_req_input_len": LIMIT + 1}
-        self.asked: list[dict[str, Any]] = []
-        self.loaded: list[dict[str, Any]] = []
+        self.model_info: dict[str, Any] = {
+            "tokenizer_path": str(folder),
+            "model_path": str(folder),
+            "is_generation": True,
+        }
+        self.server_info: dict[str, Any] = {"model_path": str(folder), "max_req_input_len": MAX_CONTEXT + 1}
+        self.requests: list[dict[str, Any]] = []
+        self.weight_updates: list[dict[str, Any]] = []
 
     def __call__(self, request: Request) -> Reply:
         fault = self.fault(request)
         if fault is not None:
             return fault
         if request.path == "/model_info":
-            return json_reply({**self.about, "weight_version": self.label})
+            return json_reply({**self.model_info, "weight_version": self.weight_label})
         if request.path == "/server_info":
-            return json_reply(self.settings)
+            return json_reply(self.server_info)
         if request.path == "/update_weights_from_disk":
             return self._update(request.body)
         if request.path == "/abort_request":
             return json_reply(None)
         assert request.path == "/generate"
-        self.asked.append(request.body)
-        answer = self._generate(request.body)
-        self.spoil(answer)
-        return json_reply(answer)
+        self.requests.append(request.body)
+        reply = self._generate(request.body)
+        self.spoil(reply)
+        return json_reply(reply)
 
     def logprobs(self, token: int, temperature: float = 1.0) -> Tensor:
-        """float32[V]: of what follows `token`."""
+        """Return the log-probs of the token that follows `token`, float32[V]."""
         return (self.logits[token] / temperature).log_softmax(-1)
 
     def _update(self, body: dict[str, Any]) -> Reply:
-        self.loaded.append(body)
-        self.label = body["weight_version"]
+        self.weight_updates.append(body)
+        self.weight_label = body["weight_version"]
         return json_reply({"success": True, "message": "loaded"})
 
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        given, wanted = body["input_ids"], body["sampling_params"]
-        meta: dict[str, Any] = {"weight_version": self.label}
-        meta["weight_versions"] = [{"version": self.label, "start": 0, "end": 1}]
-        start = body.get("logprob_start_len", len(given))
-        pairs = [(float(self.logprobs(a)[b]), b) for a, b in zip(given[start:], given[start + 1 :], strict=False)]
-        meta["input_token_logprobs"] = [[None, self._echo(t), None] for t in given[start : start + 1]]
+        prompt, sampling = body["input_ids"], body["sampling_params"]
+        meta: dict[str, Any] = {"weight_version": self.weight_label}
+        meta["weight_versions"] = [{"version": self.weight_label, "start": 0, "end": 1}]
+        start = body.get("logprob_start_len", len(prompt))
+        pairs = [(float(self.logprobs(a)[b]), b) for a, b in zip(prompt[start:], prompt[start + 1 :], strict=False)]
+        meta["input_token_logprobs"] = [[None, self._echo(t), None] for t in prompt[start : start + 1]]
         meta["input_token_logprobs"] += [[value, self._echo(token), None] for value, token in pairs]
-        ids, values, finish = self._answer(given[-1], wanted)
+        ids, values, finish = self._answer(prompt[-1], sampling)
         meta |= {"output_token_logprobs": [[v, t, None] for v, t in zip(values, ids, strict=True)]}
         return {"text": "", "output_ids": ids, "meta_info": meta | {"finish_reason": finish}}
 
-    def _answer(self, last: int, wanted: dict[str, Any]) -> tuple[list[int], list[float], dict[str, Any]]:
-        heat = wanted["temperature"] or 1.0
-        stream = random.Random(wanted.get("sampling_seed") if self.seeds else None)
+    def _answer(self, last: int, sampling: dict[str, Any]) -> tuple[list[int], list[float], dict[str, Any]]:
+        temperature = sampling["temperature"] or 1.0
+        generator = random.Random(sampling.get("sampling_seed") if self.honours_seeds else None)
         ids: list[int] = []
         values: list[float] = []
-        while len(ids) < wanted["max_new_tokens"]:
-            weights = self.logprobs(last, heat).exp().tolist()
+        while len(ids) < sampling["max_new_tokens"]:
+            weights = self.logprobs(last, temperature).exp().tolist()
             best = max(range(VOCAB), key=weights.__getitem__)
-            token = stream.choices(range(VOCAB), weights)[0] if wanted["temperature"] else best
-            values.append(float(self.logprobs(last, heat if self.scaled else 1.0)[token]))
+            token = generator.choices(range(VOCAB), weights)[0] if sampling["temperature"] else best
+            values.append(float(self.logprobs(last, temperature if self.scaled else 1.0)[token]))
             ids.append(token)
             last = token
-            if not wanted["ignore_eos"] and (token == 2 or token in wanted["stop_token_ids"]):
+            if not sampling["ignore_eos"] and (token == 2 or token in sampling["stop_token_ids"]):
                 return ids, values, {"type": "stop", "matched": token}
-            # As the real one: no token before the last few is looked at again.
+            # Like the real server, look for stop strings only in the last few tokens.
             tail = tiny_tokenizer().decode(ids[-2:])
-            for stop in wanted.get("stop", ()):
+            for stop in sampling.get("stop", ()):
                 if stop in tail:
                     return ids, values, {"type": "stop", "matched": stop}
         return ids, values, {"type": "length", "length": len(ids)}
@@ -112,7 +122,7 @@ class FakeSGLang:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, with a checkpoint and a tokenizer."""
+    """A folder with a model's checkpoint and tokenizer."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -132,7 +142,7 @@ def server(fake: FakeSGLang) -> Iterator[FaultServer]:
 
 @pytest.fixture
 def connect(server: FaultServer) -> Iterator[Callable[..., Backend]]:
-    """``connect(**options)``: the backend on the fake server; closed afterwards."""
+    """``connect(**options)`` opens a backend on the fake server, which is closed after the test."""
     with ExitStack() as stack:
 
         def opened(**options: Any) -> Backend:
@@ -144,14 +154,14 @@ def connect(server: FaultServer) -> Iterator[Callable[..., Backend]]:
 @pytest.fixture
 def backend(connect: Callable[..., Backend], fake: FakeSGLang) -> Backend:
     opened = connect()
-    fake.asked.clear()
+    fake.requests.clear()
     return opened
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> dict[str, str]:
-    """The environment in which ``python -m sglang.launch_server`` is a few lines of the standard library."""
-    package = tmp_path / "stand-in" / "sglang"
+def fake_launch_env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``python -m sglang.launch_server`` runs a fake server that needs no SGLang."""
+    package = tmp_path / "fake" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "launch_server.py").write_text(_LAUNCH_SERVER)
@@ -164,14 +174,14 @@ parser = argparse.ArgumentParser()
 for name in ("--config", "--api-key", "--model-path", "--host", "--port", "--number", "--children", "--after"):
     parser.add_argument(name)
 parser.add_argument("--flag", action="store_true")
-# The real one, too, turns its configuration into words of the command line.
+# Like the real server, turn the configuration into command-line words.
 key = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["api-key"]
-given = parser.parse_args(["--api-key", key, *sys.argv[1:]])
+options = parser.parse_args(["--api-key", key, *sys.argv[1:]])
 print("the key is", key, flush=True)
 open(os.environ["PID_FILE"], "w").write(str(os.getpid()))
-for _ in range(int(given.children or 0)):
+for _ in range(int(options.children or 0)):
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-if given.after == "never":
+if options.after == "never":
     import signal; signal.pause()
 
 
@@ -188,5 +198,5 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-http.server.HTTPServer((given.host, int(given.port)), Handler).serve_forever()
+http.server.HTTPServer((options.host, int(options.port)), Handler).serve_forever()
 """

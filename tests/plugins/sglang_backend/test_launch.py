@@ -1,4 +1,7 @@
-"""A server of our own starts, says why if it does not, and never outlives us: with a stand-in for the real one."""
+"""Launched servers: how they start, how they report failing to start, and that they never outlive this process.
+
+The server is a fake one (`fake_launch_env`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.support.http import HttpClient
+from corelm.support import HttpClient
 from helpers.processes import all_end, free_port, group, runs, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import LaunchedServer
@@ -26,16 +29,16 @@ SUPERVISOR = supervisor.__file__
 
 
 @pytest.fixture
-def start(stand_in: dict[str, str]) -> Iterator[Callable[..., tuple[LaunchedServer, dict[str, Any]]]]:
-    """``start(**arguments)``: a stand-in server that is ready, and what it says of itself."""
+def start(fake_launch_env: dict[str, str]) -> Iterator[Callable[..., tuple[LaunchedServer, dict[str, Any]]]]:
+    """``start(**arguments)`` returns a launched fake server that is ready, and the page that it serves."""
     with ExitStack() as stack:
 
         def started(**arguments: Any) -> tuple[LaunchedServer, dict[str, Any]]:
-            launched = LaunchedServer("a-model", arguments, stand_in)
+            launched = LaunchedServer("a-model", arguments, fake_launch_env)
             stack.callback(launched.close)
             client = HttpClient(launched.base_url, launched.api_key, max_retries=0)
             stack.callback(client.close)
-            launched.wait_until(lambda: client.answers("/"), 60.0, "stand-in", progress=False)
+            launched.wait_until(lambda: client.answers("/"), 60.0, "fake", progress=False)
             return launched, client.get("/")
 
         yield started
@@ -44,33 +47,33 @@ def start(stand_in: dict[str, str]) -> Iterator[Callable[..., tuple[LaunchedServ
 # Starting -------------------------------------------------------------------------------------------------------------
 
 
-def test_it_listens_to_this_machine_and_to_the_key_alone(start):
-    launched, said = start(number=3, flag=True)
-    assert said["argv"][2:8:2] == ["--model-path", "--host", "--port"] and said["argv"][5] == "127.0.0.1"
-    assert said["argv"][8:] == ["--number=3", "--flag"]
+def test_the_server_listens_on_loopback_and_requires_its_key(start):
+    launched, page = start(number=3, flag=True)
+    assert page["argv"][2:8:2] == ["--model-path", "--host", "--port"] and page["argv"][5] == "127.0.0.1"
+    assert page["argv"][8:] == ["--number=3", "--flag"]
     stranger = HttpClient(launched.base_url, "another key", max_retries=0)
     assert not stranger.answers("/")
     stranger.close()
 
 
-def test_the_key_is_told_nobody(start):
-    launched, said = start()
+def test_the_key_is_in_no_log_repr_or_command_line(start):
+    launched, page = start()
     assert wait_until(lambda: "the key is" in launched.log_tail())
     key = launched.api_key
     assert len(key) >= 32 and key not in launched.log_tail() and key not in repr(launched)
-    assert not any(key in word for word in said["argv"])
-    # The file it was read from is gone.
-    assert not Path(said["argv"][1]).exists()
+    assert not any(key in word for word in page["argv"])
+    # The file that held the key is deleted.
+    assert not Path(page["argv"][1]).exists()
 
 
-def test_no_key_and_no_value_is_taken_for_an_option(start, monkeypatch):
+def test_keys_and_values_that_begin_with_a_dash_are_not_read_as_options(start, monkeypatch):
     # In base64 these bytes would begin with "-".
     monkeypatch.setattr("secrets.token_bytes", lambda size: b"\xfb" * size)
-    _, said = start(number="-x")
-    assert said["argv"][8:] == ["--number=-x"]
+    _, page = start(number="-x")
+    assert page["argv"][8:] == ["--number=-x"]
 
 
-def test_a_port_that_is_taken_is_left_alone(start, monkeypatch):
+def test_a_port_in_use_is_skipped(start, monkeypatch):
     free = free_port()
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = iter([other.getsockname()[1], free])
@@ -79,31 +82,31 @@ def test_a_port_that_is_taken_is_left_alone(start, monkeypatch):
     assert launched.base_url == f"http://127.0.0.1:{free}"
 
 
-def test_an_address_that_cannot_be_had_is_asked_for_once(monkeypatch):
+def test_other_bind_errors_are_raised_at_once(monkeypatch):
     monkeypatch.setattr("sglang_backend.launch.HOST", "192.0.2.1")
     with pytest.raises(OSError, match="assign requested address"):
         LaunchedServer("a-model", {}, {})
 
 
-def test_an_argument_that_the_server_does_not_know_is_its_own_error(folder, stand_in):
+def test_the_error_shows_why_the_server_ended_at_start(folder, fake_launch_env):
     with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing=1") as caught:
-        corelm.get_backend("sglang", folder, no_such_thing=1, env=stand_in, progress=False)
+        corelm.get_backend("sglang", folder, no_such_thing=1, env=fake_launch_env, progress=False)
     assert caught.value.usable is False
 
 
-def test_one_that_takes_too_long_is_ended(folder, stand_in):
+def test_a_server_that_is_not_ready_in_time_is_ended(folder, fake_launch_env):
     with pytest.raises(BackendTimeoutError, match="startup_timeout"):
-        corelm.get_backend("sglang", folder, after="never", env=stand_in, progress=False, startup_timeout=1.0)
-    file = Path(stand_in["PID_FILE"])
+        corelm.get_backend("sglang", folder, after="never", env=fake_launch_env, progress=False, startup_timeout=1.0)
+    file = Path(fake_launch_env["PID_FILE"])
     pid = file.read_text() if file.exists() else ""
     assert not pid or all_end([int(pid)])
 
 
-def test_progress_is_shown_unless_it_is_switched_off(stand_in, capfd):
+def test_progress_is_shown_unless_switched_off(fake_launch_env, capfd):
     for progress in (True, False):
-        launched = LaunchedServer("a-model", {}, stand_in)
-        looks = iter([False, False, True])
-        launched.wait_until(lambda looks=looks: next(looks), 60.0, "starting it", progress)
+        launched = LaunchedServer("a-model", {}, fake_launch_env)
+        states = iter([False, False, True])
+        launched.wait_until(lambda states=states: next(states), 60.0, "starting it", progress)
         launched.close()
         assert ("starting it" in capfd.readouterr().err) == progress
 
@@ -111,26 +114,26 @@ def test_progress_is_shown_unless_it_is_switched_off(stand_in, capfd):
 # Ending ---------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_it_and_its_children(start):
-    launched, said = start(children=2)
-    family = group(said["pid"])
+def test_close_ends_the_server_and_its_children(start):
+    launched, page = start(children=2)
+    family = group(page["pid"])
     assert len(family) == 3 and launched.alive
     launched.close()
     assert not launched.alive and all_end(family)
     launched.close()
 
 
-def test_children_of_a_server_that_dies_are_ended(start):
-    launched, said = start(children=2)
-    family = group(said["pid"])
-    os.kill(said["pid"], signal.SIGKILL)
+def test_children_of_a_killed_server_are_ended(start):
+    launched, page = start(children=2)
+    family = group(page["pid"])
+    os.kill(page["pid"], signal.SIGKILL)
     assert wait_until(lambda: not launched.alive) and all_end(family)
 
 
 PARENT = """
     import os, signal, sys
     from sglang_backend.launch import LaunchedServer
-    from corelm.http import HttpClient
+    from corelm.support import HttpClient
 
     launched = LaunchedServer("a-model", {{"children": 1}}, {env!r})
     client = HttpClient(launched.base_url, launched.api_key, max_retries=0)
@@ -146,8 +149,8 @@ FORK = """
 
 
 @pytest.mark.parametrize("more", ["", FORK], ids=["alone", "with-a-forked-child"])
-def test_a_parent_that_is_killed_takes_it_along(stand_in, more):
-    code = textwrap.dedent(PARENT).format(env=stand_in, more=textwrap.dedent(more))
+def test_the_server_ends_when_its_parent_is_killed(fake_launch_env, more):
+    code = textwrap.dedent(PARENT).format(env=fake_launch_env, more=textwrap.dedent(more))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
@@ -170,43 +173,43 @@ PAUSE = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
 def supervised(code: str, run: str = SUPERVISOR) -> subprocess.Popen[bytes]:
-    """A supervisor whose server is a line of Python."""
+    """Start a supervisor whose server runs `code`."""
     command = [sys.executable, run, sys.executable, "-c", code]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def pid_of(process: subprocess.Popen[bytes]) -> int:
-    """The server's own, which is the first thing it says."""
+    """Return the id of the server's process, which it prints first."""
     assert process.stdout is not None
     return int(process.stdout.readline())
 
 
-def test_it_ends_as_its_server_ends():
+def test_the_supervisor_exits_with_the_servers_status():
     with supervised("import sys; sys.exit(7)") as process:
         assert process.wait(60) == 7
 
 
-@pytest.mark.parametrize("also", ["", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["running", "stopped"])
-def test_its_server_ends_when_its_input_closes(also):
-    with supervised(PAUSE.replace("signal.pause()", f"{also}; signal.pause()".lstrip("; "))) as process:
+@pytest.mark.parametrize("first", ["", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["running", "stopped"])
+def test_the_server_ends_when_the_supervisors_input_closes(first):
+    with supervised(PAUSE.replace("signal.pause()", f"{first}; signal.pause()".lstrip("; "))) as process:
         pid = pid_of(process)
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) != 0 and not runs(pid)
 
 
-def test_its_server_ends_when_it_is_asked_to():
+def test_the_server_ends_when_the_supervisor_gets_sigterm():
     with supervised(PAUSE) as process:
         pid = pid_of(process)
         process.terminate()
         assert process.wait(60) != 0 and not runs(pid)
 
 
-def test_a_server_that_does_not_listen_is_killed(tmp_path):
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path):
     impatient = tmp_path / "impatient.py"
     impatient.write_text(Path(SUPERVISOR).read_text().replace("GRACE = 2.0", "GRACE = 0.1"))
-    deaf = PAUSE.replace("print(", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(")
-    with supervised(deaf, str(impatient)) as process:
+    ignoring = PAUSE.replace("print(", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(")
+    with supervised(ignoring, str(impatient)) as process:
         pid = pid_of(process)
         assert process.stdin is not None
         process.stdin.close()

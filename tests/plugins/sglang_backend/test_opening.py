@@ -1,4 +1,4 @@
-"""What a server is found to do, by asking and by trying; and what has to be said where neither helps."""
+"""Opening a backend: capabilities are read and probed, hints replace what cannot be read, options are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_backend.launch import command_line
 RESHAPING = {"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"}
 
 
-def test_capabilities_come_from_the_server_and_its_models_files(backend):
+def test_capabilities_are_read_from_the_server_and_the_models_files(backend):
     found = backend.capabilities
     assert (found.vocab_size, found.max_context, found.eos_token_ids) == (VOCAB, 64, {2})
     assert (found.generation_modes, found.per_answer_seeds) == ({"scaled"}, False)
@@ -24,20 +24,20 @@ def test_capabilities_come_from_the_server_and_its_models_files(backend):
     assert backend.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
 
-def test_a_server_that_returns_the_models_own_log_probs_is_found_out(fake, connect):
+def test_probing_recognises_raw_log_probs(fake, connect):
     fake.scaled = False
     found = connect().capabilities
     assert found.generation_modes == {"raw"}
-    # Such a server reshapes first, so its numbers would be raw in name only.
+    # Such a server applies these before it takes log-probs, so what it calls raw would not be.
     assert not RESHAPING & set(found.sampling) and {"temperature", "top_p", "min_p", "stop"} <= set(found.sampling)
 
 
-def test_a_server_whose_log_probs_are_something_else_offers_none(fake, connect, caplog):
-    def turn(answer):
-        for entry in answer["meta_info"]["output_token_logprobs"]:
+def test_log_probs_that_are_neither_raw_nor_scaled_are_not_offered(fake, connect, caplog):
+    def negate(reply):
+        for entry in reply["meta_info"]["output_token_logprobs"]:
             entry[0] *= -1
 
-    fake.spoil = turn
+    fake.spoil = negate
     backend = connect()
     assert backend.capabilities.generation_modes == frozenset() and "not clearly raw or scaled" in caplog.text
     with pytest.raises(CapabilityError):
@@ -45,69 +45,69 @@ def test_a_server_whose_log_probs_are_something_else_offers_none(fake, connect, 
     assert backend.generate([[5]], {"max_new_tokens": 1}, logprobs="none").logprobs is None
 
 
-def test_a_flat_model_leaves_nothing_to_tell_apart(fake, connect):
+def test_a_flat_model_offers_no_log_probs(fake, connect):
     fake.logits = torch.zeros(VOCAB, VOCAB)
     assert connect().capabilities.generation_modes == frozenset()
 
 
-def test_16_bit_numbers_are_near_enough(fake, connect):
-    def rounded(answer):
-        for entry in answer["meta_info"]["output_token_logprobs"]:
+def test_probing_tolerates_16_bit_log_probs(fake, connect):
+    def to_bfloat16(reply):
+        for entry in reply["meta_info"]["output_token_logprobs"]:
             entry[0] = float(torch.tensor(entry[0]).bfloat16())
 
-    fake.spoil = rounded
+    fake.spoil = to_bfloat16
     assert connect().capabilities.generation_modes == {"scaled"}
 
 
-def test_a_server_that_honours_seeds_is_found_out(fake, connect):
-    fake.seeds = True
+def test_probing_recognises_seeds(fake, connect):
+    fake.honours_seeds = True
     backend = connect()
     assert backend.capabilities.per_answer_seeds
-    # Its sampler asserts that there is no min_p beside a seed.
+    # The sampler asserts that min_p is not used with a seed.
     assert "min_p" not in backend.capabilities.sampling
     sampling = {"max_new_tokens": 8, "seed": 3}
-    first, again = (backend.generate([[5], [5]], sampling).ids.tolist() for _ in range(2))
-    assert first == again and first[0] != first[1]
+    first, repeated = (backend.generate([[5], [5]], sampling).ids.tolist() for _ in range(2))
+    assert first == repeated and first[0] != first[1]
 
 
-def test_a_server_without_a_tokenizer_looks_for_no_stop_string(fake, connect):
-    fake.settings["skip_tokenizer_init"] = True
+def test_a_server_without_a_tokenizer_offers_no_stop_strings(fake, connect):
+    fake.server_info["skip_tokenizer_init"] = True
     assert not {"stop", "min_new_tokens"} & set(connect().capabilities.sampling)
 
 
-def test_what_is_given_is_not_asked_for(fake, connect):
-    fake.about |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
-    fake.settings = {"model_path": "/nowhere/at-all"}
+def test_hints_replace_what_would_be_read(fake, connect):
+    fake.model_info |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
+    fake.server_info = {"model_path": "/nowhere/at-all"}
     backend = connect(tokenizer=tiny_tokenizer(), vocab_size=VOCAB, max_context=32, eos_token_ids=[2, 7])
     found = backend.capabilities
     assert (found.vocab_size, found.max_context, found.eos_token_ids) == (VOCAB, 32, {2, 7})
 
 
-@pytest.mark.parametrize("left_out", ["tokenizer", "vocab_size", "max_context"])
-def test_what_can_neither_be_asked_nor_read_has_to_be_passed(fake, connect, left_out):
-    fake.about |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
-    fake.settings = {"model_path": "/nowhere/at-all"}
+@pytest.mark.parametrize("missing", ["tokenizer", "vocab_size", "max_context"])
+def test_the_error_names_the_hint_that_is_missing(fake, connect, missing):
+    fake.model_info |= {"tokenizer_path": "/nowhere/at-all", "model_path": "/nowhere/at-all"}
+    fake.server_info = {"model_path": "/nowhere/at-all"}
     options = {"tokenizer": tiny_tokenizer(), "vocab_size": VOCAB, "max_context": 32}
-    del options[left_out]
-    with pytest.raises(InvalidRequestError, match=f"pass {left_out}=") as caught:
+    del options[missing]
+    with pytest.raises(InvalidRequestError, match=f"pass {missing}=") as caught:
         connect(**options)
-    assert caught.value.field == left_out
+    assert caught.value.field == missing
 
 
-def test_the_models_eos_are_those_of_all_its_files(fake, connect, folder, tmp_path):
+def test_eos_ids_of_all_files_are_joined(fake, connect, folder, tmp_path):
     import json
     import shutil
 
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "generation_config.json").read_text())
     (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [2, 9]}))
-    fake.about["model_path"] = fake.settings["model_path"] = str(copy)
+    fake.model_info["model_path"] = fake.server_info["model_path"] = str(copy)
     assert connect().capabilities.eos_token_ids == {2, 9}
 
 
-def test_another_kind_of_server_is_none(fake, connect):
-    fake.about["is_generation"] = False
-    with pytest.raises(EngineError, match="no SGLang server"):
+def test_other_kinds_of_servers_are_refused(fake, connect):
+    fake.model_info["is_generation"] = False
+    with pytest.raises(EngineError, match="not an SGLang server"):
         connect()
     fake.fault = lambda request: json_reply(["not an object"])
     with pytest.raises(EngineError, match="SGLang"):
@@ -134,13 +134,13 @@ def test_another_kind_of_server_is_none(fake, connect):
         ({"tp_size": 2}, "tp_size"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, field):
+def test_options_that_contradict_each_other_are_refused(options, field):
     with pytest.raises(InvalidRequestError) as caught:
         corelm.get_backend("sglang", **options)
     assert caught.value.field == field
 
 
-def test_arguments_in_pythons_spelling_are_the_command_lines():
+def test_arguments_become_command_line_options():
     given = {"mem_fraction_static": 0.3, "disable_radix_cache": True, "enable_x": False, "revision": None}
     assert command_line(given) == ["--mem-fraction-static=0.3", "--disable-radix-cache"]
     assert command_line({"sizes": [1, 2]}) == ["--sizes", "1", "2"]

@@ -1,4 +1,4 @@
-"""Sampling parameters as the server is given them, and what is refused because it would do something else."""
+"""The sampling parameters that the server gets, and those refused because it would change them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang_backend.sampling import parameters
 EOS = frozenset({2})
 
 
-def sent(stop_ids: frozenset[int] = EOS, **sampling: Any) -> dict[str, Any]:
+def sent_parameters(stop_ids: frozenset[int] = EOS, **sampling: Any) -> dict[str, Any]:
     return parameters(
         SamplingParams(**sampling), max_new_tokens=9, seed=None, stop_ids=stop_ids, eos_token_ids=EOS, vocab_size=512
     )
 
 
-def test_defaults_are_said_since_a_server_may_have_others():
-    assert sent() == {
+def test_defaults_are_sent_explicitly():
+    assert sent_parameters() == {
         "n": 1,
         "max_new_tokens": 9,
         "min_new_tokens": 0,
@@ -38,8 +38,10 @@ def test_defaults_are_said_since_a_server_may_have_others():
     }
 
 
-def test_what_is_asked_for_is_sent():
-    found = sent(top_p=0.9, min_p=0.1, temperature=0.7, presence_penalty=1.0, frequency_penalty=-1.0, stop=("a", "b"))
+def test_values_are_passed_on():
+    found = sent_parameters(
+        top_p=0.9, min_p=0.1, temperature=0.7, presence_penalty=1.0, frequency_penalty=-1.0, stop=("a", "b")
+    )
     assert {name: found[name] for name in ("top_p", "min_p", "temperature")} == {
         "top_p": 0.9,
         "min_p": 0.1,
@@ -48,20 +50,20 @@ def test_what_is_asked_for_is_sent():
     assert (found["presence_penalty"], found["frequency_penalty"], found["stop"]) == (1.0, -1.0, ["a", "b"])
 
 
-def test_a_seed_is_sent_where_there_is_one():
+def test_a_seed_is_sent_only_if_given():
     made = parameters(SamplingParams(), max_new_tokens=9, seed=2**62, stop_ids=EOS, eos_token_ids=EOS, vocab_size=512)
     assert made["sampling_seed"] == 2**62
-    assert "sampling_seed" not in sent()
+    assert "sampling_seed" not in sent_parameters()
 
 
-def test_a_number_that_the_scheduler_cannot_hold_is_as_large_as_it_matters():
-    assert sent(top_k=2**40)["top_k"] == 512
-    assert sent(top_k=7)["top_k"] == 7
-    assert sent(min_new_tokens=2**40, max_new_tokens=None)["min_new_tokens"] == 9
+def test_numbers_too_large_for_the_scheduler_are_clamped():
+    assert sent_parameters(top_k=2**40)["top_k"] == 512
+    assert sent_parameters(top_k=7)["top_k"] == 7
+    assert sent_parameters(min_new_tokens=2**40, max_new_tokens=None)["min_new_tokens"] == 9
 
 
-def test_greedy_decoding_cuts_nothing_off():
-    found = sent(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
+def test_greedy_decoding_sends_no_truncation():
+    found = sent_parameters(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
     assert (found["temperature"], found["top_k"], found["top_p"], found["min_p"]) == (0.0, -1, 1.0, 0.0)
 
 
@@ -70,24 +72,24 @@ def test_greedy_decoding_cuts_nothing_off():
     [
         (frozenset({2}), False, [2]),
         (frozenset({2, 7}), False, [2, 7]),
-        # The server would end these at its EOS, or at none of them.
+        # EOS does not end these answers, so the server may not look for it.
         (frozenset({7}), True, []),
         (frozenset(), True, []),
     ],
 )
-def test_the_server_ends_an_answer_by_id_where_it_ends_the_right_ones(stop_ids, ignored, ids):
-    found = sent(stop_ids)
+def test_the_server_looks_for_stop_ids_only_if_eos_is_one_of_them(stop_ids, ignored, ids):
+    found = sent_parameters(stop_ids)
     assert (found["ignore_eos"], found["stop_token_ids"]) == (ignored, ids)
 
 
-def test_the_server_looks_for_no_stop_string_that_it_would_find_too_early():
-    assert sent(stop=("a",), min_new_tokens=3)["stop"] == []
-    assert len(sent(stop=tuple(map(str, range(99))))["stop"]) == 32
+def test_stop_strings_are_held_back_or_limited_where_the_server_requires_it():
+    assert sent_parameters(stop=("a",), min_new_tokens=3)["stop"] == []
+    assert len(sent_parameters(stop=tuple(map(str, range(99))))["stop"]) == 32
 
 
-def test_no_least_length_is_said_where_no_id_ends_an_answer():
-    assert sent(frozenset(), min_new_tokens=3)["min_new_tokens"] == 0
-    assert sent(min_new_tokens=3)["min_new_tokens"] == 3
+def test_min_new_tokens_is_sent_only_if_an_id_ends_the_answer():
+    assert sent_parameters(frozenset(), min_new_tokens=3)["min_new_tokens"] == 0
+    assert sent_parameters(min_new_tokens=3)["min_new_tokens"] == 3
 
 
 @pytest.mark.parametrize(
@@ -97,25 +99,25 @@ def test_no_least_length_is_said_where_no_id_ends_an_answer():
         (frozenset({7}), {"min_new_tokens": 2}, "min_new_tokens"),
     ],
 )
-def test_what_would_be_another_distribution_is_refused(stop_ids, sampling, capability):
+def test_parameters_that_would_give_another_distribution_are_refused(stop_ids, sampling, capability):
     with pytest.raises(CapabilityError) as caught:
-        sent(stop_ids, **sampling)
+        sent_parameters(stop_ids, **sampling)
     assert caught.value.capability == capability
 
 
-def test_a_temperature_that_would_be_taken_for_0_is_refused():
-    assert sent(temperature=1e-6)["temperature"] == 1e-6
+def test_a_temperature_that_would_become_greedy_is_refused():
+    assert sent_parameters(temperature=1e-6)["temperature"] == 1e-6
     with pytest.raises(InvalidRequestError) as caught:
-        sent(temperature=1e-7)
+        sent_parameters(temperature=1e-7)
     assert caught.value.field == "temperature"
 
 
-def test_the_engines_own_arguments_are_passed_on():
-    assert sent(engine_kwargs={"regex": "[ab]*"})["regex"] == "[ab]*"
+def test_engine_kwargs_are_passed_on():
+    assert sent_parameters(engine_kwargs={"regex": "[ab]*"})["regex"] == "[ab]*"
 
 
 @pytest.mark.parametrize("name", ["temperature", "n", "max_tokens", "sampling_seed", "stop_regex", "beam_width"])
-def test_what_is_settled_already_is_refused(name):
+def test_engine_kwargs_that_corelm_sets_are_refused(name):
     with pytest.raises(InvalidRequestError) as caught:
-        sent(engine_kwargs={name: 1})
+        sent_parameters(engine_kwargs={name: 1})
     assert caught.value.field == "engine_kwargs"

@@ -1,4 +1,4 @@
-"""What is sent to a server, what is made of its answers, and what is not believed: on a server that is a formula."""
+"""Requests to a fake server, replies that are rejected, failures of the server, and new weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import torch
 
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.support.http import ABORTED
 from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
 from helpers.tiny_models import VOCAB, tiny_model
-from sglang_backend import answers
-from sglang_backend.answers import Expected
 
 Spoil = Callable[[dict[str, Any]], Any]
 
@@ -25,14 +22,14 @@ Spoil = Callable[[dict[str, Any]], Any]
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_a_request_of_its_own(backend, fake):
+def test_every_row_is_one_request_with_a_unique_id(backend, fake):
     batch = backend.generate([[5, 6], [7]], {"max_new_tokens": 3, "num_samples": 2, "ignore_eos": True})
-    assert sorted(body["input_ids"] for body in fake.asked) == [[5, 6], [5, 6], [7], [7]]
-    assert {len(body["rid"]) for body in fake.asked} == {32} and len({body["rid"] for body in fake.asked}) == 4
+    assert sorted(body["input_ids"] for body in fake.requests) == [[5, 6], [5, 6], [7], [7]]
+    assert {len(body["rid"]) for body in fake.requests} == {32} and len({body["rid"] for body in fake.requests}) == 4
     assert batch.ids.lengths.tolist() == [3] * 4
 
 
-def test_sampled_tokens_have_their_log_probs(backend, fake):
+def test_sampled_tokens_come_with_their_log_probs(backend, fake):
     batch = backend.generate([[5], [7]], {"max_new_tokens": 4, "temperature": 0.5}, logprobs="processed")
     assert (batch.mode, batch.temperature) == ("processed", 0.5)
     for prompt, ids, found in zip([5, 7], batch.ids.tolist(), batch.logprobs.split(), strict=True):
@@ -40,94 +37,102 @@ def test_sampled_tokens_have_their_log_probs(backend, fake):
         torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_none_are_asked_for_where_none_are_wanted(backend, fake):
+def test_log_probs_are_not_requested_if_not_wanted(backend, fake):
     assert backend.generate([[5]], {"max_new_tokens": 2}, logprobs="none").logprobs is None
-    assert fake.asked[0]["return_logprob"] is False
+    assert fake.requests[0]["return_logprob"] is False
 
 
-def test_no_limit_fills_the_context(backend, fake):
+def test_without_a_limit_the_answer_may_fill_the_context(backend, fake):
     backend.generate([[5] * 60], {"max_new_tokens": None, "ignore_eos": True})
-    assert fake.asked[0]["sampling_params"]["max_new_tokens"] == backend.capabilities.max_context - 60
+    assert fake.requests[0]["sampling_params"]["max_new_tokens"] == backend.capabilities.max_context - 60
 
 
 def test_scoring_samples_nothing(backend, fake):
     rows = [[5, 9, 300], [7], [VOCAB - 1, 0, VOCAB - 1]]
     batch = backend.score_logprobs(rows)
-    assert [body["sampling_params"]["max_new_tokens"] for body in fake.asked] == [0, 0, 0]
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.requests] == [0, 0, 0]
     for row, found, scored in zip(rows, batch.logprobs.split(), batch.scored.split(), strict=True):
         assert scored.tolist() == [False] + [True] * (len(row) - 1)
         expected = [fake.logprobs(a)[b] for a, b in pairwise(row)]
         torch.testing.assert_close(found[1:], torch.tensor(expected))
 
 
-def test_scores_are_asked_for_from_the_position_before(backend, fake):
+def test_scores_are_requested_from_one_position_earlier(backend, fake):
     batch = backend.score_logprobs([[5, 9, 300, 4], [5, 6]], score_from=[3, 2])
-    assert {len(body["input_ids"]): body["logprob_start_len"] for body in fake.asked} == {4: 2, 2: 1}
+    assert {len(body["input_ids"]): body["logprob_start_len"] for body in fake.requests} == {4: 2, 2: 1}
     assert batch.scored.tolist() == [[False] * 3 + [True], [False, False]]
     assert batch.logprobs.tolist()[0][3] == pytest.approx(float(fake.logprobs(300)[4]))
 
 
-def test_a_stop_that_the_server_does_not_see_ends_the_answer_all_the_same(backend, fake):
+def test_an_answer_is_cut_at_a_stop_id_that_the_server_ignored(backend, fake):
     free = backend.generate([[5]], {"max_new_tokens": 9, "temperature": 0, "ignore_eos": True}).ids.tolist()[0]
     stop = free[4]
     first = free.index(stop) + 1
     batch = backend.generate(
         [[5]], {"max_new_tokens": 9, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}
     )
-    # EOS would have ended it too, so the server was told to go on.
-    assert fake.asked[-1]["sampling_params"]["ignore_eos"] is True
+    # The server would have stopped at EOS too, so it was told to go on.
+    assert fake.requests[-1]["sampling_params"]["ignore_eos"] is True
     assert batch.ids.tolist() == [free[:first]] and batch.finish_reasons == ("stop",)
     assert batch.logprobs.lengths.tolist() == [first]
 
 
-# What is not believed -------------------------------------------------------------------------------------------------
+# Implausible replies --------------------------------------------------------------------------------------------------
 
 
 def meta(**changes: Any) -> Spoil:
-    return lambda answer: answer["meta_info"].update(changes)
+    return lambda reply: reply["meta_info"].update(changes)
 
 
-SPOILT: dict[str, tuple[Spoil, str]] = {
-    "too-few-log-probs": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "holds 1 tokens, but there are 2"),
-    "log-probs-of-others": (lambda a: a["output_ids"].reverse(), "is about id"),
-    "no-log-probs": (meta(output_token_logprobs=None), "holds 0 tokens"),
-    "no-number": (lambda a: a["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), "none of SGLang's"),
+def logprob_entry(field: str, position: int, index: int, value: Any) -> Spoil:
+    """Replace one item of an entry ``[logprob, id, text]``."""
+    return lambda reply: reply["meta_info"][field][position].__setitem__(index, value)
+
+
+SPOILT_ANSWERS: dict[str, tuple[Spoil, str]] = {
+    "too-few-log-probs": (
+        lambda reply: reply["meta_info"]["output_token_logprobs"].pop(),
+        "has 1 entries for 2 tokens",
+    ),
+    "log-probs-of-other-ids": (lambda reply: reply["output_ids"].reverse(), "is about id"),
+    "no-log-probs": (meta(output_token_logprobs=None), "has 0 entries"),
+    "log-prob-is-none": (logprob_entry("output_token_logprobs", 1, 0, None), "not one of SGLang's"),
     "nan-logits": (meta(finish_reason={"type": "stop", "matched": "NaN happened"}), "NaN happened"),
-    "an-unknown-reason": (meta(finish_reason={"type": "tired"}), "none of SGLang's.*tired"),
-    "no-meta-info": (lambda a: a.pop("meta_info"), "none of SGLang's.*meta_info"),
+    "unknown-finish-reason": (meta(finish_reason={"type": "tired"}), "not one of SGLang's.*tired"),
+    "no-meta-info": (lambda reply: reply.pop("meta_info"), "not one of SGLang's.*meta_info"),
     "other-weights": (meta(weight_version="another"), "'another'"),
-    "two-kinds-of-weights": (meta(weight_versions=[{"version": "a"}, {"version": "default"}]), "'a'"),
-    "no-weight-version": (lambda a: a["meta_info"].pop("weight_version"), "weights"),
+    "mixed-weights": (meta(weight_versions=[{"version": "a"}, {"version": "default"}]), "'a'"),
+    "no-weight-version": (lambda reply: reply["meta_info"].pop("weight_version"), "weights"),
 }
 
 
-@pytest.mark.parametrize("defect", SPOILT)
-def test_an_answer_that_is_not_what_was_asked_for_is_an_error(backend, fake, defect):
-    fake.spoil, message = SPOILT[defect]
+@pytest.mark.parametrize("defect", SPOILT_ANSWERS)
+def test_an_implausible_answer_is_an_error(backend, fake, defect):
+    fake.spoil, message = SPOILT_ANSWERS[defect]
     fake.logits[5, 6] = fake.logits[6, 7] = 99.0
     with pytest.raises(EngineError, match=message):
         backend.generate([[5]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True})
 
 
 SPOILT_SCORES: dict[str, tuple[Spoil, str]] = {
-    "too-few": (lambda a: a["meta_info"]["input_token_logprobs"].pop(), "holds 2 tokens, but there are 3"),
-    "of-others": (lambda a: a["meta_info"]["input_token_logprobs"][1].__setitem__(1, 77), "about id 77 at position 1"),
-    "no-none-first": (lambda a: a["meta_info"]["input_token_logprobs"][0].__setitem__(0, -1.0), "starts with a number"),
-    "no-number": (lambda a: a["meta_info"]["input_token_logprobs"][1].__setitem__(0, None), "none of SGLang's"),
-    "none-at-all": (lambda a: a["meta_info"].pop("input_token_logprobs"), "none of SGLang's"),
+    "too-few-log-probs": (lambda reply: reply["meta_info"]["input_token_logprobs"].pop(), "has 2 entries for 3 tokens"),
+    "log-probs-of-other-ids": (logprob_entry("input_token_logprobs", 1, 1, 77), "about id 77 at position 1"),
+    "first-is-a-number": (logprob_entry("input_token_logprobs", 0, 0, -1.0), "starts with a number"),
+    "log-prob-is-none": (logprob_entry("input_token_logprobs", 1, 0, None), "not one of SGLang's"),
+    "no-log-probs": (lambda reply: reply["meta_info"].pop("input_token_logprobs"), "not one of SGLang's"),
     "aborted": (meta(finish_reason={"type": "abort"}), "aborted"),
     "other-weights": (meta(weight_version="another"), "'another'"),
 }
 
 
 @pytest.mark.parametrize("defect", SPOILT_SCORES)
-def test_scores_that_are_not_what_was_asked_for_are_an_error(backend, fake, defect):
+def test_implausible_scores_are_an_error(backend, fake, defect):
     fake.spoil, message = SPOILT_SCORES[defect]
     with pytest.raises(EngineError, match=message):
         backend.score_logprobs([[5, 6, 7]])
 
 
-def test_a_row_fails_alone(backend, fake):
+def test_a_failed_row_leaves_the_others_alone(backend, fake):
     fake.fault = lambda request: (
         json_reply({"error": {"message": "not this one"}}, 400)
         if request.body and request.body.get("input_ids") == [7]
@@ -140,18 +145,18 @@ def test_a_row_fails_alone(backend, fake):
     assert caught.value.rows == (1,)
 
 
-# A server that fails --------------------------------------------------------------------------------------------------
+# Failures of the server -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [raw(b"<html>"), truncated({"a": 1}), reset(), json_reply({}, 503)])
-def test_a_failure_that_passes_is_not_noticed(server: FaultServer, connect, fake, fault):
+def test_a_temporary_failure_is_retried(server: FaultServer, connect, fake, fault):
     backend = connect(max_retries=1)
     server.first.append(fault)
     batch = backend.generate([[5]], {"max_new_tokens": 2, "ignore_eos": True})
     assert batch.finish_reasons == ("length",)
 
 
-def test_a_request_whose_connection_broke_gets_another_name(server: FaultServer, connect, fake):
+def test_a_request_refused_as_duplicate_is_sent_under_a_new_id(server: FaultServer, connect, fake):
     backend = connect()
     running: set[str] = set()
 
@@ -169,7 +174,7 @@ def test_a_request_whose_connection_broke_gets_another_name(server: FaultServer,
     assert batch.finish_reasons == ("length", "length") and len(running) == 3
 
 
-def test_a_server_that_is_gone_is_an_error_and_not_healthy(fake, connect):
+def test_a_server_that_is_gone_raises_and_is_not_healthy(fake, connect):
     backend = connect(max_retries=0)
     assert backend.health()
     fake.fault = lambda request: reset()
@@ -178,7 +183,7 @@ def test_a_server_that_is_gone_is_an_error_and_not_healthy(fake, connect):
     assert caught.value.usable is False and not backend.health()
 
 
-def test_a_server_that_hangs_is_a_timeout(server: FaultServer, connect, fake):
+def test_a_hung_server_raises_a_timeout(server: FaultServer, connect, fake):
     backend = connect()
     fake.fault = lambda request: hang() if request.path == "/generate" else None
     with pytest.raises(TimeoutError):
@@ -187,7 +192,7 @@ def test_a_server_that_hangs_is_a_timeout(server: FaultServer, connect, fake):
     server.wait_for(lambda: server.given_up == 2)
 
 
-def test_abort_names_the_servers_own_ids_and_keeps_what_there_is(server: FaultServer, connect, fake):
+def test_abort_uses_the_servers_ids_and_keeps_the_partial_answer(server: FaultServer, connect, fake):
     backend, gate, aborted = connect(), threading.Event(), []
 
     def fault(request):
@@ -200,28 +205,23 @@ def test_abort_names_the_servers_own_ids_and_keeps_what_there_is(server: FaultSe
                 "meta_info": {"weight_version": "default", "finish_reason": {"type": "abort"}},
             }
             partial["meta_info"]["output_token_logprobs"] = [[-1.5, 8, None]]
-            fake.asked.append(request.body)
+            fake.requests.append(request.body)
             return held(json_reply(partial), gate)
         return None
 
     fake.fault, batches = fault, []
-    fake.asked.clear()
+    fake.requests.clear()
     sampling = {"max_new_tokens": 9, "ignore_eos": True}
     thread = threading.Thread(
         target=lambda: batches.append(backend.generate([[5], [6]], sampling, request_ids=["one", "one more"]))
     )
     thread.start()
-    server.wait_for(lambda: len(fake.asked) == 2)
+    server.wait_for(lambda: len(fake.requests) == 2)
     backend.abort(["one"])
     thread.join()
     assert batches[0].finish_reasons == ("abort", "length")
     assert batches[0].ids.tolist()[0] == [8] and batches[0].logprobs.tolist()[0] == [-1.5]
-    assert aborted == [next(body["rid"] for body in fake.asked if body["input_ids"] == [5])]
-
-
-def test_scores_that_are_aborted_are_an_error():
-    row = answers.parse_scores(ABORTED, [5, 6], 1, Expected("default", VOCAB))
-    assert row.error == "the request was aborted" and row.logprobs == []
+    assert aborted == [next(body["rid"] for body in fake.requests if body["input_ids"] == [5])]
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -233,18 +233,20 @@ def other_folder(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_new_weights_have_a_name_of_their_own(backend: Backend, fake, other_folder):
+def test_new_weights_get_a_label_that_the_server_never_had(backend: Backend, fake, other_folder):
     assert backend.update_weights(other_folder, version="7") == "7"
-    assert fake.loaded == [{"model_path": str(other_folder), "weight_version": "7", "flush_cache": True}]
+    assert fake.weight_updates == [{"model_path": str(other_folder), "weight_version": "7", "flush_cache": True}]
     assert backend.score_logprobs([[5, 6]]).weight_versions == ("7",)
-    # The server had weights of this name, so rows of those could not be told from rows of these.
+    # The server started with weights of this name, so the label must differ; the caller sees the version.
     backend.update_weights(other_folder, version="default")
-    assert fake.label == "default'" and backend.score_logprobs([[5, 6]]).weight_versions == ("default",)
+    assert fake.weight_label == "default'" and backend.score_logprobs([[5, 6]]).weight_versions == ("default",)
 
 
-def test_a_server_that_was_restarted_has_lost_its_weights(backend: Backend, fake, other_folder):
+def test_rows_from_a_restarted_server_are_errors_until_the_weights_are_loaded_again(
+    backend: Backend, fake, other_folder
+):
     backend.update_weights(other_folder, version="7")
-    fake.label = "default"
+    fake.weight_label = "default"
     with pytest.raises(EngineError, match="'default', but '7' are in force"):
         backend.generate([[5]], {"max_new_tokens": 2})
     with pytest.raises(EngineError, match="restarted"):
@@ -253,7 +255,7 @@ def test_a_server_that_was_restarted_has_lost_its_weights(backend: Backend, fake
     assert backend.score_logprobs([[5, 6]]).weight_versions == ("7",)
 
 
-def test_weights_that_were_not_loaded_are_not_in_force(backend: Backend, fake, other_folder):
+def test_a_failed_load_keeps_the_old_version(backend: Backend, fake, other_folder):
     fake.fault = lambda request: (
         json_reply({"success": False, "message": "no"}) if request.path.startswith("/update") else None
     )
@@ -263,23 +265,32 @@ def test_weights_that_were_not_loaded_are_not_in_force(backend: Backend, fake, o
     assert backend.score_logprobs([[5, 6]]).weight_versions == ("0",)
 
 
-def test_weights_that_do_not_fit_are_never_sent(backend: Backend, fake, tmp_path):
+def test_weights_that_do_not_fit_are_not_sent(backend: Backend, fake, tmp_path):
     tiny_model(intermediate_size=64).save_pretrained(tmp_path / "wide")
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "short")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors")
-    for name, message in {
+    messages = {
         "wide": r"mlp.*is \(64, 64\), expected \(96, 64\)",
         "short": "missing 'model.layers.1",
         "broken": "can be read",
         "nowhere": "no folder",
-    }.items():
+    }
+    for name, message in messages.items():
         with pytest.raises(InvalidRequestError, match=message) as caught:
             backend.update_weights(tmp_path / name)
         assert caught.value.field == "path"
-    assert fake.loaded == [] and backend.weight_version == "0"
+    assert fake.weight_updates == [] and backend.weight_version == "0"
 
 
-def test_a_state_dict_needs_a_server_of_ours(backend: Backend):
+def test_weights_that_cannot_be_compared_are_not_sent(fake, connect, other_folder):
+    fake.model_info["model_path"] = fake.server_info["model_path"] = "/nowhere/at-all"
+    backend = connect(vocab_size=VOCAB)
+    with pytest.raises(InvalidRequestError, match="'/nowhere/at-all' is not on this machine") as caught:
+        backend.update_weights(other_folder)
+    assert caught.value.field == "path" and fake.weight_updates == []
+
+
+def test_a_state_dict_needs_a_launched_server(backend: Backend):
     with pytest.raises(CapabilityError, match="path"):
         backend.update_weights(tiny_model(seed=1).state_dict())

@@ -16,12 +16,21 @@ Open = Callable[..., Backend]
 
 
 @pytest.fixture
-def open_model() -> Iterator[Open]:
-    """``open_model(model, **options)``: the plugin behind core's façade, with the tiny tokenizer; closed afterwards."""
+def fast() -> bool:
+    """Whether `open_model` uses the accelerations. A test file that is about both overrides this with parameters."""
+    return True
+
+
+@pytest.fixture
+def open_model(fast: bool) -> Iterator[Open]:
+    """``open_model(model, **options)`` returns the plugin behind core's `Backend`; it is closed after the test.
+
+    The tokenizer is the tiny one unless given.
+    """
     with ExitStack() as stack:
 
         def make(model: Any, **options: Any) -> Backend:
-            engine = TransformersBackend.open(model, **({"tokenizer": tiny_tokenizer()} | options))
+            engine = TransformersBackend.open(model, **({"tokenizer": tiny_tokenizer(), "fast": fast} | options))
             return stack.enter_context(Backend.from_plugin(engine, "transformers"))
 
         yield make

@@ -1,4 +1,4 @@
-"""A model is its owner's: what is done to it between two calls shows in the second one."""
+"""The model belongs to the caller: whatever they change between two calls takes effect in the second."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen2ForCausalLM
 from corelm import Backend
 from corelm.errors import InvalidRequestError
 from helpers import oracle
+from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
@@ -32,7 +33,7 @@ def scaled(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["model", "lm_head", "model.norm"])
-def test_a_hook_that_comes_and_goes(open_model: Open, part: str) -> None:
+def test_a_hook_is_called_until_it_is_removed(open_model: Open, part: str) -> None:
     model = tiny_model("qwen2")
     backend = open_model(model)
     check(backend, model)
@@ -40,10 +41,10 @@ def test_a_hook_that_comes_and_goes(open_model: Open, part: str) -> None:
     check(backend, model)
     hook.remove()
     check(backend, model)
-    assert backend.engine.plugin.scorer.taken.head == "tiled"
+    assert scoring_path(backend).head == "tiled"
 
 
-def test_a_hook_on_everything(open_model: Open) -> None:
+def test_a_global_hook_is_called_until_it_is_removed(open_model: Open) -> None:
     model = tiny_model("qwen2")
     backend = open_model(model)
     check(backend, model)
@@ -65,7 +66,7 @@ def test_a_hook_on_everything(open_model: Open) -> None:
         ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", 3.0)),
     ],
 )
-def test_another_scale_or_cap(open_model: Open, family: str, change: Callable[[nn.Module], None]) -> None:
+def test_a_new_scale_or_cap_takes_effect(open_model: Open, family: str, change: Callable[[nn.Module], None]) -> None:
     model = tiny_model(family)
     backend = open_model(model)
     check(backend, model)
@@ -74,7 +75,7 @@ def test_another_scale_or_cap(open_model: Open, family: str, change: Callable[[n
 
 
 class Scaled(Qwen2ForCausalLM):
-    """Its logits have a scale that is learned."""
+    """Scales its logits by a learned parameter."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -86,13 +87,13 @@ class Scaled(Qwen2ForCausalLM):
         return output
 
 
-def test_a_learned_scale_learns_and_is_followed(open_model: Open) -> None:
+def test_a_learned_scale_gets_gradients_and_takes_effect(open_model: Open) -> None:
     model = Scaled(tiny_model("qwen2").config).eval()
     backend = open_model(model)
     check(backend, model)
     backend.score_logprobs(ROWS, grad=True).logprobs.values.sum().backward()
     found = model.scale.grad
-    assert backend.engine.plugin.scorer.taken.head == "sliced" and found is not None
+    assert scoring_path(backend).head == "sliced" and found is not None
     model.zero_grad()
     for row in ROWS:
         logprobs = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
@@ -100,25 +101,26 @@ def test_a_learned_scale_learns_and_is_followed(open_model: Open) -> None:
     torch.testing.assert_close(found, model.scale.grad, rtol=1e-4, atol=1e-4)
     model.scale.data.fill_(1.0)
     check(backend, model)
-    assert backend.engine.plugin.scorer.taken.head == "tiled"
+    assert scoring_path(backend).head == "tiled"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_rows_share_a_beginning_but_not_its_dropout_whatever_its_name(open_model: Open, dropout: float) -> None:
+def test_rows_share_a_start_only_without_dropout(open_model: Open, dropout: float) -> None:
+    """Dropout is found by reading twice, so it does not matter what a family calls it."""
     config = tiny_model("opt").config
     config.dropout, config.attention_dropout = dropout, 0.0
     model = AutoModelForCausalLM.from_config(config).eval()
-    # Not the decoder around them: some releases of transformers have it draw a number for every layer it may drop.
+    # Only the layers: in some releases of transformers the decoder draws a random number for every layer it may drop.
     model.get_decoder().layers.train()
     row, backend = random_rows(40)[0], open_model(model)
     before = torch.get_rng_state()
     one, other = backend.score_logprobs([[*row, 5, 6], [*row, 7, 8]], grad=True).logprobs.split()
     assert torch.equal(one[:40], other[:40]) is (dropout == 0.0)
-    assert (backend.engine.plugin.scorer.taken.shared > 0) is (dropout == 0.0)
+    assert (scoring_path(backend).shared > 0) is (dropout == 0.0)
     assert torch.equal(before, torch.get_rng_state()) is (dropout == 0.0)
 
 
-# Positions that are encoded in another way once a forward pass is long enough ----------------------------------------
+# Position encoding that changes with the length of the forward pass ----------------------------------------
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def test_answers_of_long_and_short_prompts_do_not_mix(open_model: Open, longrope
         torch.testing.assert_close(found, oracle.answer_logprobs(longrope, prompt, answer), rtol=1e-7, atol=1e-5)
 
 
-def test_an_answer_that_could_cross_over_is_refused(open_model: Open, longrope: nn.Module) -> None:
+def test_an_answer_that_could_cross_the_switch_is_refused(open_model: Open, longrope: nn.Module) -> None:
     with pytest.raises(InvalidRequestError, match="row 1: its prompt is within 32 tokens") as error:
         open_model(longrope).generate(random_rows(5, 26, 60), {"max_new_tokens": 8})
     assert error.value.rows == (1,) and error.value.field == "max_new_tokens"

@@ -1,9 +1,12 @@
-"""The transformers backend keeps every promise; its oracle is a plain float32 forward pass of the same model."""
+"""The transformers backend passes the conformance suite, fast and plain.
+
+The oracle is a plain float32 forward pass of the same model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -15,11 +18,13 @@ from helpers import oracle as plain
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
-class TestTransformers(BackendConformance):
+class TestFast(BackendConformance):
+    fast: ClassVar[bool] = True
+
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
-        return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer())
+        return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), fast=cls.fast)
 
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
         return plain.logprobs(MODEL, ids, temperature)
@@ -32,5 +37,9 @@ class TestTransformers(BackendConformance):
         return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
 
 
-#: The oracle's own copy, which no backend ever touches.
+class TestPlain(TestFast):
+    fast = False
+
+
+#: The oracle's own copy of the model, which no backend touches.
 MODEL: nn.Module = tiny_model()

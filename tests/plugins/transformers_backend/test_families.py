@@ -1,4 +1,4 @@
-"""Families compute their logits each in its own way: scaled, capped, projected, tied, biased. All must be right."""
+"""Every family computes its logits differently (scaled, capped, projected, tied, biased). All must be right."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from corelm import Backend
 from helpers import oracle
+from helpers.scoring_path import scoring_path
 from helpers.tiny_models import FAMILIES, random_rows, tiny_model
+from transformers_backend.scoring import ScoringPath
 
 Open = Callable[..., Backend]
 PROMPTS = random_rows(1, 40, 3, 17, 3)
 TEXTS = random_rows(30, 2, 1, 64, 9, seed=1)
-#: These have an attention of their own, or none, so rows are padded.
+#: These have their own kind of attention, or none, so rows are padded.
 PADDED = {"bloom", "mamba"}
 
 
@@ -24,8 +26,8 @@ def test_generated_logprobs_are_the_models_own(family: str, open_model: Open) ->
     model = tiny_model(family)
     out = open_model(model).generate(PROMPTS, {"max_new_tokens": 12, "seed": 5}, logprobs="raw")
     for prompt, answer, found in zip(PROMPTS, out.ids.tolist(), out.logprobs.split(), strict=True):
-        # These models' logits are so large that the oracle itself is 5e-6 off; one step of float32 is allowed on top.
-        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=1e-7, atol=1e-5)
+        # These models' logits are so large that the oracle itself is up to 1.4e-5 off (Granite, compared with float64).
+        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=1e-7, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,11 +52,11 @@ def test_scores_take_the_fast_path_and_are_the_models_own(family: str, temperatu
         expected = oracle.logprobs(model, ids, temperature)
         # Float32 has steps of 8e-6 where a log-probability is below -64.
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-5)
-    taken = backend.engine.plugin.scorer.taken
+    path = scoring_path(backend)
     # Some releases of transformers use SDPA for Gemma 2, and some do not.
     padded = family in PADDED or (family == "gemma2" and model.config._attn_implementation != "sdpa")
     layout, shared = ("padded", 0) if padded else ("packed", 3 * 40)
-    assert (taken.head, taken.layout, taken.shared) == ("tiled", layout, shared)
+    assert path == ScoringPath("tiled", layout, shared)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,8 +77,8 @@ def test_gradients_are_the_models_own(family: str, open_model: Open) -> None:
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
-def test_these_heads_are_more_than_a_matrix_product(family: str) -> None:
-    """Otherwise the tests above would pass without the step they are about."""
+def test_these_heads_differ_from_a_matrix_product(family: str) -> None:
+    """If they did not, the tests above would pass without the scale or cap."""
     model = tiny_model(family)
     with torch.no_grad():
         hidden = model.get_decoder()(input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0]
@@ -85,7 +87,7 @@ def test_these_heads_are_more_than_a_matrix_product(family: str) -> None:
 
 
 def with_logits_that_depend_on_the_column(model: Any) -> Any:
-    """A model whose head cannot be run on slices: its logits say where in the input a position stood."""
+    """Return the model with a head that cannot run on slices: its logits depend on the column of a position."""
     plain = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Generation: what is sampled, with which log-probability, and when it ends."""
+"""Generation, fast and plain: what is sampled, with which log-probability, and when it ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, Inv
 from corelm.spec.sampling import SamplingParams
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
-from transformers_backend.decoding import Ending
+from transformers_backend.ending import AnswerEnding
 
 Open = Callable[..., Backend]
 PAD, EOS = 0, 2
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def eos_at_once(model: nn.Module, prompts: Sequence[Sequence[int]]) -> int:
-    """An id that greedy decoding puts first after one of the prompts."""
+def first_greedy_id(model: nn.Module, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the id that greedy decoding samples first after the first prompt."""
     return int(oracle.next_logits(model, prompts[0])[-1].argmax())
 
 
@@ -51,10 +56,10 @@ def test_one_batch_of_very_different_lengths_with_pads_inside(open_model: Open, 
         close(found, oracle.answer_logprobs(model, prompt, answer))
 
 
-def test_an_answer_that_is_eos_at_once(open_model: Open) -> None:
+def test_an_answer_may_be_a_stop_id_only(open_model: Open) -> None:
     model = tiny_model()
     prompts = random_rows(7, 60, 2)
-    stop = eos_at_once(model, prompts)
+    stop = first_greedy_id(model, prompts)
     out = open_model(model).generate(
         prompts, {"max_new_tokens": 6, "temperature": 0, "stop_token_ids": [stop], "ignore_eos": True}
     )
@@ -68,7 +73,7 @@ def test_an_answer_that_is_eos_at_once(open_model: Open) -> None:
 
 
 def processed(logits: Tensor, seen: list[int], answer: list[int], s: dict[str, float]) -> Tensor:
-    """Log-probs [V] of the distribution sampled from, entry by entry, from the definitions of the parameters."""
+    """Return log-probs [V] of the distribution sampled from, entry by entry, from the parameters' definitions."""
     logits = logits.double().clone()
     for token in set(seen + answer):
         value, penalty = float(logits[token]), s.get("repetition_penalty", 1.0)
@@ -110,8 +115,7 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from(
     open_model: Open, sampling: dict[str, float]
 ) -> None:
     model = tiny_model()
-    # Prompts of different lengths: the pads in front of the short ones (id 0) must not count as seen. And many stop
-    # ids, so that rows leave the batch while others go on.
+    # The padding before short prompts (id 0) must not count as seen. Many stop ids make rows leave the batch early.
     prompts = random_rows(40, 2, 11, 5, 23, 1)
     out = open_model(model).generate(
         prompts, {**sampling, "max_new_tokens": 12, "seed": 3, "stop_token_ids": range(1, 60)}, logprobs="processed"
@@ -156,10 +160,10 @@ def test_cuda(open_model: Open) -> None:
         torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=0, atol=1e-3)
 
 
-# Seeds and company --------------------------------------------------------------------------------------------------
+# Seeds and other rows -----------------------------------------------------------------------------------------------
 
 
-def test_an_answer_depends_on_its_prompt_and_seed_alone(open_model: Open) -> None:
+def test_an_answer_depends_on_its_prompt_and_seed_only(open_model: Open) -> None:
     prompts, seeds = random_rows(5, 33, 1, 12), answer_seeds(4, range(4))
     sampling = {"max_new_tokens": 20, "top_p": 0.95}
     backend, frugal = open_model(tiny_model()), open_model(tiny_model(), max_batch_tokens=50)
@@ -186,7 +190,7 @@ def test_without_a_seed_the_global_generator_decides(open_model: Open) -> None:
     assert first == again != second
 
 
-def test_the_answers_of_a_prompt_share_its_prefill_and_change_nothing(open_model: Open) -> None:
+def test_answers_to_one_prompt_share_its_prefill_and_stay_the_same(open_model: Open) -> None:
     model, prompts = tiny_model(), random_rows(30, 4, 30)
     read: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(tuple(args[0].shape)))
@@ -206,7 +210,7 @@ def test_the_answers_of_a_prompt_share_its_prefill_and_change_nothing(open_model
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
-def test_without_a_limit_every_row_fills_the_context_from_where_it_stands(open_model: Open, family: str) -> None:
+def test_without_a_limit_every_row_fills_the_context(open_model: Open, family: str) -> None:
     model = tiny_model(family, max_position_embeddings=32)
     prompts = random_rows(30, 1, 31, 12)
     out = open_model(model).generate(prompts, {"max_new_tokens": None, "ignore_eos": True, "seed": 0})
@@ -224,7 +228,7 @@ def test_a_model_without_a_context_needs_a_limit(open_model: Open) -> None:
 
 def test_no_stop_id_before_min_new_tokens(open_model: Open) -> None:
     model, prompts = tiny_model(), random_rows(7, 20)
-    stop = eos_at_once(model, prompts)
+    stop = first_greedy_id(model, prompts)
     sampling = {"max_new_tokens": 8, "temperature": 0, "stop_token_ids": [stop], "min_new_tokens": 3}
     out = open_model(model).generate(prompts, sampling, logprobs="processed")
     for answer in out.ids.tolist():
@@ -253,8 +257,8 @@ def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(op
 
 
 def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
-    """How many of `ids` are taken before the ending says stop."""
-    ending = Ending(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
+    """Return how many of `ids` are sampled up to the stop; None if nothing stops them."""
+    ending = AnswerEnding(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
     for step, token in enumerate(ids, 1):
         if ending(torch.tensor([token])).get(0):
             return step
@@ -290,7 +294,7 @@ def test_a_stop_string_in_the_first_min_new_tokens_does_not_count() -> None:
     assert steps_until_stop(ids, stop="abc", min_new_tokens=first + 1) == both
 
 
-# The model and its surroundings -------------------------------------------------------------------------------------
+# The caller's model -----------------------------------------------------------------------------------------------
 
 
 def test_the_models_generation_config_supplies_eos_and_nothing_else(open_model: Open) -> None:
@@ -306,7 +310,7 @@ def test_the_models_generation_config_supplies_eos_and_nothing_else(open_model: 
 
 
 def dropout_model() -> Any:
-    """A model with dropout everywhere, in train mode but for one layer, with one frozen layer."""
+    """Return a model with dropout everywhere, in train mode except for one layer, and with one frozen layer."""
     model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
     model.transformer.h[0].eval()
     model.transformer.h[1].requires_grad_(False)
@@ -317,7 +321,7 @@ def state_of(model: nn.Module) -> tuple[list[bool], list[bool]]:
     return [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
 
 
-def test_a_model_in_train_mode_answers_without_dropout_and_is_left_as_it_was(open_model: Open) -> None:
+def test_a_model_in_train_mode_answers_without_dropout_and_is_restored(open_model: Open) -> None:
     model, prompts = dropout_model(), random_rows(5, 20)
     before, backend = state_of(model), open_model(model)
     out = backend.generate(prompts, {"max_new_tokens": 8, "seed": 7})
@@ -326,7 +330,7 @@ def test_a_model_in_train_mode_answers_without_dropout_and_is_left_as_it_was(ope
         close(found, oracle.answer_logprobs(model, prompt, answer))
 
 
-def test_a_failing_step_is_reported_and_leaves_the_model_as_it_was(open_model: Open) -> None:
+def test_a_failing_step_is_reported_and_the_model_is_restored(open_model: Open) -> None:
     model, backend = (model := dropout_model()), open_model(model)
     before = state_of(model)
 
@@ -341,7 +345,7 @@ def test_a_failing_step_is_reported_and_leaves_the_model_as_it_was(open_model: O
     assert backend.generate([[5]], {"max_new_tokens": 2}).ids.lengths.tolist() == [2]
 
 
-def test_results_are_no_inference_tensors_even_in_inference_mode(open_model: Open) -> None:
+def test_results_are_never_inference_tensors(open_model: Open) -> None:
     backend = open_model(tiny_model())
     with torch.inference_mode():
         out = backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True})
@@ -349,7 +353,7 @@ def test_results_are_no_inference_tensors_even_in_inference_mode(open_model: Ope
     assert not out.logprobs.values.requires_grad
 
 
-def test_a_call_that_takes_too_long_says_so(open_model: Open) -> None:
+def test_a_call_that_takes_too_long_raises_a_timeout(open_model: Open) -> None:
     backend = open_model(tiny_model())
     with pytest.raises(BackendTimeoutError, match="not done within"):
         backend.generate([[5, 6]], {"max_new_tokens": 300, "ignore_eos": True}, timeout=0.01)
@@ -377,7 +381,7 @@ def test_a_beam_search_wide_enough_finds_the_likeliest_answer(open_model: Open) 
 def test_beams_end_at_a_stop_id_and_keep_it(open_model: Open) -> None:
     model = tiny_model(vocab_size=12)
     prompts = [[3, 4, 5], [7]]
-    stop = eos_at_once(model, prompts)
+    stop = first_greedy_id(model, prompts)
     sampling = {"num_beams": 2, "max_new_tokens": 8, "temperature": 0, "stop_token_ids": [stop], "length_penalty": -8.0}
     out = open_model(model).generate(prompts, sampling, logprobs="none")
     assert out.ids.tolist()[0] == [stop] and out.finish_reasons[0] == "stop"
@@ -393,7 +397,7 @@ def test_beams_end_at_a_stop_id_and_keep_it(open_model: Open) -> None:
     ],
     ids=str,
 )
-def test_what_would_do_nothing_is_refused(open_model: Open, sampling: dict[str, Any]) -> None:
+def test_parameters_without_effect_are_refused(open_model: Open, sampling: dict[str, Any]) -> None:
     with pytest.raises(CapabilityError):
         open_model(tiny_model()).generate([[5]], {"max_new_tokens": 2, **sampling}, logprobs="none")
 
@@ -410,7 +414,7 @@ def test_engine_kwargs_reach_transformers_generate(open_model: Open) -> None:
 
 
 def test_a_model_that_keeps_its_state_in_its_modules_scores_and_does_not_generate(open_model: Open) -> None:
-    """There the answers of one prompt, or rows that go on when another has ended, would get wrong log-probs."""
+    """Expanding a prompt to several answers, or dropping rows that ended, would make its log-probs wrong."""
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(
         vocab_size=512,

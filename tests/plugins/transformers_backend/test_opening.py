@@ -1,4 +1,4 @@
-"""Opening: what is accepted, what is refused, and what importing the plugin costs."""
+"""Opening: what is accepted, what is refused, and what importing the plugin imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open = Callable[..., Backend]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model and its tokenizer, saved."""
+    """Return a folder with a saved model and its tokenizer."""
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -54,7 +54,7 @@ def test_options_of_loading_are_honoured(folder: Path) -> None:
     engine = TransformersBackend.open(
         folder, dtype="bfloat16", attn_implementation="eager", model_kwargs={"max_position_embeddings": 99}
     )
-    base = engine.model.base
+    base = engine.engine.base
     assert base.dtype == torch.bfloat16 and base.config._attn_implementation == "eager" and not base.training
     assert engine.capabilities.max_context == 99
 
@@ -66,7 +66,7 @@ def test_limits_are_the_models_not_the_tokenizers(open_model: Open) -> None:
     assert backend.generate([[VOCAB + 63] * 63], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
 
 
-def test_an_eos_outside_the_vocabulary_is_none(open_model: Open) -> None:
+def test_an_eos_outside_the_vocabulary_is_ignored(open_model: Open) -> None:
     assert open_model(tiny_model(eos_token_id=50256)).capabilities.eos_token_ids == {tiny_tokenizer().eos_token_id}
     assert open_model(tiny_model(vocab_size=2)).capabilities.eos_token_ids == frozenset()
 
@@ -83,25 +83,25 @@ def test_an_eos_outside_the_vocabulary_is_none(open_model: Open) -> None:
     ],
     ids=str,
 )
-def test_an_option_that_would_do_nothing_is_an_error(options: dict[str, object], field: str) -> None:
+def test_an_option_without_effect_is_an_error(options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         corelm.get_backend("transformers", tiny_model(), **options)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("model", [None, 3])
-def test_nothing_to_open(model: object) -> None:
+def test_a_model_of_the_wrong_type_is_refused(model: object) -> None:
     with pytest.raises(InvalidRequestError, match="model"):
         corelm.get_backend("transformers", model)
 
 
-def test_a_folder_that_is_not_there_fails_as_transformers_says(tmp_path: Path) -> None:
+def test_a_missing_folder_fails_with_the_error_of_transformers(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as caught:
         corelm.get_backend("transformers", tmp_path / "absent")
     assert caught.value.__cause__ is not None
 
 
-def test_models_that_are_no_causal_language_models_are_refused(open_model: Open) -> None:
+def test_other_kinds_of_models_are_refused(open_model: Open) -> None:
     config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     for model in (transformers.T5ForConditionalGeneration(config), tiny_model().model, torch.nn.Linear(2, 2)):
         with pytest.raises(CapabilityError, match=type(model).__name__):

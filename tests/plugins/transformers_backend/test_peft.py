@@ -1,4 +1,4 @@
-"""A PEFT-wrapped model: its adapters are part of what is sampled from and scored with."""
+"""A PEFT-wrapped model samples and scores with its adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wrapped() -> peft.PeftModel:
         return peft.get_peft_model(tiny_model(), config).train()
 
 
-def test_adapters_speak(open_model: Open, wrapped: peft.PeftModel) -> None:
+def test_adapters_take_effect_until_they_are_disabled(open_model: Open, wrapped: peft.PeftModel) -> None:
     backend = open_model(wrapped)
     out = backend.generate(ROWS, {"max_new_tokens": 8, "seed": 0})
     scored = backend.score_logprobs(ROWS)
@@ -37,9 +37,9 @@ def test_adapters_speak(open_model: Open, wrapped: peft.PeftModel) -> None:
     for ids, found in zip(ROWS, scored.logprobs.split(), strict=True):
         torch.testing.assert_close(found, oracle.logprobs(wrapped, ids), rtol=0, atol=1e-5)
     with wrapped.disable_adapter():
-        silent = oracle.logprobs(wrapped, ROWS[1])
-        torch.testing.assert_close(backend.score_logprobs(ROWS).logprobs.split()[1], silent, rtol=0, atol=1e-5)
-    assert float((silent - scored.logprobs.split()[1]).abs().max()) > 0.1
+        without = oracle.logprobs(wrapped, ROWS[1])
+        torch.testing.assert_close(backend.score_logprobs(ROWS).logprobs.split()[1], without, rtol=0, atol=1e-5)
+    assert float((without - scored.logprobs.split()[1]).abs().max()) > 0.1
     assert wrapped.training
 
 
@@ -50,7 +50,7 @@ def test_gradients_reach_the_adapters_and_only_them(open_model: Open, wrapped: p
         assert parameter.requires_grad == ("lora_" in name), name
 
 
-def test_beams_search_with_the_adapters_and_without_anyones_defaults(open_model: Open, wrapped: peft.PeftModel) -> None:
+def test_beams_use_the_adapters_and_ignore_generation_configs(open_model: Open, wrapped: peft.PeftModel) -> None:
     sampling = {"num_beams": 4, "max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
     ids = torch.tensor([ROWS[2]])
     reference = wrapped.eval().generate(

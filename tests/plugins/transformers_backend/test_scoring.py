@@ -1,4 +1,4 @@
-"""Scoring: ragged rows, partial rows, temperatures, logits, gradients."""
+"""Scoring, fast and plain: ragged rows, partial rows, temperatures, logits, gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from helpers.tiny_models import CONTEXT, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = [*random_rows(30, 1, 200, 2, 57), [0, 0, 0, 0], [2, 0, 2]]
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -38,33 +43,7 @@ def test_a_row_may_fill_the_context(open_model: Open) -> None:
     close(open_model(model).score_logprobs(rows).logprobs.split()[0], oracle.logprobs(model, rows[0]))
 
 
-def test_only_what_is_asked_for_is_scored_and_reaches_the_head(open_model: Open) -> None:
-    model, start = tiny_model(), [25, 1, 190, 2, 1, 3, 9]
-    backend = open_model(model)
-    backend.score_logprobs([[5, 6]])
-    seen: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[..., 0].numel()))
-    out = backend.score_logprobs(ROWS, score_from=start)
-    # While the body reads a batch, the head is shown one column of it.
-    scored_tokens = sum(max(0, len(ids) - first) for ids, first in zip(ROWS, start, strict=True))
-    assert sum(seen) <= scored_tokens + len(ROWS)
-    for ids, first, found, scored in zip(ROWS, start, out.logprobs.split(), out.scored.split(), strict=True):
-        assert scored.tolist() == [t >= first for t in range(len(ids))]
-        close(found, oracle.logprobs(model, ids) * scored)
-
-
-def test_a_large_vocabulary_is_scored_in_slices(open_model: Open) -> None:
-    model = tiny_model("qwen2-tied", vocab_size=300_000, hidden_size=32, num_hidden_layers=1)
-    (ids,) = random_rows(150, vocab=300_000)
-    backend, seen = open_model(model), []
-    expected = oracle.logprobs(model, ids)
-    model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.numel()))
-    found = backend.score_logprobs([ids]).logprobs.values
-    assert max(seen) * 4 <= 2**27 < (len(ids) - 1) * 300_000 * 4
-    close(found, expected)
-
-
-def test_nothing_to_score_runs_nothing(open_model: Open) -> None:
+def test_a_call_with_nothing_to_score_does_not_run_the_model(open_model: Open) -> None:
     model = tiny_model()
     model.register_forward_pre_hook(lambda *args: pytest.fail("the model was called"))
     out = open_model(model).score_logprobs([[5], [6, 7]], score_from=[1, 2], return_logits=True, grad=True)
@@ -110,7 +89,7 @@ def modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def test_without_gradients_dropout_is_off_and_the_mode_is_put_back(open_model: Open) -> None:
+def test_without_gradients_dropout_is_off_and_the_mode_is_restored(open_model: Open) -> None:
     model = dropout_model()
     before, out = modes(model), open_model(model).score_logprobs(ROWS)
     assert modes(model) == before and not out.logprobs.values.requires_grad
@@ -128,7 +107,7 @@ def test_with_gradients_the_model_runs_in_its_own_mode(open_model: Open) -> None
     assert float((first - second).detach().abs().max()) > 0.1
 
 
-def test_a_failure_leaves_the_model_as_it_was(open_model: Open) -> None:
+def test_the_model_is_restored_after_a_failure(open_model: Open) -> None:
     model = dropout_model()
     backend, before = open_model(model), modes(model)
     backend.score_logprobs([[5, 6]])
@@ -143,7 +122,7 @@ def test_a_failure_leaves_the_model_as_it_was(open_model: Open) -> None:
             backend.score_logprobs(ROWS, grad=grad)
     handle.remove()
     assert modes(model) == before
-    # The model's own forward is whole again, for its owner and for us.
+    # The model's own forward is restored.
     close(oracle.logprobs(model, ROWS[0]), expected)
     close(backend.score_logprobs(ROWS[:1]).logprobs.values, expected)
 
@@ -158,14 +137,14 @@ def test_bfloat16_is_reduced_in_float32(open_model: Open) -> None:
     assert float((out.logprobs.values - out.logprobs.values.bfloat16().float()).abs().max()) > 0
 
 
-def test_results_are_no_inference_tensors_even_in_inference_mode(open_model: Open) -> None:
+def test_results_are_never_inference_tensors(open_model: Open) -> None:
     backend = open_model(tiny_model())
     with torch.inference_mode():
         out = backend.score_logprobs(ROWS, return_logits=True)
     assert not any(part.values.is_inference() for part in (out.logprobs, out.scored, out.logits))
 
 
-def test_a_call_that_takes_too_long_says_so(open_model: Open) -> None:
+def test_a_call_that_takes_too_long_raises_a_timeout(open_model: Open) -> None:
     with pytest.raises(BackendTimeoutError):
         open_model(tiny_model()).score_logprobs(ROWS, timeout=1e-9)
 

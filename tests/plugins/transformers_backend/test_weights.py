@@ -1,4 +1,4 @@
-"""New weights: from a state dict or a path, all of them or none."""
+"""New weights from a state dict or a path: all are loaded or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scores(backend: Backend) -> Tensor:
     return backend.score_logprobs([IDS]).logprobs.values
 
 
-def speaks_like(backend: Backend, model: torch.nn.Module) -> bool:
+def scores_like(backend: Backend, model: torch.nn.Module) -> bool:
     return torch.allclose(scores(backend), oracle.logprobs(model, IDS), rtol=0, atol=1e-5)
 
 
@@ -37,9 +37,9 @@ def test_a_state_dict_replaces_every_weight_and_nothing_else(open_model: Open, f
     frozen = [p.requires_grad for p in model.parameters()]
     identities = [id(p) for p in model.parameters()]
     backend = open_model(model)
-    assert not speaks_like(backend, new)
+    assert not scores_like(backend, new)
     assert backend.update_weights(new.state_dict(), version="7") == "7"
-    assert speaks_like(backend, new)
+    assert scores_like(backend, new)
     answer = backend.generate([IDS], {"max_new_tokens": 4, "seed": 0})
     assert answer.weight_versions == ("7",)
     expected = oracle.answer_logprobs(new, IDS, answer.ids.tolist()[0])
@@ -48,7 +48,7 @@ def test_a_state_dict_replaces_every_weight_and_nothing_else(open_model: Open, f
     assert [id(p) for p in model.parameters()] == identities
 
 
-def test_dtype_stays_the_models(open_model: Open) -> None:
+def test_the_model_keeps_its_dtype(open_model: Open) -> None:
     model, new = tiny_model().bfloat16(), tiny_model(seed=1)
     open_model(model).update_weights(new.state_dict())
     for name, value in model.state_dict().items():
@@ -73,15 +73,15 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(open_model: Open, fault:
     assert caught.value.field == "state_dict" and torch.equal(scores(backend), before)
 
 
-def test_one_name_is_enough_for_tied_weights_and_two_must_agree(open_model: Open) -> None:
+def test_tied_weights_need_one_name_and_two_must_agree(open_model: Open) -> None:
     backend, new = open_model(tiny_model("qwen2-tied")), tiny_model("qwen2-tied", seed=1)
     state = dict(new.state_dict())
     del state["lm_head.weight"]
     backend.update_weights(state)
-    assert speaks_like(backend, new)
+    assert scores_like(backend, new)
     with pytest.raises(InvalidRequestError, match=r"lm_head\.weight"):
         backend.update_weights({**state, "lm_head.weight": torch.zeros_like(new.lm_head.weight)})
-    assert speaks_like(backend, new)
+    assert scores_like(backend, new)
 
 
 def saved(new: Any, folder: Path, kind: str) -> Path:
@@ -109,11 +109,11 @@ def saved(new: Any, folder: Path, kind: str) -> Path:
 def test_weights_are_read_from_a_path(open_model: Open, tmp_path: Path, family: str, kind: str) -> None:
     backend, new = open_model(tiny_model(family)), tiny_model(family, seed=1)
     backend.update_weights(saved(new, tmp_path, kind))
-    assert speaks_like(backend, new)
+    assert scores_like(backend, new)
 
 
 class _Planted:
-    """Unpickles to a call that leaves a trace."""
+    """Unpickling it calls something that leaves a trace."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -133,14 +133,14 @@ def test_a_pickle_is_not_run(open_model: Open, tmp_path: Path, name: str) -> Non
     with pytest.raises(CoreLMError):
         backend.update_weights(folder / name if name == "weights.pt" else folder)
     assert not trace.exists() and torch.equal(scores(backend), before)
-    # The trap works where nothing guards against it.
+    # Without a guard, the trap works.
     with (folder / "plain").open("wb") as file:
         pickle.dump(_Planted(trace), file)
     pickle.loads((folder / "plain").read_bytes())
     assert trace.exists()
 
 
-def test_a_path_that_is_not_there_or_holds_another_model_changes_nothing(open_model: Open, tmp_path: Path) -> None:
+def test_a_missing_path_or_another_model_changes_nothing(open_model: Open, tmp_path: Path) -> None:
     backend = open_model(tiny_model())
     before = scores(backend)
     with pytest.raises(InvalidRequestError, match="nothing at"):
@@ -166,21 +166,21 @@ def lora(seed: int) -> peft.PeftModel:
         return peft.get_peft_model(tiny_model(seed=seed), config).eval()
 
 
-def test_a_wrapped_model_takes_its_own_names_or_those_of_the_model_inside(open_model: Open, tmp_path: Path) -> None:
+def test_a_wrapped_model_accepts_its_own_names_or_those_of_the_inner_model(open_model: Open, tmp_path: Path) -> None:
     model, other = lora(0), lora(1)
     backend = open_model(model)
     backend.update_weights(other.state_dict())
-    assert speaks_like(backend, other)
+    assert scores_like(backend, other)
 
     plain = tiny_model(seed=2)
     adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
     backend.update_weights(plain.state_dict())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in adapters.items())
     with model.disable_adapter():
-        assert speaks_like(backend, plain)
-    assert not speaks_like(backend, plain)
+        assert scores_like(backend, plain)
+    assert not scores_like(backend, plain)
 
     tiny_model(seed=3).save_pretrained(tmp_path)
     backend.update_weights(tmp_path)
     with model.disable_adapter():
-        assert speaks_like(backend, tiny_model(seed=3))
+        assert scores_like(backend, tiny_model(seed=3))

@@ -1,4 +1,4 @@
-"""The sglang backend of core."""
+"""The `sglang` backend of corelm."""
 
 from sglang_backend.backend import SGLangBackend
 

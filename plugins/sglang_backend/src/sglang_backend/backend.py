@@ -1,4 +1,4 @@
-"""`SGLangBackend`: the hooks, each one line long, and how a server is opened: ours, or one that is there."""
+"""`SGLangBackend`: the hooks, and `open`, which launches a server or connects to one behind a URL."""
 
 from __future__ import annotations
 
@@ -21,36 +21,41 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.support import HttpClient
-from sglang_backend import probe, weights
-from sglang_backend.probe import Given
-from sglang_backend.server import ALIVE, Server
+from sglang_backend import weights
+from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
+from sglang_backend.probing import probe_server
+from sglang_backend.server import SGLangServer
 
 if TYPE_CHECKING:
     from sglang_backend.launch import LaunchedServer
 
-#: Where the key of a server behind a URL is looked up if it is not given.
+#: The environment variable that holds the key of a server behind a URL, if none is passed.
 KEY_VARIABLE = "SGLANG_API_KEY"
-#: Seconds a server of ours may take to start: loading a large model is slow.
+#: Seconds that a launched server may take to start: loading a large model is slow.
 STARTUP_TIMEOUT = 600.0
 
 
 class SGLangBackend:
-    """Samples from and scores with an SGLang server. Any number of calls at a time; the server batches them."""
+    """Samples from and scores with an SGLang server. It takes any number of calls at a time; the server batches them.
+
+    Attributes:
+        engine: the connection to the server.
+        launched: the server's process, if this backend started it; None for a server behind a URL.
+    """
 
     requires_api = ">=1,<2"
 
-    def __init__(self, server: Server, model: str, launched: LaunchedServer | None) -> None:
-        self.server = server
-        self.model = model
+    def __init__(self, engine: SGLangServer, launched: LaunchedServer | None) -> None:
+        self.engine = engine
         self.launched = launched
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.server.capabilities
+        return self.engine.capabilities
 
     @property
     def tokenizer(self) -> Any:
-        return self.server.tokenizer
+        return self.engine.tokenizer
 
     @classmethod
     def open(
@@ -73,25 +78,33 @@ class SGLangBackend:
         progress: bool = True,
         **server_args: Any,
     ) -> SGLangBackend:
-        """Launch a server for `model`, or use the one at `base_url`.
+        """Launch a server for `model`, or connect to the one at `base_url`.
 
         Args:
-            model: a folder or hub name. base_url: ``http(s)://host:port`` in its place.
-            tokenizer: a tokenizer, or a folder or hub name of one; None for the model's own.
-            vocab_size, max_context, eos_token_ids: of the model; None to ask the server and its model's files.
-            api_key, headers: for a server behind a URL; the key is else taken from ``SGLANG_API_KEY``.
-            connect_timeout, read_timeout: seconds; the latter without a byte mean that the server hangs.
-            max_in_flight: rows at the server at a time. max_retries: for failures that may pass.
-            startup_timeout: seconds a launched server may take to start. progress: show how long it takes.
+            model: a folder or hub name.
+            base_url: ``http(s)://host:port`` of a running server, instead of a model.
+            tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
+            vocab_size: ids are below it; None to read the model's configuration.
+            max_context: the longest prompt + answer, in tokens; None to ask the server.
+            eos_token_ids: the ids that end every answer; None to read the model's files.
+            api_key: the key of a server behind a URL; None to take it from ``SGLANG_API_KEY``.
+            headers: sent with every request to a server behind a URL.
+            connect_timeout: seconds to make a connection.
+            read_timeout: seconds without a byte after which the server counts as hung.
+            max_in_flight: the most rows at the server at a time, over all threads.
+            max_retries: how often a request is repeated after a failure that may pass.
+            startup_timeout: seconds that a launched server may take to start.
             env: added to the environment of a launched server.
+            progress: show on standard error how long a launched server has been starting.
             server_args: the launched server's own arguments in Python spelling: ``mem_fraction_static=0.3`` is
-                ``--mem-fraction-static 0.3``, and True a flag.
+                ``--mem-fraction-static 0.3``, and True is a flag.
 
         Raises:
-            InvalidRequestError: nothing to open, options of one kind with the other kind, or something that has to be
-                passed because the server does not tell.
-            EngineError: the server does not start, with the end of its log, or is none of SGLang's.
-            BackendTimeoutError: it is not ready in time.
+            InvalidRequestError: neither or both of model and base_url, an option of the other way to open, or a fact
+                about the model that has to be passed because it cannot be read here.
+            EngineError: the server ends while it starts (the message holds the end of its log), or what answers at
+                `base_url` is not an SGLang server.
+            BackendTimeoutError: the server is not ready in time.
         """
         launching = {
             **server_args,
@@ -100,23 +113,23 @@ class SGLangBackend:
             "progress": None if progress else progress,
         }
         connecting = {"api_key": api_key, "headers": headers}
-        _one_way(model, base_url, launching, connecting)
-        given = Given(
+        _check_options(model, base_url, launching, connecting)
+        hints = ModelHints(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             max_context=max_context,
             eos_token_ids=eos_token_ids,
             trust_remote_code=bool(server_args.get("trust_remote_code")),
         )
-        # Whatever fails from here on, no process and no thread is left behind.
-        with ExitStack() as undo:
+        # If anything fails from here on, no process and no thread is left behind.
+        with ExitStack() as cleanup:
             launched = None
             if base_url is None:
-                # Not above: processes are started and ended as on Linux, and a server elsewhere needs none.
+                # Imported here because `launch` needs a POSIX system, and a server behind a URL does not.
                 from sglang_backend.launch import LaunchedServer
 
                 launched = LaunchedServer(os.fspath(model), server_args, env or {})
-                undo.callback(launched.close)
+                cleanup.callback(launched.close)
                 base_url, api_key = launched.base_url, launched.api_key
             client = HttpClient(
                 base_url,
@@ -128,59 +141,66 @@ class SGLangBackend:
                 max_in_flight=max_in_flight,
                 max_retries=max_retries,
             )
-            undo.callback(client.close)
+            cleanup.callback(client.close)
             if launched is not None:
-                launched.wait_until(lambda: client.answers(ALIVE), startup_timeout, f"sglang, {model}", progress)
-            found = probe.look(client, given)
-            undo.pop_all()
-        server = Server(client, found.tokenizer, found.capabilities, found.label)
-        return cls(server, found.model, launched)
+                launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
+            info = probe_server(client, read_server(client, hints))
+            cleanup.pop_all()
+        return cls(SGLangServer(client, info, takes_state_dict=launched is not None), launched)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        return self.server.generate(request)
+        return self.engine.generate(request)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        return self.server.score(request)
+        return self.engine.score(request)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        weights.update(self.server, request, self.model, launched=self.launched is not None)
+        weights.load(self.engine, request)
         return True
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        return (self.launched is None or self.launched.alive) and self.server.health()
+        return (self.launched is None or self.launched.alive) and self.engine.health()
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
-        return self.server.abort(request)
+        return self.engine.abort(request)
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self.server.close()
+        self.engine.close()
         if self.launched is not None:
             self.launched.close()
         return True
 
 
-def _one_way(model: Any, base_url: str | None, launching: Mapping[str, Any], connecting: Mapping[str, Any]) -> None:
-    """Raises:
-    InvalidRequestError: both ways to a server are given, or none, or an option of the other way.
+def _check_options(
+    model: Any, base_url: str | None, launching: Mapping[str, Any], connecting: Mapping[str, Any]
+) -> None:
+    """Refuse anything but one of `model` and `base_url`, and options that belong to the other one.
+
+    Args:
+        model: what `open` was given.
+        base_url: likewise.
+        launching: the options of a launched server; None for those that were not given.
+        connecting: the options of a server behind a URL; None for those that were not given.
     """
     if base_url is None:
         if isinstance(model, (str, os.PathLike)):
-            _refuse(connecting, "said to a server behind a URL; the key of a launched one is random")
+            _refuse(connecting, "only for a server behind base_url; a launched server gets a random key")
             return
-        _refuse(launching, "said when a server is launched, but there is no model to launch one for")
+        _refuse(launching, "only for a launched server, and there is no model to launch one for")
         raise InvalidRequestError(
-            f"model: expected a folder or hub name, or base_url= in its place; got {type(model).__name__}",
-            field="model",
+            f"model: expected a folder or hub name, or base_url= instead; got {type(model).__name__}", field="model"
         )
     if model is not None:
-        raise InvalidRequestError("model: the server behind base_url has one already; give one of them", field="model")
-    _refuse(launching, "said when a server is launched; the one behind base_url is there already")
+        raise InvalidRequestError(
+            "model: the server behind base_url already has one; pass only base_url", field="model"
+        )
+    _refuse(launching, "only for a launched server; the one behind base_url already runs")
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:

@@ -1,4 +1,4 @@
-"""`LaunchedServer`: an SGLang server of our own, on this machine's loopback, that lives no longer than we do."""
+"""`LaunchedServer`: an SGLang server on this machine's loopback address, which never outlives this process."""
 
 from __future__ import annotations
 
@@ -19,41 +19,44 @@ from typing import IO, Any
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 
 HOST = "127.0.0.1"
-#: What is not the caller's to say: where the server listens and who may talk to it.
-RESERVED = frozenset({"model_path", "host", "port", "api_key", "admin_api_key", "config"})
-#: Seconds between two looks at a server that starts.
-_GLANCE = 0.25
-#: How much of the end of a log is read, and shown.
+#: The server's arguments that the backend sets itself: where the server listens and which key it asks for.
+RESERVED_ARGUMENTS = frozenset({"model_path", "host", "port", "api_key", "admin_api_key", "config"})
+#: Seconds between two checks whether a starting server is ready.
+_POLL_INTERVAL = 0.25
+#: How many bytes of the end of the log are read, and how many lines of them are shown.
 _TAIL_BYTES, _TAIL_LINES = 16384, 25
-#: The supervisor kills what does not end within its own grace; this is beyond it.
-_CLOSING = 30.0
+#: Seconds that the supervisor may take to end. It kills the server after `supervisor.GRACE`, which is much shorter.
+_CLOSE_TIMEOUT = 30.0
 
 
 class LaunchedServer:
-    """A server process under a supervisor that ends it when this process closes it, ends or is killed.
+    """A server process under a supervisor, which ends it when this process closes it, ends or is killed.
 
     Attributes:
-        base_url: where it listens. api_key: random; without it the server answers nobody.
+        base_url: where the server listens.
+        api_key: a random key. The server refuses requests without it.
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """Start it; see `wait_until`.
+        """Start the server. `wait_until` returns when it is ready.
 
         Args:
-            model: the folder or hub name. arguments: the server's own, in Python spelling. env: added to its
-                environment.
+            model: the model's folder or hub name.
+            arguments: the server's own arguments, in Python spelling.
+            env: added to the server's environment.
 
         Raises:
-            InvalidRequestError: an argument that is ours to give.
+            InvalidRequestError: one of `RESERVED_ARGUMENTS`.
         """
         for name in arguments:
-            if name in RESERVED:
-                raise InvalidRequestError(f"{name}: decided by the backend, which owns the server", field=name)
+            if name in RESERVED_ARGUMENTS:
+                raise InvalidRequestError(f"{name}: the backend sets this itself; leave it out", field=name)
         port = _free_port()
         self.base_url = f"http://{HOST}:{port}"
-        # The server puts it into its command line, where a key that begins with "-" would be read as an option.
+        # Hexadecimal: the server turns its configuration into a command line, where a key that begins with "-" would
+        # be read as an option.
         self.api_key = secrets.token_hex(32)
-        # In a file, since everybody can read a command line.
+        # The key goes into a file, since every user of the machine can read command lines.
         self._folder = tempfile.TemporaryDirectory(prefix="corelm-sglang-")
         config = Path(self._folder.name, "server.yaml")
         config.write_text(json.dumps({"api-key": self.api_key}))
@@ -70,8 +73,8 @@ class LaunchedServer:
             start_new_session=True,
         )
         assert self._supervisor.stdin is not None
-        self._hold = self._supervisor.stdin
-        _HELD.add(self._hold)
+        self._lifeline = self._supervisor.stdin
+        _LIFELINES.add(self._lifeline)
 
     def __repr__(self) -> str:
         return f"LaunchedServer({self.base_url!r}{'' if self.alive else ', ended'})"
@@ -81,34 +84,37 @@ class LaunchedServer:
         return self._supervisor.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
-        """Return once `ready` is true.
+        """Return once `ready` returns True.
 
         Args:
-            what: what the progress on standard error is called.
+            ready: whether the server can be used. It is called again and again.
+            timeout: seconds to wait.
+            what: the name of the progress on standard error.
+            progress: show it.
 
         Raises:
             EngineError: the server ended instead; the message holds the end of its log.
-            BackendTimeoutError: it took longer than `timeout` seconds.
+            BackendTimeoutError: the server was not ready after `timeout` seconds.
         """
         from tqdm import tqdm
 
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         with tqdm(desc=what, bar_format="{desc}: {elapsed}", mininterval=1.0, disable=not progress) as bar:
             while not ready():
-                if not self._still_runs(_GLANCE):
+                if not self._runs_after(_POLL_INTERVAL):
                     raise EngineError(f"the server ended while it started:\n{self.log_tail()}", usable=False)
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise BackendTimeoutError(
                         f"the server was not ready within {timeout:g} s (startup_timeout):\n{self.log_tail()}"
                     )
                 bar.update()
-        # The server has read the key.
+        # The server has read its key, so the file with it can go.
         self._folder.cleanup()
 
     def log_tail(self) -> str:
-        """The last lines that the server wrote, without its key."""
+        """Return the last lines that the server wrote, with its key masked."""
         size = os.fstat(self._log.fileno()).st_size
-        # The server writes through the same open file: reading must not move its position.
+        # The server writes through the same open file, so reading must not move its position.
         read = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         text = read.decode(errors="replace").replace(self.api_key, "***")
         return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
@@ -117,15 +123,17 @@ class LaunchedServer:
         """End the server and all its processes. Closing twice is fine.
 
         Raises:
-            EngineError: it does not end.
+            EngineError: the supervisor does not end.
         """
-        self._hold.close()
-        if self._still_runs(_CLOSING):
-            raise EngineError(f"the server's supervisor (process {self._supervisor.pid}) does not end", usable=False)
+        self._lifeline.close()
+        if self._runs_after(_CLOSE_TIMEOUT):
+            raise EngineError(
+                f"the server's supervisor (process {self._supervisor.pid}) does not end; kill it", usable=False
+            )
         self._folder.cleanup()
         self._log.close()
 
-    def _still_runs(self, seconds: float) -> bool:
+    def _runs_after(self, seconds: float) -> bool:
         try:
             self._supervisor.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -134,7 +142,7 @@ class LaunchedServer:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Python's spelling of arguments as the command line's.
+    """Return the server's command-line options for arguments in Python spelling.
 
     >>> command_line({"mem_fraction_static": 0.3, "disable_radix_cache": True, "revision": None, "stop": [1, 2]})
     ['--mem-fraction-static=0.3', '--disable-radix-cache', '--stop', '1', '2']
@@ -149,13 +157,16 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         else:
-            # In one word, or a value that begins with "-" would be read as an option.
+            # One word, since a value that begins with "-" would otherwise be read as an option.
             words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words
 
 
 def _free_port() -> int:
-    """One below those that systems give to outgoing connections, any of which could take it before the server is up."""
+    """Return a free port below those that systems give to outgoing connections.
+
+    One of those connections could take a higher port before the server listens on it.
+    """
     while True:
         port = secrets.choice(range(15000, 32000))
         with socket.socket() as probe:
@@ -163,18 +174,19 @@ def _free_port() -> int:
                 probe.bind((HOST, port))
                 return port
             except OSError as error:
-                # Another one may be free; whatever else it is would be so again.
+                # Another port may be free. Any other error would come again.
                 if error.errno != errno.EADDRINUSE:
                     raise
 
 
-#: The pipes that keep servers alive. A forked child (of a data loader, say) would hold on to its copies.
-_HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+#: The pipes to supervisors: a server ends when the last copy of its pipe is closed.
+_LIFELINES: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    for pipe in list(_HELD):
+def _close_lifelines() -> None:
+    for pipe in list(_LIFELINES):
         pipe.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+# A forked child (of a data loader, for example) inherits copies, which would keep the servers alive after this process.
+os.register_at_fork(after_in_child=_close_lifelines)

@@ -1,4 +1,4 @@
-"""Sampling parameters under SGLang's names, and which of core's promises its server can keep."""
+"""Translate `SamplingParams` into SGLang's sampling parameters, and refuse those that it would change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
 
-#: Sampling parameters honoured, each with its legal range or None for the range that `SamplingParams` itself allows.
-#: Not among them: `repetition_penalty`, which SGLang takes from the answer's ids alone and not from the prompt's.
+#: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
+#: `repetition_penalty` is missing: SGLang applies it to ids of the answer only, not to those of the prompt.
 HONOURED: dict[str, Range | None] = {
     "temperature": None,
     "top_p": None,
@@ -21,11 +21,11 @@ HONOURED: dict[str, Range | None] = {
     "engine_kwargs": None,
 }
 
-#: Below this SGLang decodes greedily, and says nothing.
+#: The lowest temperature above 0. SGLang silently decodes greedily below it.
 COLDEST = 1e-6
-#: The most stop strings a request may have.
-MOST_STOPS = 32
-#: What engine_kwargs may not hold, beside the names of core: what is returned, and how, is settled already.
+#: The most stop strings that a request may have. `protocol` finds the others.
+MAX_STOP_STRINGS = 32
+#: Fields that engine_kwargs may not hold, in addition to corelm's own names: the plugin decides what SGLang returns.
 SETTLED = frozenset({"beam_width", "no_stop_trim", "sampling_seed", "stop_regex", "stream_interval"})
 
 
@@ -38,54 +38,60 @@ def parameters(
     eos_token_ids: frozenset[int],
     vocab_size: int,
 ) -> dict[str, Any]:
-    """All of `sampling` for one answer, defaults included: a server may have others of its own.
+    """Return all of `sampling` for one answer. Defaults are included, since a server may have different ones.
 
-    The server ends an answer at its own EOS and at `stop_ids`, or at no id at all; `min_new_tokens` does not hold its
-    stop strings back. Where that is not what was asked for, it is told to go on, and `ending.cut` ends the answer.
+    The server either ends an answer at its own EOS and at `stop_ids`, or at no id. It does not hold stop strings back
+    until `min_new_tokens`. Where neither gives what was asked for, the server is told to go on, and `protocol` cuts the
+    answer off at its end.
 
     Args:
-        stop_ids: what ends this answer. eos_token_ids: what the server ends any answer with.
+        sampling: how to sample.
+        max_new_tokens: the answer's length limit in tokens.
+        seed: the answer's seed, or None.
+        stop_ids: the ids that end this answer.
+        eos_token_ids: the ids that the server ends every answer with, unless it is told to ignore them.
+        vocab_size: ids are below it.
 
     Raises:
-        CapabilityError: a combination that SGLang would sample another distribution for.
-        InvalidRequestError: a temperature that SGLang would change; engine_kwargs that say again what is said already.
+        CapabilityError: a combination for which SGLang would sample from another distribution.
+        InvalidRequestError: a temperature that SGLang would change, or a name in engine_kwargs that corelm sets itself.
     """
     _check(sampling, stop_ids, eos_token_ids)
     ends_by_id = bool(stop_ids) and eos_token_ids <= stop_ids
-    # At temperature 0 nothing is drawn, and nothing is to be cut off.
-    cut = SamplingParams() if sampling.greedy else sampling
+    # Greedy decoding draws nothing, so truncation has no effect.
+    truncation = SamplingParams() if sampling.greedy else sampling
     return {
         "n": 1,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min(sampling.min_new_tokens, max_new_tokens) if ends_by_id else 0,
         "temperature": sampling.temperature,
-        # The server's scheduler cannot hold a larger number.
-        "top_k": -1 if cut.top_k is None else min(cut.top_k, vocab_size),
-        "top_p": cut.top_p,
-        "min_p": cut.min_p,
+        # A top_k that does not fit into 32 bits ends the server's scheduler.
+        "top_k": -1 if truncation.top_k is None else min(truncation.top_k, vocab_size),
+        "top_p": truncation.top_p,
+        "min_p": truncation.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "stop": [] if sampling.min_new_tokens else list(sampling.stop[:MOST_STOPS]),
+        "stop": [] if sampling.min_new_tokens else list(sampling.stop[:MAX_STOP_STRINGS]),
         "stop_token_ids": sorted(stop_ids) if ends_by_id else [],
         "ignore_eos": not ends_by_id,
         "skip_special_tokens": sampling.skip_special_tokens,
         **({} if seed is None else {"sampling_seed": seed}),
-        **_extras(sampling),
+        **_engine_kwargs(sampling),
     }
 
 
 def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: frozenset[int]) -> None:
     if sampling.top_k is not None and sampling.top_p < 1.0 and not sampling.greedy:
         raise CapabilityError(
-            "SGLang measures top_p against all tokens and not against what top_k has left, as corelm promises; "
-            "give one of them",
+            "SGLang applies top_p to the probabilities of all tokens, but corelm promises those that top_k has kept, "
+            "renormalised; give one of them",
             capability="top_p",
         )
     if sampling.min_new_tokens and stop_ids and not eos_token_ids <= stop_ids:
         raise CapabilityError(
-            "SGLang keeps EOS from being sampled before min_new_tokens, also where it is to be a token like any other; "
-            "leave out min_new_tokens or ignore_eos",
+            "SGLang forbids EOS before min_new_tokens even if ignore_eos makes it a token like any other; leave out "
+            "min_new_tokens or ignore_eos",
             capability="min_new_tokens",
         )
     if 0 < sampling.temperature < COLDEST:
@@ -95,10 +101,10 @@ def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: fr
         )
 
 
-def _extras(sampling: SamplingParams) -> dict[str, Any]:
+def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
     for name in sampling.engine_kwargs:
-        ours = ALIASES.get(name, name)
-        if ours in FIELDS or name in SETTLED:
-            hint = f"give it as {ours}" if ours in FIELDS else "corelm decides it"
-            raise InvalidRequestError(f"engine_kwargs: {name!r} does not belong here; {hint}", field="engine_kwargs")
+        own_name = ALIASES.get(name, name)
+        if own_name in FIELDS or name in SETTLED:
+            hint = f"give it as {own_name}" if own_name in FIELDS else "corelm decides it"
+            raise InvalidRequestError(f"engine_kwargs: {name!r} is not allowed here; {hint}", field="engine_kwargs")
     return dict(sampling.engine_kwargs)

@@ -1,9 +1,10 @@
-"""Runs a server for as long as somebody holds the other end of its standard input. Needs the standard library alone.
+"""Run a server until standard input closes. Uses the standard library only.
 
     python supervisor.py COMMAND ...
 
-The one who started it holds that end. When it closes, on purpose or because its holder was killed, the server's whole
-process group is ended: asked first, killed if that does not help. A server that ends by itself leaves no child behind.
+The process that starts the supervisor keeps the other end of its standard input open. When that end closes, on purpose
+or because its holder was killed, the supervisor ends the server's whole process group: first with SIGTERM, then with
+SIGKILL. If the server ends by itself, the supervisor kills the children that it left behind.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import sys
 import threading
 from contextlib import suppress
 
-#: Seconds a server has to end by itself. SGLang would take more than five, and then kills its processes too.
+#: Seconds between SIGTERM and SIGKILL. SGLang would take more than five to end, and then kills its processes too.
 GRACE = 2.0
 
 
 def main(command: list[str]) -> int:
-    """The server's exit status, or minus the signal that ended it."""
+    """Return the server's exit status, or minus the signal that ended it."""
     stop, ended = threading.Event(), threading.Event()
-    # Before there is a server that this could leave behind.
+    # Set before the server starts, so that a signal never ends the supervisor alone.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    # A session of its own: a Ctrl-C in the terminal is for the holder, who then closes this end.
+    # In a new session, so that a Ctrl-C in the terminal reaches only the holder, which then closes its end.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def watch_holder() -> None:
@@ -32,16 +33,16 @@ def main(command: list[str]) -> int:
             pass
         stop.set()
 
-    def end() -> None:
+    def end_server() -> None:
         stop.wait()
-        # One that was stopped must run to hear that it should end.
+        # SIGCONT: a stopped process handles SIGTERM only once it runs again.
         _signal_all(server, signal.SIGTERM, signal.SIGCONT)
         if not ended.wait(GRACE):
             _signal_all(server, signal.SIGKILL)
 
-    for task in (watch_holder, end):
+    for task in (watch_holder, end_server):
         threading.Thread(target=task, daemon=True).start()
-    # Not reaped yet, so that no other process can have its number while the rest of its group is killed.
+    # WNOWAIT: until the server is reaped, no other process gets its id, so the group can be killed safely.
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     ended.set()
     _signal_all(server, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The transformers backend: sampling from and scoring with Hugging Face models, in this process."""
+"""The transformers backend: samples from and scores with Hugging Face models, in this process."""
 
 from transformers_backend.backend import TransformersBackend
 

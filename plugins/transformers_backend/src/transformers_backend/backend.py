@@ -1,4 +1,4 @@
-"""`TransformersBackend`: the hooks, each one line long, and how a model is opened."""
+"""`TransformersBackend`: how a model is opened, and the hooks, each of them a line or two."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from corelm.spec import (
-    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
@@ -21,52 +20,33 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from transformers_backend import beams, decoding, scoring, weights
-from transformers_backend.model import CausalLM
-
-#: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
-HONOURED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "stop",
-    "num_beams",
-    "length_penalty",
-    "early_stopping",
-    "engine_kwargs",
-)
+from transformers_backend import loading, weights
+from transformers_backend.beams import beam_search
+from transformers_backend.capabilities import read_capabilities
+from transformers_backend.decoding import Decoder
+from transformers_backend.engine import CausalLM
+from transformers_backend.scoring import Scorer
 
 
 class TransformersBackend:
-    """Samples from and scores with a causal language model, in this process. One call at a time."""
+    """Samples from and scores with a causal language model, in this process. It runs one call at a time.
+
+    Attributes:
+        engine: drives the model.
+        decoder: makes the answers.
+        scorer: makes the scores.
+        tokenizer, capabilities: what core asks of every backend.
+    """
 
     requires_api = ">=1,<2"
 
-    def __init__(self, model: CausalLM, tokenizer: Any, max_batch_tokens: int) -> None:
-        self.model: CausalLM | None = model
-        self.scorer: scoring.Scorer | None = scoring.Scorer(model, max_batch_tokens)
+    def __init__(self, engine: CausalLM, tokenizer: Any, max_batch_tokens: int, *, fast: bool = True) -> None:
+        decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
+        self.engine = engine
+        self.decoder = decoder_class(engine, tokenizer, max_batch_tokens)
+        self.scorer = scorer_class(engine, max_batch_tokens)
         self.tokenizer = tokenizer
-        self.max_batch_tokens = max_batch_tokens
-        eos = model.eos_token_ids | {tokenizer.eos_token_id}
-        self.capabilities = Capabilities(
-            vocab_size=model.vocab_size,
-            max_context=model.max_context,
-            # A configuration class may default to the EOS of a larger vocabulary.
-            eos_token_ids=frozenset(token for token in eos if token is not None and token < model.vocab_size),
-            sampling=dict.fromkeys(HONOURED),
-            generation_modes=frozenset({"raw", "processed"}),
-            score=True,
-            score_temperature=True,
-            logits=True,
-            gradients=True,
-            per_answer_seeds=True,
-            update_weights=True,
-        )
+        self.capabilities = read_capabilities(engine, tokenizer)
 
     @classmethod
     def open(
@@ -80,135 +60,81 @@ class TransformersBackend:
         attn_implementation: str | None = None,
         max_batch_tokens: int = 32768,
         model_kwargs: Mapping[str, Any] | None = None,
+        fast: bool = True,
     ) -> TransformersBackend:
-        """Load a model, or take one that is there.
+        """Load a model, or use one that is already loaded.
 
         Args:
             model: a folder or hub name, or a model object, PEFT-wrapped or not. An object keeps its device, dtype,
                 train/eval mode and `requires_grad`.
             tokenizer: a tokenizer, or a folder or hub name of one; None for the model's own.
-            dtype: None for the checkpoint's own. device: None for the first GPU, or the CPU where there is none.
-            max_batch_tokens: how many tokens share a forward pass, padding and answers to come included. With
-                ``max_new_tokens=None`` an answer counts as long as the context allows: give more to batch those.
-            model_kwargs: passed to ``from_pretrained`` as they are.
+            dtype: None for the checkpoint's own.
+            device: None for the first GPU, or the CPU if there is no GPU.
+            trust_remote_code: run Python code that comes with the model.
+            attn_implementation: None for transformers' choice.
+            max_batch_tokens: how many tokens share a forward pass, including padding and the answers to come. With
+                ``max_new_tokens=None`` an answer counts as long as the context allows, so batching such rows needs a
+                larger value.
+            model_kwargs: passed to ``from_pretrained`` unchanged.
+            fast: use the accelerations of `transformers_backend.fast`. False runs the plain code only, to find out
+                whether an acceleration causes a problem: the numbers must be the same.
 
         Raises:
-            InvalidRequestError: nothing to open, options of loading with a model that is loaded, or no tokenizer.
-            CapabilityError: a model that this backend cannot run.
+            InvalidRequestError: there is nothing to open, no tokenizer, or an option of loading was given with a model
+                object.
+            CapabilityError: this backend cannot run the model.
         """
         if isinstance(model, (str, os.PathLike)):
             tokenizer = model if tokenizer is None else tokenizer
-            module = _load(model, dtype, device, trust_remote_code, attn_implementation, model_kwargs or {})
+            module = loading.load_model(
+                model,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attn_implementation,
+                model_kwargs=model_kwargs or {},
+            )
         elif isinstance(model, nn.Module):
-            loading = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-            _not_loading({**loading, "model_kwargs": model_kwargs or None})
+            loading.refuse_loading_options(
+                dtype=dtype, device=device, attn_implementation=attn_implementation, model_kwargs=model_kwargs or None
+            )
             module = model
         else:
             raise InvalidRequestError(
                 f"model: expected a folder, a hub name or a model object, got {type(model).__name__}", field="model"
             )
-        causal = CausalLM(module, _base(module))
-        return cls(causal, _tokenizer(tokenizer, causal.base, trust_remote_code), max_batch_tokens)
+        engine = CausalLM(module, loading.base_model(module))
+        tokenizer = loading.load_tokenizer(tokenizer, engine.base, trust_remote_code)
+        return cls(engine, tokenizer, max_batch_tokens, fast=fast)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        model = self._open_model()
-        if request.sampling.num_beams > 1:
-            return beams.beam_search(model, request)
-        if request.sampling.engine_kwargs:
-            raise CapabilityError(
-                "engine_kwargs go to transformers' own generate, which serves beams only; drop them or give num_beams",
-                capability="engine_kwargs",
-            )
-        return decoding.generate(model, self.tokenizer, request, self.max_batch_tokens)
+        return beam_search(self.engine, request) if request.sampling.num_beams > 1 else self.decoder.generate(request)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        return self._open_scorer().score(request)
+        return self.scorer.score(request)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        model = self._open_model()
-        if request.state_dict is not None:
-            weights.update(model, request.state_dict)
-        elif request.path is not None:
-            weights.update_from_path(model, request.path)
-        self._open_scorer().forget()
+        weights.load(self.engine, request)
+        self.scorer.weights_changed()
         return True
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        return self.model is not None
+        # The model runs in this process, so it can serve as long as the backend is open.
+        return True
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self.model = self.scorer = None
+        # Core calls no other hook after this one; without these references the model's memory can be freed.
+        del self.engine, self.decoder, self.scorer
         return True
 
-    def _open_model(self) -> CausalLM:
-        if self.model is None:
-            raise RuntimeError("this backend is closed")
-        return self.model
 
-    def _open_scorer(self) -> scoring.Scorer:
-        if self.scorer is None:
-            raise RuntimeError("this backend is closed")
-        return self.scorer
+def _accelerated() -> tuple[type[Decoder], type[Scorer]]:
+    # Imported only here, so that everything else works without the folder.
+    from transformers_backend.fast import FastDecoder, FastScorer
 
-
-def _load(
-    path: str | os.PathLike[str],
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-    attn_implementation: str | None,
-    model_kwargs: Mapping[str, Any],
-) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
-    options["dtype"] = dtype or "auto"
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, **options)
-    if "device_map" in model_kwargs:
-        return model
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _not_loading(options: Mapping[str, Any]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise InvalidRequestError(
-            f"{', '.join(given)}: said when a model is loaded, but this one is there already; set it on the model",
-            field=given[0],
-        )
-
-
-def _base(module: Any) -> Any:
-    """The transformers model itself, without a PEFT wrapper."""
-    from transformers import PreTrainedModel
-
-    base = module
-    if not isinstance(module, PreTrainedModel) and hasattr(module, "get_base_model"):
-        if module.active_peft_config.is_prompt_learning:
-            raise CapabilityError(
-                f"{type(module).__name__} with prompt learning adds virtual tokens, which are not supported; use LoRA",
-                capability="model",
-            )
-        base = module.get_base_model()
-    if not isinstance(base, PreTrainedModel) or not base.can_generate() or base.config.is_encoder_decoder:
-        raise CapabilityError(f"{type(base).__name__} is no causal language model of transformers", capability="model")
-    return base
-
-
-def _tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
-    if given is None:
-        given = base.name_or_path
-        if not given:
-            raise InvalidRequestError("a model object brings no tokenizer; pass tokenizer=", field="tokenizer")
-    if not isinstance(given, (str, os.PathLike)):
-        return given
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)
+    return FastDecoder, FastScorer

@@ -1,4 +1,4 @@
-"""Beam search, which is transformers' own: `model.generate`, with everything the request does not say switched off."""
+"""Beam search, by transformers' own `model.generate` with every default of the model switched off."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ import torch
 
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
-from transformers_backend.decoding import answer_limits
-from transformers_backend.model import CausalLM, Deadline
+from corelm.support import Deadline
+from transformers_backend.engine import CausalLM
+from transformers_backend.protocol import answer_limits
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
 
-def beam_search(model: CausalLM, request: GenerateRequest) -> GenerateResult:
-    """The best beam for every prompt. A prompt at a time: padding would count in `generate`'s lengths and limits.
+def beam_search(engine: CausalLM, request: GenerateRequest) -> GenerateResult:
+    """Return the best beam for every prompt.
+
+    Prompts run one at a time, because `generate` would count padding in its lengths and limits.
 
     Raises:
-        CapabilityError: a sampling parameter that has no meaning in a search.
+        CapabilityError: a sampling parameter that has no meaning in a beam search.
         TimeoutError: the request's timeout has passed.
     """
     sampling = request.sampling
-    _only_what_is_honoured(sampling)
+    _refuse_sampling_parameters(sampling)
     deadline = Deadline(request.timeout)
-    limits = answer_limits(model, request).tolist()
+    limits = answer_limits(request, engine.max_context).tolist()
     stop_ids = sorted(request.stop_ids)
     answers, reasons = [], []
-    with model.evaluating(), _no_defaults(model.base):
+    with engine.evaluating(), _empty_generation_config(engine.base):
         for prompt, limit in zip(request.prompts.split(), limits, strict=True):
             deadline.check()
-            ids = prompt[None].to(model.device)
-            found = model.base.generate(
+            ids = prompt[None].to(engine.device)
+            found = engine.base.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -53,21 +56,21 @@ def beam_search(model: CausalLM, request: GenerateRequest) -> GenerateResult:
     return GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
 
 
-def _only_what_is_honoured(sampling: SamplingParams) -> None:
+def _refuse_sampling_parameters(sampling: SamplingParams) -> None:
     refused = sampling.engine_parameters().keys() - _HONOURED
     if sampling.temperature not in (0.0, 1.0):
         refused |= {"temperature"}
     if refused:
         names = ", ".join(sorted(refused))
         raise CapabilityError(
-            f"beam search does not sample, so {names} would do nothing; drop that, or num_beams",
+            f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams",
             capability=min(refused),
         )
 
 
 @contextmanager
-def _no_defaults(base: Any) -> Iterator[None]:
-    """An empty generation config inside, the model's own afterwards: `generate` takes from it what it is not told."""
+def _empty_generation_config(base: Any) -> Iterator[None]:
+    """Give the model an empty generation config inside, because `generate` reads its defaults from it."""
     own = base.generation_config
     base.generation_config = type(own)()
     try:

@@ -1,151 +1,125 @@
-"""Scoring: the log-probability of every token that is asked for, without logits for the rest.
-
-The body reads rows without padding, and a beginning that rows have in common once (`reading`); the head then sees only
-the positions that are scored, and makes log-probabilities of them without their logits (`head`), where the model allows
-it. What it does not allow falls back, one step at a time, to its plain forward.
-"""
+"""`Scorer`: the log-probability of given tokens, from the model's own forward on padded rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, ScoreRequest, ScoreResult
-from transformers_backend.head import Head, Way
-from transformers_backend.model import CausalLM, Deadline, one_encoding
-from transformers_backend.reading import Layout, Reader
+from corelm.spec import ScoreRequest, ScoreResult
+from corelm.support import Deadline
+from transformers_backend.batches import micro_batches
+from transformers_backend.engine import CausalLM
+from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
 
-#: Logits alive at a time, where logits are made: 128 MiB of float32.
+#: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
+#: "whole": the model's own forward makes all logits of a batch.
+HeadPath = Literal["tiled", "sliced", "whole"]
+#: How rows share a forward pass: see `transformers_backend.fast.reading`. The plain way is "padded".
+RowLayout = Literal["packed", "padded"]
+
+#: On a CPU a forward pass over more tokens takes more memory and saves no time.
+_CPU_TOKENS = 4096
+#: Number of float32 logits that a softmax sees at a time: 128 MiB.
 _SLICE_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
-class Taken:
-    """How a call was computed. `head` and `layout`: see `Head` and `Reader`. `shared`: positions that were not read
-    because another row has the same beginning.
+class ScoringPath:
+    """How a call was computed.
+
+    Attributes:
+        head: how the logits were made.
+        layout: how rows were laid out for the model's body.
+        shared: number of positions that were not read because another row starts with the same ids.
     """
 
-    head: Way
-    layout: Layout
+    head: HeadPath
+    layout: RowLayout
     shared: int
 
 
 class Scorer:
-    """Attributes:
-    taken: how the latest call that ran the model was computed.
+    """Scores one request at a time.
+
+    Attributes:
+        path: how the latest call was computed; None if it did not run the model.
     """
 
-    def __init__(self, model: CausalLM, max_batch_tokens: int) -> None:
-        self.taken: Taken | None = None
-        self._model = model
-        self._head = Head(model)
-        self._reader = Reader(model, self._head.split, max_batch_tokens)
-
-    def forget(self) -> None:
-        """Find out again, at the next call, what this model's head does: its weights are others now."""
-        self._head.forget()
+    def __init__(self, engine: CausalLM, max_batch_tokens: int) -> None:
+        self.path: ScoringPath | None = None
+        self._engine = engine
+        self._max_batch_tokens = max_batch_tokens
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score every position of every sequence from `score_from` on; with ``request.grad`` in the model's own mode.
+        """Score every position of every sequence from `score_from` on.
+
+        With ``request.grad`` the model runs in its own train/eval mode, and results carry gradients; otherwise it runs
+        without dropout.
 
         Raises:
             TimeoutError: the request's timeout has passed.
         """
-        if request.grad:
-            with torch.enable_grad():
-                return self._score(request)
-        with self._model.evaluating():
-            return self._score(request)
+        deadline, self.path = Deadline(request.timeout), None
+        device = request.device or request.sequences.values.device
+        mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
+        with mode:
+            parts = [
+                part.to(device)
+                for batch in scoring_requests(request, self._engine.rope_switch)
+                for part in self._score_batch(batch, request, deadline)
+            ]
+            return scoring_result(request, parts, self._engine.vocab_size)
 
-    def _score(self, request: ScoreRequest) -> ScoreResult:
-        sequences = request.sequences
-        device = request.device or sequences.values.device
-        scored = Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
-        index, logprobs, logits = [torch.empty(0, dtype=torch.int64)], [], []
-        for where, ours, theirs in self._parts(sequences, scored, request):
-            index.append(where)
-            logprobs.append(ours.to(device))
-            logits += [piece.to(device) for piece in theirs]
-        total, where = sequences.values.shape[0], torch.cat(index).to(device)
-        return ScoreResult(
-            logprobs=Ragged(_spread(logprobs, where, (total,)), sequences.lengths),
-            scored=scored.to(device),
-            logits=Ragged(_spread(logits, where, (total, self._model.vocab_size)), sequences.lengths)
-            if request.return_logits
-            else None,
-            # At another temperature it is no longer the model's own distribution.
-            mode="raw" if request.temperature == 1.0 else "processed",
-            temperature=request.temperature,
-        )
+    def weights_changed(self) -> None:
+        """Forget what was found out about the old weights; the plain way finds out nothing."""
 
-    def _parts(
-        self, sequences: Ragged, scored: Ragged, request: ScoreRequest
-    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Batch after batch: which values are scored, int64[n]; their log-probs, float32[n]; their logits if wanted."""
-        wanted = sequences.row_index[scored.values].unique()
-        if not len(wanted):
-            return
-        deadline, self.taken = Deadline(request.timeout), None
-        for side in one_encoding(sequences.lengths[wanted] - 1, self._model.rope_switch):
-            yield from self._of_rows(wanted[side], sequences, scored, request, deadline)
-
-    def _of_rows(
-        self, numbers: Tensor, sequences: Ragged, scored: Ragged, request: ScoreRequest, deadline: Deadline
-    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-        """The parts of these rows, int64[k]."""
-        shared = 0
-        rows, wanted = sequences.select(numbers), scored.select(numbers)
-        head = self._head.way(int(wanted.values.sum()), grad=request.grad)
-        layout = "padded" if head == "whole" else self._reader.layout()
-        head = "sliced" if head == "tiled" and request.return_logits else head
-        # Nothing is predicted from a last token.
-        read = rows.slice(torch.zeros_like(rows.lengths), rows.lengths - 1)
-        for batch in self._reader.batches(read, layout):
+    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, deadline: Deadline) -> Iterator[ScoredTokens]:
+        """Yield the wanted log-probs of `batch`, one forward pass after another."""
+        for rows in micro_batches(batch.inputs.lengths, tokens_per_pass(self._engine, self._max_batch_tokens)):
             deadline.check()
-            shared += batch.shared
-            own, mask = rows.select(batch.rows), wanted.select(batch.rows).values
-            row, position = own.row_index[mask], own.positions[mask]
-            # A token is predicted from the position before it.
-            slots = batch.index.values[batch.index.offsets[row] + position - 1]
-            tokens = own.values[mask.to(own.values.device)].cpu()
-            states = self._reader.logits(read, batch) if head == "whole" else self._reader.read(read, batch)
-            where = sequences.offsets[numbers[batch.rows]][row] + position
-            yield where, *self._predict(head, states, slots, tokens, request, once=batch.shared > 0)
-        self.taken = Taken(head, layout, shared + (self.taken.shared if self.taken else 0))
+            inputs = batch.inputs.select(rows)
+            logits = self._engine.padded_logits(inputs)
+            wanted, targets, index = batch.wanted_of(rows)
+            slots = (inputs.row_index * logits.shape[1] + inputs.positions)[wanted]
+            yield ScoredTokens(index, *self._chosen_logprobs(logits.flatten(0, 1), slots, targets, request))
+        self.path = ScoringPath("whole", "padded", 0)
 
-    def _predict(
-        self, head: Way, states: Tensor, slots: Tensor, tokens: Tensor, request: ScoreRequest, *, once: bool
+    def _chosen_logprobs(
+        self,
+        states: Tensor,
+        slots: Tensor,
+        targets: Tensor,
+        request: ScoreRequest,
+        to_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Log-probs of `tokens` from ``states[slots]``, and the logits if wanted. `once`: some ask for the same."""
-        device, inverse = self._model.device, None
-        if once and not request.return_logits:
-            pairs, inverse = (slots * self._model.vocab_size + tokens).unique(return_inverse=True)
-            slots, tokens = pairs // self._model.vocab_size, pairs % self._model.vocab_size
-        slots, tokens = slots.to(device), tokens.to(device)
-        logits: list[Tensor] = []
-        if head == "tiled":
-            logprobs = self._head.linear().logprobs(states[slots], tokens, request.temperature).float()
-        else:
-            parts, size = [], max(1, _SLICE_ELEMENTS // self._model.vocab_size)
-            for at, chosen in zip(slots.split(size), tokens.split(size), strict=True):
-                sliced = (states[at] if head == "whole" else self._head.split.logits(states[at])).float()
-                parts.append(_chosen(sliced, chosen, request.temperature))
-                if request.return_logits:
-                    logits.append(sliced)
-            logprobs = torch.cat(parts)
-        return logprobs if inverse is None else logprobs[inverse.to(device)], logits
+        """Return the log-probs of `targets`, float32[n], and their logits, float32[k, vocab] each, if they are wanted.
+
+        Args:
+            states: ``[all, vocab]`` logits, or states of which `to_logits` makes logits.
+            slots: int64[n], which of the states predict the targets.
+            targets: int64[n].
+        """
+        logprobs, kept, size = [], [], max(1, _SLICE_ELEMENTS // self._engine.vocab_size)
+        slots, targets = slots.to(states.device), targets.to(states.device)
+        for some, chosen in zip(slots.split(size), targets.split(size), strict=True):
+            logits = to_logits(states[some]).float()
+            logprobs.append(_log_softmax_at(logits, chosen, request.temperature))
+            if request.return_logits:
+                kept.append(logits)
+        return torch.cat(logprobs), kept
 
 
-def _chosen(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of ``float32[n, V] / temperature`` at int64[n]."""
+def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:
+    """Return how many tokens, padding included, share a forward pass that scores."""
+    return min(max_batch_tokens, _CPU_TOKENS) if engine.device.type == "cpu" else max_batch_tokens
+
+
+def _log_softmax_at(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return float32[n]: the log-softmax of ``float32[n, vocab] / temperature`` at int64[n]."""
     logits = logits if temperature == 1.0 else logits / temperature
-    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-
-
-def _spread(parts: list[Tensor], index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """float32 zeros of `shape` with the rows of `parts` at `index`; gradients flow to the parts."""
-    out = torch.zeros(shape, device=index.device)
-    return out.index_put((index,), torch.cat(parts)) if parts else out
+    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)

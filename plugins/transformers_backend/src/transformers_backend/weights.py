@@ -1,4 +1,4 @@
-"""New weights for a model that is in use: everything is checked before the first tensor is written."""
+"""`load`: new weights for a model that is in use. Every tensor is checked before the first one is written."""
 
 from __future__ import annotations
 
@@ -11,69 +11,63 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
-from transformers_backend.model import CausalLM
+from corelm.spec import WeightUpdate
+from corelm.support import refuse_weights, shape_problems, shapes_of
+from transformers_backend.engine import CausalLM
 
-#: How many names a message spells out.
-_SPELLED_OUT = 5
 
-
-def update(model: CausalLM, given: Mapping[str, Tensor]) -> None:
-    """Copy `given` into the model, by name. Device, dtype and requires_grad stay the model's.
-
-    A PEFT-wrapped model takes its own names, or the plain names of the model inside; its adapters then stay.
+def load(engine: CausalLM, request: WeightUpdate) -> None:
+    """Copy the weights of `request` into the model. Its devices, dtypes and `requires_grad` stay as they are.
 
     Raises:
-        InvalidRequestError: missing or unknown names, other shapes, tied weights that differ. Nothing has changed.
+        InvalidRequestError: names are missing or unknown, shapes or tied weights differ, or there is nothing to read.
+            Nothing has changed.
     """
-    own = max(_namings(model), key=lambda names: len(names.keys() & given.keys()))
-    problems = [f"unexpected {name!r}" for name in sorted(given.keys() - own.keys())]
+    if request.state_dict is not None:
+        _copy(engine, request.state_dict, "state_dict")
+    elif request.path is not None:
+        _copy(engine, _read(engine, request.path), "path")
+
+
+def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
+    """Copy `given` into the model by name: its own names, or the plain names of the model inside a PEFT wrapper."""
+    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    problems = []
     by_storage: dict[tuple[int, torch.Size], str] = {}
     for name in sorted(own.keys() & given.keys()):
-        if given[name].shape != own[name].shape:
-            problems.append(f"{name!r} is {tuple(given[name].shape)}, expected {tuple(own[name].shape)}")
         twin = by_storage.setdefault(_storage(own[name]), name)
         if twin != name and not torch.equal(given[twin].to("cpu"), given[name].to("cpu")):
-            problems.append(f"{twin!r} and {name!r} are one tensor in this model, but differ")
-    # One name is enough for weights that are tied.
-    problems += [
-        f"missing {name!r}" for name in sorted(own.keys() - given.keys()) if _storage(own[name]) not in by_storage
-    ]
-    if problems:
-        more = f"; and {len(problems) - _SPELLED_OUT} more" if len(problems) > _SPELLED_OUT else ""
-        raise InvalidRequestError(
-            f"state_dict does not fit the model, which keeps its weights: {'; '.join(problems[:_SPELLED_OUT])}{more}",
-            field="state_dict",
-        )
+            problems.append(f"{twin!r} and {name!r} are the same tensor in this model, but differ here")
+    # Of weights that are tied, one name is enough.
+    expected = {name: value for name, value in own.items() if name in given or _storage(value) not in by_storage}
+    refuse_weights([*shape_problems(shapes_of(given), shapes_of(expected)), *problems], field)
     with torch.no_grad():
         for name, value in given.items():
             own[name].copy_(value)
 
 
-def update_from_path(model: CausalLM, path: Path) -> None:
-    """From a folder that `save_pretrained` wrote (shards included), or one file of tensors by the model's own names.
-
-    Raises:
-        InvalidRequestError: there is nothing at `path`, or it holds other weights. Nothing has changed.
-    """
+def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
+    """Read a folder that `save_pretrained` wrote (shards included), or one file of tensors under the model's names."""
     if not path.exists():
-        raise InvalidRequestError(f"path: there is nothing at {path}", field="path")
+        raise InvalidRequestError(f"path: there is nothing at {path}; give a folder or a file of weights", field="path")
     if path.is_file():
-        return update(model, _read_file(path))
-    # A checkpoint's names need not be the model's (experts are stored one by one, say): transformers translates.
-    fresh, report = type(model.base).from_pretrained(
+        return _read_file(path)
+    # The names in a checkpoint may differ from the model's (experts stored one by one, for example): transformers
+    # translates them.
+    fresh, report = type(engine.base).from_pretrained(
         path,
-        config=copy.deepcopy(model.base.config),
-        dtype=model.base.dtype,
+        config=copy.deepcopy(engine.base.config),
+        dtype=engine.base.dtype,
         weights_only=True,
         local_files_only=True,
         output_loading_info=True,
     )
-    wrong = [f"{kind[:-5]} {name!r}" for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])]
-    if wrong:
-        raise InvalidRequestError(
-            f"path: {path} does not hold this model's weights: {'; '.join(wrong[:_SPELLED_OUT])}", field="path"
-        )
-    return update(model, fresh.state_dict())
+    refuse_weights(
+        [f"{kind[:-5]} {name!r}" for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])],
+        "path",
+    )
+    state_dict: Mapping[str, Tensor] = fresh.state_dict()
+    return state_dict
 
 
 def _read_file(path: Path) -> Mapping[str, Tensor]:
@@ -85,12 +79,12 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _namings(model: CausalLM) -> list[dict[str, Tensor]]:
-    """The complete sets of names the model's tensors go by."""
-    own: dict[str, Tensor] = dict(model.module.state_dict())
-    if model.module is model.base:
+def _namings(engine: CausalLM) -> list[dict[str, Tensor]]:
+    """Return the complete sets of names by which the model's tensors are known."""
+    own: dict[str, Tensor] = dict(engine.module.state_dict())
+    if engine.module is engine.base:
         return [own]
-    wrapper: Any = model.module
+    wrapper: Any = engine.module
     plain = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
         for name, tensor in own.items()

@@ -1,10 +1,10 @@
-"""Let torchvision be imported beside a CPU build of torch. For tests on a CPU; no part of the plugin.
+"""Make torchvision importable with a CPU build of torch. For tests on a CPU; not part of the plugin.
 
     python tests/engines/sglang/cpu/prepare.py
 
-torchvision's wheel carries operators that are linked against CUDA, and fails when it describes those that could not be
-loaded. This appends their signatures to `torchvision/extension.py` of the environment it is run in. Nobody here calls
-them. Running it twice is fine.
+The operators in torchvision's wheel are linked against CUDA and cannot be loaded here. Importing torchvision then fails
+where it registers shape functions for them. This script appends their signatures to `torchvision/extension.py` in the
+environment that runs it. The tests never call these operators. Running the script twice is fine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if not _has_ops():
 
 
 def main() -> None:
-    # Not imported, which would fail.
+    # Look torchvision up without importing it, which would fail.
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
         raise SystemExit("torchvision is not installed here")

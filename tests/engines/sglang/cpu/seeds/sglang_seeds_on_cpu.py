@@ -1,8 +1,8 @@
-"""Lets a server honour seeds on a CPU. For tests; no part of the plugin.
+"""Let a server honour seeds on a CPU. For tests; not part of the plugin.
 
-SGLang honours them with ``--enable-deterministic-inference`` alone, which comes with attention and matrix products that
-are written for GPUs. Torch's own, on a CPU in float32, give a row the same numbers in every company, but for rounding.
-This is a plugin of SGLang's kind, which finds it on PYTHONPATH.
+SGLang honours seeds only with ``--enable-deterministic-inference``, whose attention and matrix products are written for
+GPUs. On a CPU in float32, torch's own give a row the same numbers in every batch, except for rounding, so this module
+switches SGLang's off. It is a plugin of SGLang, which finds it on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A head computed by another library: the same logits, and afterwards the model as it was."""
+"""A head computed by another library gives the same logits, and the model is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.onednn import quick_head
+from transformers_backend.fast.onednn import quick_head
 
 Open = Callable[..., Backend]
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="no MKL or no oneDNN"
 )
-#: With a hidden size of 64 the smallest head that is worth the change, about.
+#: About the smallest vocabulary for which the change pays at a hidden size of 64.
 LARGE = 33_000
 
 
@@ -37,7 +37,7 @@ def test_the_logits_are_the_same(family: str, rows: int) -> None:
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-def test_generation_takes_it_and_company_changes_nothing(open_model: Open) -> None:
+def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) -> None:
     model, prompts, seeds = tiny_model(vocab_size=LARGE), random_rows(5, 30, 1, vocab=LARGE), answer_seeds(4, range(3))
     backend, sampling = open_model(model), {"max_new_tokens": 12, "ignore_eos": True}
     out = backend.generate(prompts, sampling, seeds=seeds)
@@ -46,7 +46,7 @@ def test_generation_takes_it_and_company_changes_nothing(open_model: Open) -> No
         assert backend.generate([prompt], sampling, seeds=seeds[row : row + 1]).ids.tolist() == [answer]
 
 
-def test_the_model_is_as_before_after_an_error() -> None:
+def test_the_model_is_restored_after_an_error() -> None:
     model = tiny_model(vocab_size=LARGE)
     with pytest.raises(RuntimeError, match="on purpose"), quick_head(model):
         raise RuntimeError("on purpose")
@@ -54,7 +54,7 @@ def test_the_model_is_as_before_after_an_error() -> None:
 
 
 class OwnLinear(nn.Linear):
-    """Says something else than its weights do."""
+    """Computes something other than its weights say."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden) * 2
@@ -71,7 +71,7 @@ def own_forward(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [own_class, own_forward, lambda model: model.bfloat16()])
-def test_a_head_that_is_more_than_a_float32_product_is_left_alone(change: Callable[[Any], object]) -> None:
+def test_a_head_that_is_not_a_plain_float32_product_is_not_replaced(change: Callable[[Any], object]) -> None:
     model = tiny_model(vocab_size=LARGE)
     change(model)
     head = model.get_output_embeddings()
@@ -81,7 +81,7 @@ def test_a_head_that_is_more_than_a_float32_product_is_left_alone(change: Callab
     assert vars(head).get("forward") is before
 
 
-def test_a_small_head_is_left_alone() -> None:
+def test_a_small_head_is_not_replaced() -> None:
     model = tiny_model()
     with quick_head(model):
         assert "forward" not in vars(model.get_output_embeddings())

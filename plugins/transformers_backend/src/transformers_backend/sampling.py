@@ -1,7 +1,7 @@
-"""`Sampler`: from logits to one token per row, each row from its own stream of random numbers.
+"""`Sampler`: samples one token a row from logits, each row with its own stream of random numbers.
 
-The chain is penalties → temperature → top-k → top-p → min-p. Everything is float32 and vectorised over rows; sums over
-the vocabulary are taken in float64, so that the far tail of a large vocabulary keeps its share.
+The order is penalties → temperature → top-k → top-p → min-p. Everything is float32 and vectorized over rows. Sums over
+the vocabulary are made in float64, so that the far tail of a large vocabulary keeps its share.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from torch import Tensor
 
 from corelm.spec import Ragged, SamplingParams
 
-#: Uniforms drawn per answer at a time. Fixed: a stream must not depend on how long the answer gets.
+#: How many random numbers are drawn for an answer at a time. Fixed, because a stream must not depend on how long the
+#: answer gets.
 _BLOCK = 64
 #: How many candidates top-p looks at before it sorts the whole vocabulary.
 _SHORT_LIST = 1024
-#: Vocabulary entries per tile of a two-level search, and how many are searched in one level. Fixed by the width alone:
-#: what a row gets must not depend on how many others there are.
+#: Vocabulary entries in a tile of a two-level search, and up to how many are searched in one level. These depend on
+#: nothing but the width: what a row gets must not depend on how many other rows there are.
 _TILE, _ONE_LEVEL = 256, 2048
 
 
 class Sampler:
-    """Samples for a set of rows, step after step; rows that have ended are dropped with `keep`.
+    """Samples for a set of rows, step after step. `keep` drops rows that have ended.
 
     Args:
-        prompts: what the repetition penalty counts beside the answer; padding is not part of it.
-        seeds: int64[rows].
-        banned: ids that may not be sampled in the first ``sampling.min_new_tokens`` steps.
-        raw: report the model's own log-probs, else those of the distribution sampled from.
+        sampling: how to sample.
+        prompts: ids that the repetition penalty counts in addition to the answer.
+        seeds: int64[rows], one for each row's stream.
+        banned: ids that are not sampled in the first ``sampling.min_new_tokens`` steps.
+        vocab_size: width of the logits.
+        device: of the logits.
+        raw: whether to return the model's own log-probs; otherwise those of the distribution sampled from.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Sampler:
         )
         self._reshapes = not untouched
         self._banned = torch.tensor(sorted(banned), dtype=torch.int64, device=device)
-        self._uniforms = None if sampling.greedy else Uniforms(seeds, device)
+        self._uniforms = None if sampling.greedy else UniformStreams(seeds, device)
         self._counts = self._seen = None
         shape = (len(prompts), vocab_size)
         if sampling.presence_penalty or sampling.frequency_penalty:
@@ -61,7 +65,7 @@ class Sampler:
             self._seen[prompts.row_index.to(device), prompts.values.to(device)] = True
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """One token for every row of float32[rows, V]: its id, int64[rows], and its log-prob, float32[rows]."""
+        """Return one token for every row of float32[rows, V]: ids, int64[rows], and log-probs, float32[rows]."""
         scores = self._penalised(logits)
         if self._uniforms is None:
             ids = argmax(scores)
@@ -107,10 +111,10 @@ class Sampler:
             self._seen.scatter_(-1, ids[:, None], True)
 
 
-class Uniforms:
-    """float64[rows] in [0, 1) at every call; row i's numbers come from ``seeds[i]`` and nothing else.
+class UniformStreams:
+    """Returns float64[rows] in [0, 1) at every call. The numbers of row i depend on ``seeds[i]`` only.
 
-    The generators are the CPU's on every device, so that a seed means the same answer on all of them.
+    The generators run on the CPU whatever the device, so that a seed gives the same answer on every device.
     """
 
     def __init__(self, seeds: Tensor, device: torch.device) -> None:
@@ -127,16 +131,23 @@ class Uniforms:
         return self._block[:, self._used - 1]
 
     def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, int64[n]."""
         self._streams = [self._streams[row] for row in rows.tolist()]
         self._block = self._block[rows]
 
 
 def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
-    """Top-k, then top-p, then min-p, each on what the one before has left; the most likely token always stays.
+    """Apply top-k, then top-p, then min-p, each to what the one before has left. The most likely token always stays.
+
+    Top-p keeps the smallest set whose mass reaches p.
+
+    Args:
+        scores: float32[rows, V], logits after penalties and temperature.
+        sampling: the cuts.
 
     Returns:
-        float32[rows, K] with -inf where cut, and the token each of the K columns stands for, int64[rows, K]; None
-        where the columns are the vocabulary itself. Top-p keeps the smallest set whose mass reaches p.
+        float32[rows, K] with -inf where a column is cut, and the token of each of the K columns, int64[rows, K]; None
+        if the columns are the vocabulary itself.
     """
     candidates = None
     if sampling.top_k is not None:
@@ -147,7 +158,7 @@ def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor 
             scores, candidates = _likeliest(scores, total, sampling.top_p)
         mass = (scores - total).exp()
         before = mass.cumsum(-1, dtype=torch.float64) - mass
-        # The first is kept even if rounding has pushed its "before" off zero.
+        # The first column is kept even if rounding has made its "before" more than zero.
         before[:, 0] = 0.0
         scores = scores.masked_fill(before >= sampling.top_p, -math.inf)
     if sampling.min_p > 0.0:
@@ -157,7 +168,7 @@ def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor 
 
 
 def _likeliest(scores: Tensor, total: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """The best columns in order, as many as hold `mass` or more: a short list costs a twentieth of a full sort."""
+    """Return the best columns in order, with `mass` or more in total. A short list costs a twentieth of a full sort."""
     best, columns = scores.topk(min(_SHORT_LIST, scores.shape[-1]))
     if best.shape == scores.shape or bool(((best - total).exp().sum(-1) > mass + 1e-5).all()):
         return best, columns
@@ -165,11 +176,14 @@ def _likeliest(scores: Tensor, total: Tensor, mass: float) -> tuple[Tensor, Tens
 
 
 def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The column where each row's cumulative softmax passes its uniform number, and that column's log-prob.
+    """Return the column where each row's cumulative softmax passes its uniform number, and that column's log-prob.
 
-    A wide row is searched in two levels, a tile and then a column inside it: a cumulative sum over a whole vocabulary
-    costs more than all the rest. ``scores``: float32[rows, K]; ``uniforms``: float64[rows] in [0, 1). Columns at -inf
-    are never chosen.
+    A wide row is searched in two levels, first a tile and then a column inside it: a cumulative sum over a whole
+    vocabulary costs more than all the rest. Columns at -inf are never chosen.
+
+    Args:
+        scores: float32[rows, K].
+        uniforms: float64[rows] in [0, 1).
     """
     mass, uniforms = scores.softmax(-1), uniforms[:, None]
     if scores.shape[-1] <= _ONE_LEVEL:
@@ -179,14 +193,14 @@ def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         columns, inside = _tile(mass, tile)
         column, _, _ = _locate(inside, uniforms)
         ids = columns.gather(-1, column)
-    # The total is 1 but for the rounding of softmax's own sum over the row, which goes out with it: 3e-4 where one
-    # token is nearly sure and 150,000 others share half a percent.
+    # The total is 1 except for the rounding of softmax's own sum over the row, and dividing by it removes that: 3e-4 if
+    # one token is nearly sure and 150,000 others share half a percent.
     logprobs = (mass.gather(-1, ids) / total).log().float()
     return ids[:, 0], logprobs[:, 0]
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """int64[rows]: the first of the best columns, as `Tensor.argmax` has it, at a tenth of the cost: by tiles."""
+    """Return int64[rows]: the first of the best columns, like `Tensor.argmax`. Searching by tiles costs a tenth."""
     if scores.shape[-1] <= _ONE_LEVEL:
         return scores.argmax(-1)
     tile = _by_tile(scores, torch.amax).argmax(-1, keepdim=True)
@@ -195,20 +209,20 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def log_softmax_at(logits: Tensor, ids: Tensor) -> Tensor:
-    """float32[rows]: the log-softmax of float32[rows, V] at int64[rows].
+    """Return float32[rows]: the log-softmax of float32[rows, V] at int64[rows].
 
-    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so what it gives
-    is summed once more; and the id asked for may have underflown in it, so it is only asked about the best column.
+    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so its result is
+    summed once more. The id asked for may have underflowed in it, so only its value at the best column is used.
     """
     mass = logits.softmax(-1)
-    # A few numbers a row, and large ones: in float64 they lose nothing on the way to their small difference.
+    # These are few but large numbers with a small difference, which float64 keeps.
     best = logits.amax(-1).double() - mass.amax(-1).double().log()
     chosen = logits.gather(-1, ids[:, None])[:, 0].double()
     return (chosen - best - mass.sum(-1).double().log()).float()
 
 
 def _by_tile(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """[rows, tiles]: `reduce` over each tile of [rows, K]; the last tile may be shorter."""
+    """Return [rows, tiles]: `reduce` over each tile of [rows, K]. The last tile may be shorter."""
     whole = values.shape[-1] // _TILE
     tiles = [reduce(values[:, : whole * _TILE].unflatten(-1, (whole, _TILE)), dim=-1)]
     if values.shape[-1] % _TILE:
@@ -217,23 +231,27 @@ def _by_tile(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def _tile(values: Tensor, tile: Tensor, beyond: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The columns of one tile per row and the values there, [rows, _TILE] each; `beyond` stands after the last one."""
+    """Return the columns of one tile a row and the values there, [rows, _TILE] each; `beyond` fills a shorter tile."""
     columns = tile * _TILE + torch.arange(_TILE, device=tile.device)
     last = values.shape[-1] - 1
     return columns, values.gather(-1, columns.clamp_max(last)).masked_fill_(columns > last, beyond)
 
 
 def _locate(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cell of each row that `uniforms` of the row's mass falls into, where in the cell, and the mass of the row.
+    """Find the cell of each row in which the fraction `uniforms` of the row's mass ends.
 
-    ``mass``: float32[rows, n]; ``uniforms``: float64[rows, 1] in [0, 1]. Returns int64, float64 in [0, 1] and float64,
-    [rows, 1] each.
+    Args:
+        mass: float32[rows, n].
+        uniforms: float64[rows, 1] in [0, 1].
+
+    Returns:
+        The cell, int64; where in the cell, float64 in [0, 1]; and the mass of the row, float64; [rows, 1] each.
     """
     upper = mass.cumsum(-1, dtype=torch.float64)
     total = upper[:, -1:]
-    # Strictly below the total, so that a cell with some mass is found.
+    # Strictly below the total, so that the cell found has some mass.
     target = torch.minimum(uniforms * total, total.nextafter(total.new_zeros(())))
-    # The clamp only matters for NaN, which must not become an index out of range.
+    # The clamp only matters for NaN, which would become an index out of range.
     cell = torch.searchsorted(upper, target, right=True).clamp_max_(mass.shape[-1] - 1)
     inside = 1.0 - (upper.gather(-1, cell) - target) / mass.gather(-1, cell)
     return cell, inside.clamp_(0.0, 1.0), total

@@ -1,7 +1,7 @@
 """`SplitForward`: a model's own forward, cut between its body and its head.
 
-Between the body's last hidden states and the logits a model may scale, cap or shift. So the model's own forward does
-both halves: first with a head that sees one column, then with a body that returns the hidden states it is told to.
+Between the body's last hidden states and the logits a model may scale, cap or shift. So the model's own forward runs
+both halves: first with a head that sees one column only, then with a body that returns given hidden states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformers_backend.model import CausalLM
+from transformers_backend.engine import CausalLM
 
 
 class CannotSplit(Exception):
@@ -21,50 +21,53 @@ class CannotSplit(Exception):
 
 
 class SplitForward:
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
-        self._kind: Any = None
+    def __init__(self, engine: CausalLM) -> None:
+        self._engine = engine
+        self._output_class: Any = None
 
     def hidden(self, **inputs: Any) -> Tensor:
-        """The body's last hidden states, ``[rows, width, hidden]``; `inputs` are those of `CausalLM.forward`.
+        """Return the body's last hidden states, ``[rows, width, hidden]``.
+
+        Args:
+            inputs: those of `CausalLM.forward`.
 
         Raises:
-            CannotSplit: there is no body to be told apart.
+            CannotSplit: the model has no body that can be told apart.
         """
         outputs: list[Any] = []
         read = self._body().forward
 
         def body(*args: Any, **kwargs: Any) -> Any:
             outputs.append(read(*args, **kwargs))
-            # One column is all the head gets to see: its logits are thrown away.
+            # The head gets one column only, because its logits are thrown away.
             return type(outputs[-1])(last_hidden_state=outputs[-1].last_hidden_state[:, :1])
 
         with self._replaced(body):
-            self._model.forward(use_cache=False, **inputs)
+            self._engine.forward(use_cache=False, **inputs)
         if len(outputs) != 1:
             raise CannotSplit
-        self._kind = type(outputs[0])
+        self._output_class = type(outputs[0])
         hidden: Tensor = outputs[0].last_hidden_state
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[n, vocab]`` of hidden states ``[n, hidden]``, once some have been read."""
-        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._model.device)
-        with self._replaced(lambda *args, **kwargs: self._kind(last_hidden_state=hidden[None])):
-            logits: Tensor = self._model.forward(
+        """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``. Call `hidden` at least once before."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._engine.device)
+        with self._replaced(lambda *args, **kwargs: self._output_class(last_hidden_state=hidden[None])):
+            logits: Tensor = self._engine.forward(
                 torch.ones_like(ids), torch.zeros_like(ids), input_ids=ids, use_cache=False
             ).logits
         return logits[0]
 
     def _body(self) -> Any:
-        body = self._model.base.get_decoder()
-        if body is None or body is self._model.base:
+        body = self._engine.base.get_decoder()
+        if body is None or body is self._engine.base:
             raise CannotSplit
         return body
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """The body answers with `forward` inside, and as before afterwards. An own `forward` may be there already."""
+        """Replace the body's forward inside. A `forward` set on the instance by someone else is restored afterwards."""
         own = vars(self._body())
         before = own.get("forward")
         own["forward"] = forward

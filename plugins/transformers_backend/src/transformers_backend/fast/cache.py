@@ -1,8 +1,8 @@
-"""`new_cache`: the keys and values of what a model has read, in buffers with room for what it reads next.
+"""`roomy_cache`: keys and values in buffers with room for the tokens that are read next.
 
 transformers joins old and new into a new tensor, in every layer at every token; here a token is written into its place.
-Only plain attention layers are replaced. Sliding windows, recurrent states and whatever else a model may bring stay
-those of transformers.
+Only plain attention layers are replaced. Sliding windows, recurrent states and everything else stay those of
+transformers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-#: Tokens there is room for beyond those read when a buffer is made, or a quarter of those read if that is more.
+#: How many more tokens a new buffer has room for, or a quarter of those it holds if that is more.
 _ROOM = 64
 
 
-def new_cache(config: Any) -> DynamicCache:
-    """An empty cache of the kinds that the layers of a model of `config` need."""
+def roomy_cache(config: Any) -> DynamicCache:
+    """Return an empty cache of the kinds that the layers of a model with this `config` need."""
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class RoomyLayer(DynamicLayer):
-    """`keys` and `values`, ``[rows, heads, length, size]``, are the beginnings of buffers once there is a second token.
+    """One layer's `keys` and `values`, ``[rows, heads, length, size]``: the first columns of two larger buffers.
 
-    What is read first is kept as it came: it may still be expanded to more rows.
+    The first tokens are kept without a buffer, because they may still be expanded to more rows.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class RoomyLayer(DynamicLayer):
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens, ``[rows, heads, new, size]``; the result is all of them so far."""
+        """Append the states of new tokens, ``[rows, heads, new, size]``, and return all states so far."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
@@ -51,7 +51,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was; rows that stay in their places are not copied."""
+        """Make row i what row ``beam_idx[i]`` was. Rows that keep their places are not copied."""
         if self.keys is None or self.values is None:
             return
         rows, beam_idx = len(beam_idx), beam_idx.to(self.keys.device)
@@ -67,7 +67,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def _roomy(states: Tensor, length: int) -> Tensor:
-    """A buffer for `length` tokens and more that begins with `states`."""
+    """Return a buffer that starts with `states` and has room for `length` tokens and more."""
     *outer, old, size = states.shape
     buffer = states.new_empty(*outer, length + max(_ROOM, length // 4), size)
     buffer[..., :old, :] = states

@@ -1,4 +1,4 @@
-"""Rows without padding, and beginnings that are read once: the same numbers as a row alone, whatever its company."""
+"""Packed rows and shared starts give the same numbers as each row alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from torch import nn
 
 from corelm import Backend
 from corelm.errors import EngineError
-from corelm.tensors.ragged import Ragged
 from helpers import oracle
+from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.batches import packed_batches, padded_batches
-from transformers_backend.packing import Segment
+from transformers_backend.scoring import ScoringPath
 
 Open = Callable[..., Backend]
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
 
-def taken(backend: Backend) -> Any:
-    """How the latest call was computed."""
-    return backend.engine.plugin.scorer.taken
-
-
 def family(prompt: int, *answers: int, seed: int = 100) -> list[list[int]]:
-    """Rows that begin alike."""
+    """Return rows with a common start of `prompt` ids."""
     (start,) = random_rows(prompt, seed=seed)
     return [start + answer for answer in random_rows(*answers, seed=seed + 1)]
 
@@ -39,93 +33,30 @@ def assert_right(backend: Backend, model: nn.Module, rows: list[list[int]], **op
         torch.testing.assert_close(found, oracle.logprobs(model, ids) * scored, rtol=0, atol=1e-5)
 
 
-# The plan -------------------------------------------------------------------------------------------------------------
-
-
-def always(shared: int, rest: int) -> bool:
-    return True
-
-
-def test_rows_that_begin_alike_are_read_once() -> None:
-    rows = Ragged.from_list([[5, 6, 7], [9], [5, 6, 8, 1], [5, 6, 8, 2], [5, 6]])
-    (batch,) = packed_batches(rows, 99, 99, always)
-    ids, positions, segments = batch.packed
-    # In the order of their ids: 5 6 | 7 | 8 1 | 2 | 9.
-    assert ids.tolist() == [5, 6, 7, 8, 1, 2, 9] and positions.tolist() == [0, 1, 2, 2, 3, 3, 0]
-    assert segments == (
-        Segment(0, 2),
-        Segment(2, 3, ((0, 2),)),
-        Segment(3, 5, ((0, 2),)),
-        Segment(5, 6, ((0, 2), (3, 4))),
-        Segment(6, 7),
-    )
-    assert batch.rows.tolist() == [4, 0, 2, 3, 1] and batch.shared == 7
-    assert batch.index.tolist() == [[0, 1], [0, 1, 2], [0, 1, 3, 4], [0, 1, 3, 5], [6]]
-
-
-def test_equal_rows_are_one() -> None:
-    (batch,) = packed_batches(Ragged.from_list([[5, 6], [5, 6], [5, 6]]), 99, 99, always)
-    assert batch.packed[2] == (Segment(0, 2),) and batch.index.tolist() == [[0, 1]] * 3
-
-
-def test_nothing_is_shared_where_it_does_not_pay() -> None:
-    (batch,) = packed_batches(Ragged.from_list([[5, 6], [5, 7]]), 99, 99, lambda shared, rest: shared > 1)
-    assert batch.packed[2] == (Segment(0, 2), Segment(2, 4)) and batch.shared == 0
-
-
-@pytest.mark.parametrize(("limit", "family", "sizes"), [(8, 8, [8, 5, 5]), (6, 9, [9, 5]), (1, 1, [5] * 4 + [6, 5])])
-def test_packs_keep_within_their_limit_and_families_within_theirs(limit: int, family: int, sizes: list[int]) -> None:
-    rows = Ragged.from_list([[1, 1, 1, 1, n] for n in range(5)] + [[2] * 5])
-    rows = rows if limit > 1 else Ragged.from_list([[n] * 5 for n in range(4)] + [[4] * 6, [5] * 5])
-    batches = list(packed_batches(rows, limit, family, always))
-    assert torch.cat([batch.rows for batch in batches]).sort().values.tolist() == list(range(len(rows)))
-    assert [len(batch.packed[0]) for batch in batches] == sizes
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_position_is_found_again(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (12,), generator=generator)
-    rows = Ragged(torch.randint(2, (int(lengths.sum()),), generator=generator), lengths)
-    for batch in packed_batches(rows, 20, 20, lambda shared, rest: shared % 3 > 0):
-        ids, positions, segments = batch.packed
-        for row, index in zip(batch.rows.tolist(), batch.index.split(), strict=True):
-            assert ids[index].tolist() == rows.tolist()[row]
-            assert positions[index].tolist() == list(range(len(index)))
-        # A segment looks back at what the row that ends with it has before it.
-        for index in batch.index.tolist():
-            for segment in (one for one in segments if one.stop - 1 == index[-1]):
-                before = [slot for start, stop in segment.before for slot in range(start, stop)]
-                assert before + list(range(segment.start, segment.stop)) == index
-    for batch in padded_batches(lengths, 20):
-        flat = rows.select(batch.rows).to_padded(-1).flatten()
-        assert flat[batch.index.values].tolist() == rows.select(batch.rows).values.tolist()
-
-
 # The numbers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ragged_rows_of_which_some_begin_alike(open_model: Open, seed: int) -> None:
+def test_ragged_rows_some_with_a_common_start(open_model: Open, seed: int) -> None:
     model = tiny_model()
     rows = [*random_rows(30, 1, 200, 2, seed=seed), *family(40, 5, 9, 0, 1), *family(90, 30, 2, seed=9)]
     backend = open_model(model)
     assert_right(backend, model, rows)
-    # Of the last tokens nothing is read; one answer of each prompt brings its prompt along.
-    assert taken(backend).layout == "packed" and taken(backend).shared == 40 + 40 + 39 + 90
+    # The last tokens are not read, and each prompt is read with its first answer only.
+    assert scoring_path(backend).layout == "packed" and scoring_path(backend).shared == 40 + 40 + 39 + 90
     assert_right(backend, model, rows, score_from=[max(1, len(ids) - 4) for ids in rows])
 
 
-def test_a_conversation_branches_more_than_once(open_model: Open) -> None:
+def test_rows_that_branch_more_than_once(open_model: Open) -> None:
     model = tiny_model()
     first, second = family(40, 20, 20)
     rows = [first, *(first + tail for tail in random_rows(8, 9, 30, seed=5)), [*second, 7], [*second, 8], first, first]
     backend = open_model(model)
     assert_right(backend, model, rows)
-    assert taken(backend).shared > 5 * 40
+    assert scoring_path(backend).shared > 5 * 40
 
 
-def test_a_beginning_is_scored_once_for_all(open_model: Open) -> None:
+def test_a_common_start_is_scored_once(open_model: Open) -> None:
     model, rows = tiny_model(), family(64, 8, 8, 8, 8)
     backend, seen = open_model(model), []
     out = backend.score_logprobs(rows)
@@ -133,16 +64,16 @@ def test_a_beginning_is_scored_once_for_all(open_model: Open) -> None:
     assert all(torch.equal(start, starts[0]) for start in starts)
     model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[..., 0].numel()))
     backend.score_logprobs(rows)
-    # And one column that the head sees while the body reads.
-    assert taken(backend).head == "sliced" and sum(seen) == 63 + 4 * 8 + 1
+    # The extra one is the column that the head gets while the body reads.
+    assert scoring_path(backend).head == "sliced" and sum(seen) == 63 + 4 * 8 + 1
     assert_right(backend, model, rows)
 
 
-def test_a_beginning_too_short_to_pay_is_read_by_every_row(open_model: Open) -> None:
+def test_a_start_too_short_to_pay_is_read_for_every_row(open_model: Open) -> None:
     model, backend = tiny_model(), open_model(tiny_model())
     for rows in (family(8, 20, 20), family(20, 400, 400)):
         assert_right(backend, model, rows)
-        assert taken(backend).shared == 0
+        assert scoring_path(backend).shared == 0
 
 
 @pytest.mark.parametrize("window", [3, 8, 64, 4096])
@@ -163,31 +94,31 @@ def test_a_sliding_window_shorter_and_longer_than_the_rows(open_model: Open, nam
     rows = [*random_rows(30, 2, 70), *family(40, 5, 9, 20)]
     backend = open_model(model)
     assert_right(backend, model, rows)
-    assert taken(backend).layout == "packed" and taken(backend).shared == 80
+    assert scoring_path(backend).layout == "packed" and scoring_path(backend).shared == 80
     unbound = type(model)(model.config.__class__(**model.config.to_dict() | {"sliding_window": 4096})).eval()
     unbound.load_state_dict(model.state_dict())
-    # The window does something, so a packed row that forgot it would be seen.
+    # A window shorter than the rows changes the log-probs, so the checks above would notice one that was ignored.
     differs = float((oracle.logprobs(unbound, rows[2]) - oracle.logprobs(model, rows[2])).abs().max()) > 0.01
     assert differs == (window < 70)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_row_does_not_depend_on_its_company(open_model: Open, grad: bool) -> None:
-    """No leak, neither between rows nor from the future, down to the last bit that rounding leaves."""
+def test_a_row_does_not_depend_on_the_other_rows(open_model: Open, grad: bool) -> None:
+    """Nothing leaks between rows or from later tokens; only rounding may differ."""
     model = tiny_model()
     backend, (ids, other, third) = open_model(model), random_rows(40, 30, 50)
     alone = backend.score_logprobs([ids]).logprobs.values
-    for company in ([other], [third, other], [ids[:20] + other, third], [ids + other]):
-        out = backend.score_logprobs([*company, ids], grad=grad)
+    for others in ([other], [third, other], [ids[:20] + other, third], [ids + other]):
+        out = backend.score_logprobs([*others, ids], grad=grad)
         torch.testing.assert_close(out.logprobs.split()[-1].detach(), alone, rtol=0, atol=5e-6)
 
 
-def test_gradients_flow_through_a_shared_beginning(open_model: Open) -> None:
+def test_gradients_flow_through_a_shared_start(open_model: Open) -> None:
     model = tiny_model()
     rows = [*family(40, 5, 9, 20), *random_rows(12, 30)]
     backend = open_model(model)
     out = backend.score_logprobs(rows, temperature=0.8, grad=True)
-    assert (taken(backend).layout, taken(backend).head, taken(backend).shared) == ("packed", "tiled", 80)
+    assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=80)
     weights = [torch.linspace(-1, 2, len(ids) - 1) for ids in rows]
     sum((w * row[1:]).sum() for w, row in zip(weights, out.logprobs.split(), strict=True)).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -212,7 +143,7 @@ def test_layers_that_run_again_in_backward_are_not_packed(open_model: Open) -> N
             model.gradient_checkpointing_enable()
         backend = open_model(model)
         out = backend.score_logprobs(rows, grad=True)
-        assert taken(backend).layout == ("padded" if checkpointing else "packed")
+        assert scoring_path(backend).layout == ("padded" if checkpointing else "packed")
         model.zero_grad()
         out.logprobs.values.sum().backward()
         for name, parameter in model.named_parameters():
@@ -220,12 +151,12 @@ def test_layers_that_run_again_in_backward_are_not_packed(open_model: Open) -> N
             torch.testing.assert_close(
                 parameter.grad, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max() + 1), msg=name
             )
-    # Nothing runs again without gradients.
+    # Without gradients no layer runs again.
     backend.score_logprobs(rows)
-    assert taken(backend).layout == "packed"
+    assert scoring_path(backend).layout == "packed"
 
 
-def test_a_layer_that_runs_again_unseen_fails_and_is_not_wrong(open_model: Open) -> None:
+def test_an_undetected_checkpointed_layer_fails_instead_of_being_wrong(open_model: Open) -> None:
     from torch.utils.checkpoint import checkpoint
 
     model = tiny_model().train()
@@ -243,19 +174,18 @@ def test_dropout_is_not_shared(open_model: Open) -> None:
     backend = open_model(model)
     with torch.random.fork_rng():
         backend.score_logprobs(rows, grad=True)
-        assert (taken(backend).layout, taken(backend).shared) == ("packed", 0)
+        assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=0)
         backend.score_logprobs(rows)
-        assert taken(backend).shared == 40
+        assert scoring_path(backend).shared == 40
         model = tiny_model("gpt2").train()
         backend = open_model(model)
         backend.score_logprobs(rows, grad=True)
-    # GPT-2 has modules of dropout, at 0.1 unless told otherwise.
-    assert taken(backend).shared == 0
+    # GPT-2 has dropout modules, 0.1 by default.
+    assert scoring_path(backend).shared == 0
 
 
 @pytest.mark.parametrize("name", ["eager", "flash"])
-def test_an_attention_that_the_user_chose_is_kept(open_model: Open, name: str) -> None:
-    """`eager` is asked for, or a family knows no other."""
+def test_an_attention_chosen_by_the_user_is_kept(open_model: Open, name: str) -> None:
     model = tiny_model()
     called = []
     if name == "eager":
@@ -269,10 +199,10 @@ def test_an_attention_that_the_user_chose_is_kept(open_model: Open, name: str) -
         model.set_attn_implementation("mine")
     backend, rows = open_model(model), random_rows(30, 12)
     assert_right(backend, model, rows)
-    assert taken(backend).layout == "padded" and bool(called) == (name == "flash")
+    assert scoring_path(backend).layout == "padded" and bool(called) == (name == "flash")
 
 
-def test_the_model_is_left_as_it_was_whatever_happens(open_model: Open) -> None:
+def test_the_model_is_restored_after_success_and_failure(open_model: Open) -> None:
     model, rows = tiny_model(), random_rows(30, 12)
     backend = open_model(model)
     before = dict(vars(model.config))
@@ -294,21 +224,21 @@ def test_the_model_is_left_as_it_was_whatever_happens(open_model: Open) -> None:
 
 
 def test_a_model_that_mixes_positions_elsewhere_is_padded(open_model: Open) -> None:
-    """Its attention could be packed, but a row would run into the next."""
+    """Its attention could be packed, but its layers would mix neighbouring rows."""
     model = tiny_model()
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + nn.functional.pad(x, (0, 0, 1, -1)))
     backend = open_model(model)
     assert_right(backend, model, [*random_rows(30, 2, 12), *family(40, 5, 9)])
-    assert taken(backend).layout == "padded"
+    assert scoring_path(backend).layout == "padded"
 
 
 def test_short_floats_are_packed_and_tiled(open_model: Open) -> None:
     model, rows = tiny_model().bfloat16(), [*random_rows(30, 12), *family(40, 5, 9)]
     backend = open_model(model)
     found = backend.score_logprobs(rows).logprobs.split()
-    assert (taken(backend).head, taken(backend).layout, taken(backend).shared) == ("tiled", "packed", 40)
+    assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=40)
     for ids, one in zip(rows, found, strict=True):
         torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=0.3)
 
@@ -317,4 +247,4 @@ def test_a_context_of_a_few_tokens(open_model: Open) -> None:
     model = tiny_model("gpt2", max_position_embeddings=8)
     backend = open_model(model)
     assert_right(backend, model, random_rows(8, 3))
-    assert taken(backend).layout == "padded"
+    assert scoring_path(backend).layout == "padded"

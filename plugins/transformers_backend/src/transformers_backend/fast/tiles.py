@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens straight from hidden states: a tile of logits at a time, in one buffer.
+"""`TiledHead`: log-probabilities of chosen tokens directly from hidden states, one tile of logits at a time.
 
 No tensor here is as wide as the vocabulary. A tile is the product of a block of hidden states and a range of the head's
-rows; the maximum and the sum of a softmax are kept up while tiles pass ("Online normalizer calculation for softmax",
-Milakov and Gimelshein 2018, algorithm 3), and a token's own logit is taken from the tile that holds it. Going backward
-the tiles are made again.
+rows. All tiles use one buffer: the maximum and the sum of the softmax are updated tile by tile ("Online normalizer
+calculation for softmax", Milakov and Gimelshein 2018, algorithm 3), and a token's own logit is taken from the tile that
+holds it. The backward pass makes the tiles again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: Tokens × vocabulary entries of a tile: 4 MiB of float32 on a CPU, which stays in its cache; 128 MiB elsewhere, so
-#: that a GPU has enough to do with each.
+#: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
+#: enough to do with each tile.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
 
 
 @dataclass(frozen=True, eq=False)
-class LinearHead:
-    """Logits ``scale · (hidden · weightᵀ + bias)``, of which a `cap` makes ``cap · tanh(logits / cap)``.
+class TiledHead:
+    """A head whose logits are ``scale · (hidden · weightᵀ + bias)``, or ``cap · tanh(logits / cap)`` of those.
 
-    `weight` is [vocab, hidden], `bias` [vocab] or None.
+    Attributes:
+        weight: ``[vocab, hidden]``.
+        bias: ``[vocab]``, or None.
+        scale: 1.0 for most models.
+        cap: None for most models.
     """
 
     weight: Tensor
@@ -35,22 +39,32 @@ class LinearHead:
     cap: float | None = None
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-        """float32[n]: log-softmax of the logits over `temperature` of ``hidden[n, hidden]``, at ``tokens`` int64[n].
+        """Return float32[n]: the log-softmax, at `tokens`, of the logits over `temperature`.
 
-        Gradients flow to hidden, weight and bias, once; what is kept for them is the arguments and n numbers. Sums are
-        made in float32, or float64 if `hidden` is.
+        Gradients flow to hidden, weight and bias, but not gradients of gradients. Only the arguments and n numbers are
+        kept for them. Sums are made in float32, or in float64 if `hidden` is float64.
+
+        Args:
+            hidden: ``[n, hidden]``.
+            tokens: int64[n].
+            temperature: what the logits are divided by.
         """
         out: Tensor = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, (self.scale, self.cap, temperature))
         return out
 
 
-class _Tiles:
-    """Logits over temperature, tile by tile."""
+class _LogitTiles:
+    """Makes logits over temperature, tile by tile.
+
+    Attributes:
+        rate: the constant factor in the derivative of a logit over temperature by a bare product.
+        dtype: of the tiles and of all sums.
+        height, width: size of a tile, in tokens and vocabulary entries.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[float, float | None, float]):
         self.hidden, self.weight, self.bias = hidden, weight, bias
         scale, self.cap, temperature = shape
-        #: What the derivative by a bare product has as a factor.
         self.rate = scale / temperature
         self._scale, self._inverse_temperature = scale, 1.0 / temperature
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -66,11 +80,11 @@ class _Tiles:
         return (slice(start, start + self.width) for start in range(0, len(self.weight), self.width))
 
     def __call__(self, rows: slice, entries: slice) -> Tensor:
-        """``[rows, entries]`` of logits over temperature; the next call overwrites them."""
+        """Return ``[rows, entries]`` of logits over temperature. The next call overwrites them."""
         hidden, weight = self.hidden[rows], self.weight[entries]
         product = _part(self._product, hidden, weight)
         direct = self._tile is self._product
-        # The product may bring the factor along, except where it is rounded to a shorter type first.
+        # The product can include the factor, unless it is first rounded to a shorter type.
         factor = self._scale * (self._inverse_temperature if self.cap is None else 1.0 / self.cap)
         now, later = (factor, 1.0) if direct else (1.0, factor)
         bias, beta = (product, 0.0) if self.bias is None else (self.bias[entries], now)
@@ -79,14 +93,16 @@ class _Tiles:
         return tile if self.cap is None else tile.tanh_().mul_(self.cap * self._inverse_temperature)
 
     def slope(self, tile: Tensor) -> Tensor | None:
-        """The derivative of the cap at the values of `tile`; None without one."""
+        """Return the derivative of the cap at the values of `tile`; None if there is no cap."""
         return None if self.cap is None else 1.0 - (tile / (self.cap * self._inverse_temperature)).square_()
 
     def columns(self, tokens: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Where ``tokens[rows]`` are in a tile of these entries, int64[rows, 1], and whether they are, bool[rows]."""
+        """Return the column of each token in a tile of these entries, int64[rows, 1], and whether it is in it,
+        bool[rows].
+        """
         width = min(entries.stop, len(self.weight)) - entries.start
         column = tokens - entries.start
-        # No index list of hits: making one would wait for the device at every tile.
+        # No list of the tokens inside: making one would wait for the device at every tile.
         return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
 
 
@@ -104,10 +120,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         tokens: Tensor,
         shape: tuple[float, float | None, float],
     ) -> Tensor:
-        tiles = _Tiles(hidden, weight, bias, shape)
+        tiles = _LogitTiles(hidden, weight, bias, shape)
         chosen = torch.zeros(len(hidden), dtype=tiles.dtype, device=hidden.device)
         total = torch.zeros_like(chosen)
-        # Not minus infinity: a tile of nothing else must not make a NaN.
+        # Not minus infinity, which would turn a tile of minus infinities into NaN.
         largest = torch.full_like(chosen, torch.finfo(tiles.dtype).min)
         for rows in tiles.rows():
             for entries in tiles.entries():
@@ -128,12 +144,12 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        tiles = _Tiles(hidden, weight, bias, ctx.shape)
+        tiles = _LogitTiles(hidden, weight, bias, ctx.shape)
         by_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if wants_hidden else None
         by_weight = torch.empty_like(weight) if wants_weight else None
         by_bias = torch.empty_like(bias) if wants_bias else None
         upstream = upstream[:, None] * tiles.rate
-        # Vocabulary outside, tokens inside: the sum over tokens is then finished tile by tile, and rounded once.
+        # Vocabulary in the outer loop: each sum over tokens is then finished before the next, and rounded once.
         for entries in tiles.entries():
             part = weight[entries]
             weight_sum = torch.zeros_like(part, dtype=tiles.dtype) if wants_weight else None
@@ -162,12 +178,12 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _exp_(tile: Tensor) -> Tensor:
-    """In place; on a CPU `exp2` takes a third of the time of `exp`."""
+    """Exponentiate in place. On a CPU `exp2` takes a third of the time of `exp`."""
     return tile.mul_(math.log2(math.e)).exp2_()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in place; the sum stays in `total`'s dtype."""
+    """Do ``total += left @ right`` in place. The sum stays in the dtype of `total`."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -1,4 +1,4 @@
-"""The sampler's distribution: against softmax by chi-square, and against an exact float64 CDF number by number."""
+"""The sampler's distribution, tested by chi-square against softmax and number by number against a float64 CDF."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from corelm.backend.seeds import answer_seeds
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from transformers_backend.sampler import Sampler, Uniforms, argmax, inverse_cdf, log_softmax_at, truncated
+from transformers_backend.sampling import Sampler, UniformStreams, argmax, inverse_cdf, log_softmax_at, truncated
 
 CPU = torch.device("cpu")
 V = 700
@@ -22,7 +22,7 @@ LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
 def expected(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """float64[V]: the probabilities, one token at a time, straight from the definitions."""
+    """Return float64[V]: the probabilities, one token at a time, directly from the definitions."""
     mass = (logits.double() / temperature).softmax(-1)
     order = sorted(range(len(mass)), key=lambda token: -float(mass[token]))
     kept = order[:top_k] if top_k else order
@@ -53,12 +53,12 @@ def draw(logits: Tensor, rows: int, seed: int = 0, raw: bool = False, **sampling
     return sampler(logits.expand(rows, -1))
 
 
-def fits(observed: Tensor, wanted: Tensor) -> float:
-    """The p-value of a chi-square test of counts against expected counts; cells that expect few are pooled."""
+def p_value(observed: Tensor, wanted: Tensor) -> float:
+    """Return the p-value of a chi-square test of counts against expected counts. Small cells are pooled."""
     big = wanted >= 8
     cells = [*observed[big].tolist(), int(observed[~big].sum())], [*wanted[big].tolist(), float(wanted[~big].sum())]
     if cells[1][-1] < 8:
-        # Too few even together: they join the last of the others.
+        # The pool itself is too small, so it joins the last other cell.
         cells = tuple([*cell[:-2], cell[-2] + cell[-1]] for cell in cells)
     return float(scipy.stats.chisquare(*cells).pvalue)
 
@@ -74,13 +74,13 @@ def test_samples_follow_the_distribution(temperature: float, truncation: dict[st
     ids, logprobs = draw(LOGITS, 8000, temperature=temperature, **truncation)
     counts = torch.bincount(ids, minlength=V)
     assert not counts[probabilities == 0].any()
-    assert fits(counts, probabilities * 8000) > 1e-4
+    assert p_value(counts, probabilities * 8000) > 1e-4
     torch.testing.assert_close(logprobs, probabilities[ids].log().float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_samples_reach_the_tail_of_a_large_vocabulary(temperature: float) -> None:
-    """Logits of -log(rank), in another order: a token's share is its rank's, and the last half of them has a few %."""
+    """Logits are -log(rank) in a random order, so that the last half of the ranks has a few % of the mass."""
     size, rows = 151_936, 2048
     order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
     logits = torch.empty(size)
@@ -98,12 +98,12 @@ def test_samples_reach_the_tail_of_a_large_vocabulary(temperature: float) -> Non
     # One cell for every power of two of the rank.
     cells = torch.frexp(torch.arange(1.0, size + 1))[1] - 1
     shares = torch.zeros(18, dtype=torch.float64).index_add_(0, cells, exact[order])
-    assert fits(torch.bincount(cells[rank[ids]], minlength=18), shares * rows) > 1e-4
+    assert p_value(torch.bincount(cells[rank[ids]], minlength=18), shares * rows) > 1e-4
 
 
 @pytest.mark.parametrize("size", [151_936, 2049, 700])
 @pytest.mark.parametrize("shape", ["flat", "peaked", "long tail", "faint tail"])
-def test_every_number_falls_where_the_exact_cdf_says(shape: str, size: int) -> None:
+def test_every_number_selects_the_token_of_the_exact_cdf(shape: str, size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(size, generator=generator)
     if shape == "flat":
@@ -113,7 +113,7 @@ def test_every_number_falls_where_the_exact_cdf_says(shape: str, size: int) -> N
         logits = torch.zeros(size)
         logits[0] = math.log(size)
     if shape == "faint tail":
-        # Each adds less than half a step of float32 to 1, all together 0.5 %: softmax's own sum misses much of them.
+        # Each adds less than half a step of float32 to 1, but together they are 0.5 %: softmax's own sum misses many.
         logits = torch.full((size,), -17.3)
         logits[0] = 0.0
     if shape == "peaked":
@@ -129,10 +129,10 @@ def test_every_number_falls_where_the_exact_cdf_says(shape: str, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [1, 255, 2048, 2049, 5000])
-def test_the_best_column_is_the_first_of_the_best(size: int) -> None:
+def test_argmax_returns_the_first_of_equal_columns(size: int) -> None:
     generator = torch.Generator().manual_seed(4)
     rows = torch.randn(6, size, generator=generator)
-    # Many ties, one at the very end, nothing but ties, and nothing left but the last.
+    # Many ties; the best at the very end; all equal; only the last finite; only one in the middle finite.
     rows[1] = torch.randint(3, (size,), generator=generator).float()
     rows[2, -1] = rows[2].max() + 1
     rows[3] = -7.0
@@ -143,7 +143,7 @@ def test_the_best_column_is_the_first_of_the_best(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 151_936])
 def test_the_logprob_of_any_id_is_exact(size: int) -> None:
-    """Where softmax underflows, and where its own sum misses a faint tail (see above)."""
+    """Also if softmax underflows, and if its own sum misses a faint tail (see above)."""
     logits = torch.randn(6, size, generator=torch.Generator().manual_seed(5)) * 3
     logits[5] = -17.3
     logits[:, 1] = torch.tensor([0.0, -50.0, -150.0, -1e4, 60.0, 0.0])
@@ -166,14 +166,14 @@ def test_a_token_without_mass_is_never_chosen(size: int) -> None:
     [({"top_k": 3}, 3), ({"top_p": 0.5}, 4), ({"top_p": 1e-9}, 1), ({"min_p": 1.0}, 8), ({"top_k": 100}, 8)],
     ids=str,
 )
-def test_ties_are_cut_to_the_size_asked_for(sampling: dict[str, float], kept: int) -> None:
+def test_ties_are_cut_to_the_requested_size(sampling: dict[str, float], kept: int) -> None:
     scores, _ = truncated(torch.zeros(1, 8), SamplingParams(**sampling))
     assert int(scores.isfinite().sum()) == kept
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_top_p_over_a_large_vocabulary_keeps_the_smallest_set(spread: float) -> None:
-    """Among rows of which some need a few candidates and some need most of 20 000."""
+    """Some rows need a few candidates, others most of 20 000."""
     logits = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(2)) * torch.tensor([[spread], [4.0], [6.0]])
     scores, candidates = truncated(logits, SamplingParams(top_p=0.6))
     for row in range(3):
@@ -184,10 +184,10 @@ def test_top_p_over_a_large_vocabulary_keeps_the_smallest_set(spread: float) -> 
         torch.testing.assert_close(scores[row][scores[row].isfinite()], logits[row][kept])
 
 
-def test_an_answer_depends_on_its_seed_and_on_no_other_row() -> None:
+def test_a_stream_depends_on_its_seed_only() -> None:
     seeds = answer_seeds(9, range(5))
-    together = Uniforms(seeds, CPU)
-    alone = Uniforms(seeds[3:4], CPU)
+    together = UniformStreams(seeds, CPU)
+    alone = UniformStreams(seeds[3:4], CPU)
     first = [(together()[3], alone()[0]) for _ in range(40)]
     together.keep(torch.tensor([1, 3]))
     later = [(together()[1], alone()[0]) for _ in range(100)]
@@ -195,12 +195,12 @@ def test_an_answer_depends_on_its_seed_and_on_no_other_row() -> None:
     assert len({float(a) for a, _ in first + later}) == 140
 
 
-def test_raw_logprobs_are_the_models_whatever_was_sampled_from() -> None:
+def test_raw_logprobs_are_the_models_even_if_sampling_changes_the_distribution() -> None:
     ids, logprobs = draw(LOGITS, 50, raw=True, temperature=0.3, top_p=0.5)
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[ids], rtol=0, atol=1e-5)
 
 
-def test_greedy_takes_the_best_and_is_sure_of_it() -> None:
+def test_greedy_takes_the_best_with_logprob_zero() -> None:
     ids, logprobs = draw(LOGITS, 3, temperature=0.0)
     assert ids.tolist() == [int(LOGITS.argmax())] * 3 and logprobs.tolist() == [0.0] * 3
     _, raw = draw(LOGITS, 1, temperature=0.0, raw=True)

@@ -1,8 +1,8 @@
-"""Rows one after another in one row, without padding: attention then runs per segment, and a segment sees only its own.
+"""Attention over rows that lie one after another in one row: each segment of it sees only what belongs to its own row.
 
-A segment is a run of tokens that attend to one another and to what came before them, which may lie elsewhere in the
-pack: the answers of one prompt share the prompt's keys and values. transformers lets another function stand in for its
-attention (`AttentionInterface`); ours hands every segment to transformers' own.
+A segment is a run of tokens that attend to one another and to the tokens before them in their row, which may lie
+elsewhere in the pack: the answers to one prompt share the prompt's keys and values. transformers lets another function
+replace its attention (`AttentionInterface`); the one here hands every segment to transformers' own.
 """
 
 from __future__ import annotations
@@ -16,44 +16,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What the attention is called while it is ours.
+#: The name under which the attention is registered with transformers.
 _NAME = "corelm_segments"
 
 
 class CannotPack(Exception):
-    """The model's attention is not one that can run per segment."""
+    """The model's attention cannot run per segment."""
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Tokens ``start <= t < stop`` of a pack. `before`: where the tokens are that precede them, as such ranges."""
+class PackedSegment:
+    """Tokens ``start <= t < stop`` of a pack.
+
+    Attributes:
+        before: where the earlier tokens of the same row are, as ranges of the same kind.
+    """
 
     start: int
     stop: int
     before: tuple[tuple[int, int], ...] = ()
 
 
-class _Attention:
-    """Runs the segments of one pack. `layers`: how often it was called."""
+class _SegmentAttention:
+    """Runs the segments of one pack.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    Attributes:
+        layers: how many times it was called.
+    """
+
+    def __init__(self, segments: Sequence[PackedSegment]) -> None:
         from transformers import AttentionInterface
 
         self.layers = 0
         self._segments = segments
         self._attend = AttentionInterface()["sdpa"]
-        # Every layer needs the same few.
+        # Every layer needs the same few masks.
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """As transformers calls it: query ``[1, heads, total, size]``; `mask` is what `_mask` made for such layers."""
+        """Attend as transformers asks for it: query ``[1, heads, total, size]``; `mask` is what `_mask` returned."""
         self.layers += 1
         if (mask is not None and mask.ndim) or kwargs.get("position_bias") is not None or query.shape[0] != 1:
-            raise CannotPack("attention with a mask or a bias of the model's own")
+            raise CannotPack("the model adds a mask or a bias to its attention")
         if not getattr(layer, "is_causal", True) or kwargs.get("is_causal") is False:
-            raise CannotPack("attention that is not causal")
+            raise CannotPack("the model's attention is not causal")
         window = int(mask) if mask is not None and int(mask) else None
         outputs = []
         for segment in self._segments:
@@ -65,7 +73,9 @@ class _Attention:
         return torch.cat(outputs, dim=1), None
 
     def _allowed(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-        """bool[1, 1, queries, keys]: the last `queries` of the positions look back; None where plain causality does."""
+        """Return bool[1, 1, queries, keys], where the queries are the last of the positions; None if plain causal
+        attention does the same.
+        """
         if queries == keys and (window is None or keys <= window):
             return None
         name = (queries, keys, window, device)
@@ -82,34 +92,36 @@ def _gather(part: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor:
-    """What transformers hands to the attention in place of a mask: the width of a sliding window, or 0.
+    """Return what transformers passes to the attention instead of a mask: the width of a sliding window, or 0.
 
-    Any other attention refuses such a mask. So a layer that is run again later fails, and is not silently wrong.
+    Any other attention refuses such a mask, so a layer that runs again later fails instead of being silently wrong.
     """
     if use_vmap:
-        raise CannotPack("a mask of the model's own")
+        raise CannotPack("the model makes a mask that is not one of transformers' usual ones")
     return torch.tensor(local_size or 0)
 
 
-_CURRENT: ContextVar[_Attention | None] = ContextVar("corelm_segments", default=None)
+_CURRENT: ContextVar[_SegmentAttention | None] = ContextVar("corelm_segments", default=None)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
     current = _CURRENT.get()
     if current is None:
-        raise RuntimeError("this model is being scored with in another thread; one call at a time")
+        raise RuntimeError(
+            "this model is scoring in another thread, which has replaced its attention; call it again afterwards"
+        )
     return current(*args, **kwargs)
 
 
 @contextmanager
-def attention_per_segment(base: Any, segments: Sequence[Segment]) -> Iterator[_Attention]:
-    """Inside, `base` reads one row of ``[1, total]`` ids as these segments. Afterwards it is as it was."""
+def attention_per_segment(base: Any, segments: Sequence[PackedSegment]) -> Iterator[_SegmentAttention]:
+    """Let `base` read one row of ``[1, total]`` ids as these segments inside; restore it afterwards."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    attention = _Attention(segments)
+    attention = _SegmentAttention(segments)
     configs = _configs(base)
     before = [config._attn_implementation_internal for config in configs]
     token = _CURRENT.set(attention)
@@ -124,21 +136,21 @@ def attention_per_segment(base: Any, segments: Sequence[Segment]) -> Iterator[_A
 
 
 def _configs(base: Any) -> list[Any]:
-    """The distinct configurations that the model's parts look at."""
+    """Return the distinct configurations that the model's parts look at."""
     found = {id(config): config for module in base.modules() if (config := getattr(module, "config", None)) is not None}
     return [config for config in found.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
 
 
 def may_pack(base: Any) -> bool:
-    """Whether it is worth trying: the attention is transformers' SDPA, and nothing will call it again later."""
+    """Return whether packing may work: the attention is transformers' SDPA, and no layer will run again later."""
     text = base.config.get_text_config()
-    # A chunk's mask looks to us like that of a window.
+    # The mask of chunked attention looks like that of a window here.
     chunked = getattr(text, "attention_chunk_size", None)
     return text._attn_implementation == "sdpa" and not chunked and not _runs_again_in_backward(base)
 
 
 def _runs_again_in_backward(base: Any) -> bool:
-    """Whether layers are checkpointed: they run again when the attention is no longer ours."""
+    """Return whether layers are checkpointed: those run again after the attention has been restored."""
     if not torch.is_grad_enabled():
         return False
     return any(

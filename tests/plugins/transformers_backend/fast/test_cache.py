@@ -1,4 +1,4 @@
-"""The cache holds what transformers' own would hold, whatever is read, and whichever rows go on."""
+"""The roomy cache holds what transformers' own cache would hold, for any sequence of reads and reorderings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from corelm import Backend
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.cache import RoomyLayer, new_cache
+from transformers_backend.fast.cache import RoomyLayer, roomy_cache
 
 Open = Callable[..., Backend]
 
@@ -26,13 +26,13 @@ Open = Callable[..., Backend]
     ],
     ids=["one by one", "expand and drop", "swap", "long"],
 )
-def test_it_holds_what_transformers_own_holds(steps: list[int | list[int]]) -> None:
-    """A number is so many tokens read, a list is the rows that go on."""
+def test_it_holds_the_same_as_a_layer_of_transformers(steps: list[int | list[int]]) -> None:
+    """A number reads so many tokens; a list reorders the rows."""
     ours, theirs, rows = RoomyLayer(), DynamicLayer(), 2
     generator = torch.Generator().manual_seed(0)
     for step in steps:
         if isinstance(step, int):
-            # Keys and values of different sizes, as latent attention has them.
+            # Keys and values have different sizes, as in latent attention.
             new = [torch.randn(rows, 3, step, size, generator=generator) for size in (4, 6)]
             for found, expected in zip(ours.update(*new), theirs.update(*new), strict=True):
                 assert torch.equal(found, expected)
@@ -44,7 +44,7 @@ def test_it_holds_what_transformers_own_holds(steps: list[int | list[int]]) -> N
         assert ours.get_seq_length() == theirs.get_seq_length() and ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
 
 
-def test_a_token_is_written_and_the_others_stay_where_they_are() -> None:
+def test_a_new_token_does_not_move_the_others() -> None:
     layer, new = RoomyLayer(), torch.ones(4, 2, 1, 3)
     layer.update(new, new)
     places = {layer.update(new, new)[0].data_ptr() for _ in range(60)}
@@ -63,12 +63,12 @@ def test_an_empty_layer_has_no_rows_to_reorder() -> None:
     ("family", "kinds"),
     [("qwen2", {RoomyLayer}), ("gemma2", {DynamicSlidingWindowLayer, RoomyLayer})],
 )
-def test_layers_that_do_something_else_stay_transformers_own(family: str, kinds: set[type]) -> None:
-    assert {type(layer) for layer in new_cache(tiny_model(family).config).layers} == kinds
+def test_other_attention_layers_stay_those_of_transformers(family: str, kinds: set[type]) -> None:
+    assert {type(layer) for layer in roomy_cache(tiny_model(family).config).layers} == kinds
 
 
-def test_recurrent_layers_stay_transformers_own() -> None:
-    assert RoomyLayer not in {type(layer) for layer in new_cache(tiny_model("mamba").config).layers}
+def test_recurrent_layers_stay_those_of_transformers() -> None:
+    assert RoomyLayer not in {type(layer) for layer in roomy_cache(tiny_model("mamba").config).layers}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bloom", "gemma2"])

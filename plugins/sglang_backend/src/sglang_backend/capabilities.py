@@ -1,0 +1,166 @@
+"""What an SGLang server can do, read from the caller's options, the server's own pages and the model's files.
+
+`probing` adds what the server does not say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.spec import Capabilities
+from corelm.support import HttpClient, eos_token_ids
+from sglang_backend.sampling import HONOURED
+
+#: A page that needs no scheduler: it answers as soon as the server's own process runs.
+MODEL_INFO = "/model_info"
+SERVER_INFO = "/server_info"
+#: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
+_EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHints:
+    """What the caller says about the model. Each hint replaces what would be read from the server or its files.
+
+    Attributes:
+        tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
+        vocab_size: ids are below it; None to read the model's configuration.
+        max_context: the longest row, in tokens; None to ask the server.
+        eos_token_ids: the ids that end every answer; None to read the model's files.
+        trust_remote_code: allow code from the model's folder when its files are read.
+    """
+
+    tokenizer: Any = None
+    vocab_size: int | None = None
+    max_context: int | None = None
+    eos_token_ids: Iterable[int] | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What is known about one server and the model it serves.
+
+    Attributes:
+        capabilities: what the backend declares; `probing.probe_server` adds what the server does not say.
+        tokenizer: the model's tokenizer.
+        model: the folder or hub name that the server was started with.
+        weight_label: the server's own name for the weights in force. A reply that names others is an error.
+    """
+
+    capabilities: Capabilities
+    tokenizer: Any
+    model: str
+    weight_label: str
+
+
+def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
+    """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
+
+    Raises:
+        InvalidRequestError: a fact that neither the server nor the files on this machine give; the message names the
+            argument to pass.
+        EngineError: not an SGLang server, or one whose model does not generate text.
+    """
+    model_info, settings = _page(client, MODEL_INFO), _page(client, SERVER_INFO)
+    if model_info.get("is_generation") is not True:
+        raise EngineError(f"{client.base_url} is not an SGLang server with a model that generates text", usable=False)
+    model = str(settings.get("model_path"))
+    tokenizer = _tokenizer(hints, str(model_info.get("tokenizer_path") or model))
+    config, generation_config = _configs(model, hints.trust_remote_code)
+    vocab_size = hints.vocab_size or _vocab_size(config, model)
+    excluded = _unsupported_parameters(settings)
+    capabilities = Capabilities(
+        vocab_size=vocab_size,
+        max_context=hints.max_context or _max_context(settings),
+        eos_token_ids=_eos_token_ids(hints, (config, generation_config), tokenizer, vocab_size),
+        sampling={name: span for name, span in HONOURED.items() if name not in excluded},
+        score=True,
+        concurrent_calls=True,
+        update_weights=True,
+        abort=True,
+    )
+    return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+
+
+def _page(client: HttpClient, path: str) -> Mapping[str, Any]:
+    page = client.get(path)
+    if not isinstance(page, dict):
+        raise EngineError(
+            f"{client.base_url}{path} does not return a JSON object; is this an SGLang server?", usable=False
+        )
+    return page
+
+
+def _unsupported_parameters(settings: Mapping[str, Any]) -> set[str]:
+    """Return the sampling parameters that this server's settings rule out."""
+    names: set[str] = set()
+    if settings.get("enable_deterministic_inference"):
+        # The sampler of this mode asserts that min_p is not used; a request with one would end the server.
+        names.add("min_p")
+    if settings.get("skip_tokenizer_init"):
+        names |= {"stop", "min_new_tokens"}
+    return names
+
+
+def _max_context(settings: Mapping[str, Any]) -> int:
+    """Return the longest row that the server accepts for every kind of request.
+
+    `max_req_input_len` is the shortest prompt that is refused, so the limit is one less. That is 7 tokens less than
+    the model's context: SGLang keeps some positions free, and does not report when it ends an answer for that reason.
+    """
+    refused_length = settings.get("max_req_input_len")
+    if not isinstance(refused_length, int):
+        raise InvalidRequestError(
+            "max_context: the server does not report its limit; pass max_context=", field="max_context"
+        )
+    return refused_length - 1
+
+
+def _vocab_size(config: Any, model: str) -> int:
+    if config is None:
+        raise InvalidRequestError(
+            f"vocab_size: the configuration of {model!r} is not on this machine; pass vocab_size=", field="vocab_size"
+        )
+    return int(config.get_text_config().vocab_size)
+
+
+def _configs(model: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the model's configuration and generation configuration, None for each that cannot be read here."""
+    from transformers import AutoConfig, GenerationConfig
+
+    def read(load: Any, **options: Any) -> Any:
+        try:
+            return load(model, **options)
+        except (OSError, ValueError):
+            return None
+
+    config = read(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
+    return config, read(GenerationConfig.from_pretrained)
+
+
+def _tokenizer(hints: ModelHints, path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    source = path if hints.tokenizer is None else hints.tokenizer
+    if not isinstance(source, (str, os.PathLike)):
+        return source
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=hints.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"tokenizer: {os.fspath(source)!r} cannot be loaded on this machine; pass tokenizer=", field="tokenizer"
+        ) from error
+
+
+def _eos_token_ids(hints: ModelHints, configs: Iterable[Any], tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Return the ids that the server ends every answer with, unless it is told to ignore them."""
+    if hints.eos_token_ids is not None:
+        return eos_token_ids(set(hints.eos_token_ids), vocab_size=vocab_size)
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    extra = [added[text] for text in _EXTRA_EOS if text in added]
+    return eos_token_ids(*configs, tokenizer, extra, vocab_size=vocab_size)

@@ -1,0 +1,157 @@
+"""Find out by trying what a server does not say: which log-probs it returns, and whether it honours seeds.
+
+The former depends on the environment that the server was started with, the latter on its options.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from corelm.errors import EngineError
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
+    GenerationMode,
+    Ragged,
+    SamplingParams,
+    ScoreRequest,
+    ScoreResult,
+)
+from corelm.support import HttpClient, raise_if_none_was_served
+from sglang_backend import protocol
+from sglang_backend.capabilities import ServerInfo
+
+_log = logging.getLogger(__name__)
+
+#: Two temperatures at which different tokens are drawn, and at which raw and scaled log-probs are far apart.
+_TEMPERATURES = (2.0, 50.0)
+#: Answers of one token that are drawn at each temperature.
+_DRAWS = 8
+#: The mode that explains the log-probs better must fit to within `_TOLERANCE` nats, and `_MARGIN` times better than the
+#: other. The log-probs of a 16-bit model, sampled and then scored, agree to a few hundredths.
+_TOLERANCE, _MARGIN = 0.5, 4.0
+#: Long enough that two answers at the highest temperature are never equal by chance.
+_SEEDED_LENGTH = 8
+#: Seconds for one round of requests. The first request that a server gets may make it compile.
+_TIMEOUT = 300.0
+#: Parameters that change the distribution before SGLang takes "original" log-probs from it. A server that returns those
+#: would report the changed log-probs as the model's own.
+_RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
+
+
+def probe_server(client: HttpClient, info: ServerInfo) -> ServerInfo:
+    """Return `info` with the generation modes and the seeds that the server's replies show.
+
+    Raises:
+        EngineError: the server does not answer, or its replies are not those of SGLang's ``/generate``.
+    """
+    probe = ServerProbe(client, info)
+    modes, seeds = probe.generation_modes(), probe.honours_seeds()
+    excluded = _RESHAPING if "raw" in modes else frozenset()
+    if seeds:
+        # The sampler asserts that min_p is not used with a seed; a request with both would end the server.
+        excluded |= {"min_p"}
+    capabilities = replace(
+        info.capabilities,
+        generation_modes=modes,
+        per_answer_seeds=seeds,
+        sampling={name: span for name, span in info.capabilities.sampling.items() if name not in excluded},
+    )
+    return replace(info, capabilities=capabilities)
+
+
+class ServerProbe:
+    """Sends short requests to a server and draws conclusions from the replies."""
+
+    def __init__(self, client: HttpClient, info: ServerInfo) -> None:
+        self._client = client
+        self._info = info
+        self._prompt = [token % info.capabilities.vocab_size for token in range(1, 5)]
+
+    def generation_modes(self) -> frozenset[GenerationMode]:
+        """Return whether log-probs of sampled tokens are the model's own (``raw``) or those of the logits divided by
+        the temperature (``scaled``). The set is empty if they are neither, or if the two cannot be told apart.
+        """
+        raw_errors, scaled_errors = [], []
+        for temperature in _TEMPERATURES:
+            result = self._generate(temperature, range(_DRAWS), length=1)
+            assert result.logprobs is not None
+            sampled = [row[0] for row in result.logprobs.tolist()]
+            raw = self._raw_logprobs([row[0] for row in result.ids.tolist()])
+            raw_errors.append(max(abs(a - b) for a, b in zip(sampled, raw, strict=True)))
+            # A scaled log-prob is raw / temperature minus a normaliser that is the same for every token.
+            normalisers = [a - b / temperature for a, b in zip(sampled, raw, strict=True)]
+            scaled_errors.append(max(normalisers) - min(normalisers))
+        errors: dict[GenerationMode, float] = {"raw": max(raw_errors), "scaled": max(scaled_errors)}
+        best, other = sorted(errors, key=lambda mode: errors[mode])
+        if errors[best] < _TOLERANCE and errors[best] * _MARGIN < errors[other]:
+            return frozenset({best})
+        _log.warning(
+            "the server's log-probs are not clearly raw or scaled (errors in nats: %s), so it offers none of generated "
+            "tokens",
+            errors,
+        )
+        return frozenset()
+
+    def honours_seeds(self) -> bool:
+        """Return whether equal seeds give equal answers and another seed gives another answer."""
+        result = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH)
+        first, repeated, other = result.ids.tolist()
+        return bool(first == repeated != other)
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def _generate(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateResult:
+        """Sample `length` tokens per seed, always after the same prompt."""
+        request = GenerateRequest(
+            prompts=Ragged.from_list([self._prompt] * len(seeds)),
+            sampling=SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True),
+            logprobs="raw",
+            seeds=torch.tensor(list(seeds)),
+            stop_ids=frozenset(),
+            request_ids=_request_ids(len(seeds)),
+            timeout=_TIMEOUT,
+        )
+        entries = self._post(protocol.generation_requests(request, self._info))
+        result = protocol.generation_result(request, entries, self._info)
+        _check_served(result)
+        return result
+
+    def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""
+        request = ScoreRequest(
+            sequences=Ragged.from_list([[*self._prompt, token] for token in tokens]),
+            score_from=torch.full((len(tokens),), len(self._prompt)),
+            temperature=1.0,
+            return_logits=False,
+            grad=False,
+            device=None,
+            request_ids=_request_ids(len(tokens)),
+            timeout=_TIMEOUT,
+        )
+        entries = self._post(protocol.scoring_requests(request))
+        result = protocol.scoring_result(request, entries, self._info)
+        _check_served(result)
+        return [row[-1] for row in result.logprobs.tolist()]
+
+    def _post(self, payloads: Sequence[dict[str, Any]]) -> list[Any]:
+        names = _request_ids(len(payloads))
+        entries = self._client.post_each(protocol.GENERATE, payloads, names=names, timeout=_TIMEOUT)
+        raise_if_none_was_served(entries)
+        return entries
+
+
+def _request_ids(count: int) -> tuple[str, ...]:
+    return tuple(f"probe-{number}" for number in range(count))
+
+
+def _check_served(result: GenerateResult | ScoreResult) -> None:
+    """Raise the first error of a row as an `EngineError`."""
+    for error in result.errors or ():
+        if error:
+            raise EngineError(error)

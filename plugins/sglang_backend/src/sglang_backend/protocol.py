@@ -1,0 +1,205 @@
+"""The payloads that SGLang's ``/generate`` is sent, and its replies, parsed and checked against the request.
+
+Every row is a request with its own seed, and fails alone. Nothing here talks to the server: `server` and `probing` post
+the payloads and hand in the entries that `HttpClient.post_each` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from corelm.errors import InvalidRequestError
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.support import RowAnswer, RowFailure, StopStrings, generate_result, row_failure, score_result
+from sglang_backend.capabilities import ServerInfo
+from sglang_backend.sampling import parameters
+
+Payload = dict[str, Any]
+T = TypeVar("T")
+
+GENERATE = "/generate"
+#: The finish reasons of the server that corelm knows, by the same names.
+FINISH_REASONS = frozenset({"stop", "length", "abort"})
+#: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
+NAN = "NaN happened"
+
+
+class ImplausibleReplyError(Exception):
+    """A reply contradicts its request or the weights in force. `_parsed` turns it into a `RowFailure`."""
+
+
+# Generating -----------------------------------------------------------------------------------------------------------
+
+
+def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payload]:
+    """Return one payload per prompt.
+
+    Raises:
+        CapabilityError, InvalidRequestError: sampling parameters that SGLang would change; see `sampling.parameters`.
+    """
+    capabilities = info.capabilities
+    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
+    return [
+        {
+            "input_ids": ids,
+            "sampling_params": parameters(
+                request.sampling,
+                max_new_tokens=_answer_limit(request, len(ids), capabilities.max_context),
+                seed=seed,
+                stop_ids=request.stop_ids,
+                eos_token_ids=capabilities.eos_token_ids or frozenset(),
+                vocab_size=capabilities.vocab_size,
+            ),
+            "return_logprob": request.logprobs != "none",
+        }
+        for ids, seed in zip(request.prompts.tolist(), seeds, strict=True)
+    ]
+
+
+def generation_result(request: GenerateRequest, entries: Sequence[Any], info: ServerInfo) -> GenerateResult:
+    """Return the answers in `entries`, which are in the order of `generation_requests`."""
+    stops = StopStrings.of(request.sampling, info.tokenizer)
+    rows = [_parsed(entry, lambda reply: _answer(reply, request, stops, info)) for entry in entries]
+    return generate_result(request, rows)
+
+
+# Scoring --------------------------------------------------------------------------------------------------------------
+
+
+def scoring_requests(request: ScoreRequest) -> list[Payload]:
+    """Return one payload per sequence. It asks for log-probs from ``score_from[r]`` on, and samples nothing."""
+    return [
+        {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": _logprob_start(ids, start),
+        }
+        for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
+    ]
+
+
+def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerInfo) -> ScoreResult:
+    """Return the scores in `entries`, which are in the order of `scoring_requests`."""
+
+    def parse(entry: Any, ids: list[int], start: int) -> list[float] | RowFailure:
+        return _parsed(entry, lambda reply: _scores(reply, ids[_logprob_start(ids, start) :], info))
+
+    sequences, starts = request.sequences.tolist(), request.score_from.tolist()
+    rows = map(parse, entries, sequences, starts)
+    return score_result(request, dict(enumerate(rows)))
+
+
+# Payloads -------------------------------------------------------------------------------------------------------------
+
+
+def _answer_limit(request: GenerateRequest, prompt_length: int, max_context: int | None) -> int:
+    limit = request.sampling.max_new_tokens
+    if limit is not None:
+        return limit
+    assert max_context is not None
+    return max_context - prompt_length
+
+
+def _logprob_start(ids: Sequence[int], start: int) -> int:
+    """Return the position to ask from: the one before `start`, since SGLang returns None for the first position."""
+    return max(0, min(start, len(ids)) - 1)
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
+
+
+def is_duplicate(entry: Any) -> bool:
+    """Return whether the server refused a request because it still runs an earlier one with the same id.
+
+    This happens after a connection broke: the client repeats the request before the server notices the break.
+    """
+    return isinstance(entry, InvalidRequestError) and "Duplicate request ID" in str(entry)
+
+
+def _parsed(entry: Any, parse: Callable[[Any], T]) -> T | RowFailure:
+    """Return what `parse` makes of the server's reply, or why it cannot be used."""
+    failure = row_failure(entry)
+    if failure is not None:
+        return failure
+    try:
+        return parse(entry)
+    except ImplausibleReplyError as error:
+        return RowFailure(str(error))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        return RowFailure(f"the reply is not one of SGLang's {GENERATE}: {type(error).__name__}: {error}")
+
+
+def _answer(reply: Any, request: GenerateRequest, stops: StopStrings, info: ServerInfo) -> RowAnswer:
+    meta, ids = reply["meta_info"], [int(token) for token in reply["output_ids"]]
+    reason = _finish_reason(meta)
+    if reason != "abort" or ids:
+        # A request that was aborted before it ran has no weight version.
+        _check_weights(meta, info.weight_label)
+    logprobs: list[float] = []
+    if request.logprobs != "none":
+        reported = meta.get("output_token_logprobs") or []
+        _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
+        logprobs = [float(value) for value, *_ in reported]
+    end = _end(ids, request.stop_ids, stops)
+    return RowAnswer(ids, logprobs, reason) if end is None else RowAnswer(ids[:end], logprobs[:end], "stop")
+
+
+def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:
+    """Return the length of the answer up to and including the token that ends it; None if no token does.
+
+    The server misses some stops that core promises. It looks for stop strings in a few tokens only, as many as it
+    would write the string in itself, and so misses one that is spelt in more tokens. It looks for no stop string and
+    for no stop id where `sampling.parameters` had to switch that off.
+    """
+    by_id = next((index + 1 for index, token in enumerate(ids) if token in stop_ids), None)
+    by_string = stops.first_end(ids[:by_id])
+    return by_id if by_string is None else by_string
+
+
+def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float]:
+    """Return the log-probs of `ids`, the part of the row that was asked for, without the first one."""
+    meta = reply["meta_info"]
+    if _finish_reason(meta) == "abort":
+        raise ImplausibleReplyError("the server aborted the request")
+    _check_weights(meta, info.weight_label)
+    reported = meta["input_token_logprobs"]
+    _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")
+    if reported[0][0] is not None:
+        raise ImplausibleReplyError(
+            "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
+            "differently"
+        )
+    return [float(value) for value, *_ in reported[1:]]
+
+
+def _finish_reason(meta: Any) -> str:
+    finish = meta["finish_reason"]
+    if finish.get("matched") == NAN:
+        raise ImplausibleReplyError(f"the model's logits were NaN (SGLang: {NAN!r})")
+    reason = finish["type"]
+    if reason not in FINISH_REASONS:
+        raise ValueError(f"unknown finish reason {reason!r}")
+    return str(reason)
+
+
+def _check_weights(meta: Any, label: str) -> None:
+    """Raise an `ImplausibleReplyError` unless the whole reply was made with the weights called `label`."""
+    spans = meta.get("weight_versions") or []
+    labels = {str(meta.get("weight_version")), *(str(span["version"]) for span in spans)}
+    if labels != {label}:
+        raise ImplausibleReplyError(
+            f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
+            "it was restarted, or another client has updated it; load the weights again"
+        )
+
+
+def _check_echo(reported: Sequence[Any], ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raise an `ImplausibleReplyError` unless the ``[logprob, id, text]`` entries are about exactly these ids."""
+    if len(reported) != len(ids):
+        raise ImplausibleReplyError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
+    for position, ((_, echoed, *_), token) in enumerate(zip(reported, ids, strict=True)):
+        # SGLang echoes the last id of the vocabulary in a prompt as 0; its log-prob is right.
+        if echoed != token and not (echoed == 0 and token == vocab_size - 1):
+            raise ImplausibleReplyError(f"{name} is about id {echoed} at position {position}, expected {token}")

@@ -1,0 +1,42 @@
+"""`read_capabilities`: what the backend can do with a model, read from the model and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from corelm.spec import Capabilities
+from corelm.support import eos_token_ids
+from transformers_backend.engine import CausalLM
+
+#: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
+HONOURED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "stop",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "engine_kwargs",
+)
+
+
+def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
+    return Capabilities(
+        vocab_size=engine.vocab_size,
+        max_context=engine.max_context,
+        eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
+        sampling=dict.fromkeys(HONOURED),
+        generation_modes=frozenset({"raw", "processed"}),
+        score=True,
+        score_temperature=True,
+        logits=True,
+        gradients=True,
+        per_answer_seeds=True,
+        update_weights=True,
+    )

@@ -1,0 +1,26 @@
+"""Accelerations only: delete this folder, open with ``fast=False``, and the numbers stay the same, only slower.
+
+It plugs in at two places: `FastDecoder` overrides two methods of `Decoder`, `FastScorer` two of `Scorer`.
+
+================ ======================================================================================================
+file             what it saves
+================ ======================================================================================================
+`tiles.py`       log-probabilities without logits: no tensor is as wide as the vocabulary
+`head.py`        decides whether a model's head can be computed in tiles
+`split.py`       runs a model's body without its head, and its head without its body
+`layouts.py`     rows without padding; the start that rows have in common is read once
+`packing.py`     attention over such rows
+`reading.py`     the body's hidden states of packed or padded rows
+`cache.py`       decoding writes keys and values into buffers instead of copying all of them at every token
+`onednn.py`      the head of a decoding step on a CPU, with another library
+`probing.py`     what has to be tried on the model before any of this is used for scoring
+================ ======================================================================================================
+
+Each acceleration of scoring is tried on the model and compared with the model's own forward. What does not agree is not
+used: that step then runs as in the plain backend.
+"""
+
+from transformers_backend.fast.decoding import FastDecoder
+from transformers_backend.fast.scoring import FastScorer
+
+__all__ = ["FastDecoder", "FastScorer"]

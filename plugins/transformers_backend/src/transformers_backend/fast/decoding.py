@@ -1,0 +1,21 @@
+"""`FastDecoder`: decoding with a roomy cache and a quick head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers_backend.decoding import Decoder
+from transformers_backend.fast.cache import roomy_cache
+from transformers_backend.fast.onednn import quick_head
+
+
+class FastDecoder(Decoder):
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        with super()._decoding(), quick_head(self._engine.base):
+            yield
+
+    def _new_cache(self) -> Any:
+        return roomy_cache(self._engine.base.config)

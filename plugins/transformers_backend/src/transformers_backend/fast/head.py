@@ -1,0 +1,154 @@
+"""`ScoringHead`: how this model's log-probabilities can be made of its last hidden states, found out by trying.
+
+tiled    one matrix product, at most scaled and capped: log-probabilities without logits (`tiles`)
+sliced   the model's own forward turns hidden states into logits, a slice of positions at a time
+whole    a slice gives other logits than the plain forward, so all logits are made at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from transformers_backend.engine import CausalLM
+from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, probe_head, softcap
+from transformers_backend.fast.split import SplitForward
+from transformers_backend.fast.tiles import TiledHead
+from transformers_backend.scoring import HeadPath
+
+#: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
+_SAMPLED = 8192
+#: Checking the formula of a head with more than `_LARGE` weights takes a millisecond or more, as long as one position.
+#: For `_FEW` positions or fewer, the model's own forward is cheaper.
+_LARGE, _FEW = 2**21, 64
+
+
+class ScoringHead:
+    def __init__(self, engine: CausalLM, split: SplitForward) -> None:
+        self._engine = engine
+        self._split = split
+        self._probed: tuple[Any, HeadFormula] | None = None
+        # The products of the formula's witness with the head, float64[1, V].
+        self._products: Tensor | None = None
+
+    def forget(self) -> None:
+        """Probe again before the next use: with other weights another formula may show."""
+        self._probed = self._products = None
+
+    def path(self, positions: int, *, grad: bool = False) -> HeadPath:
+        """Return how to make the log-probabilities of so many positions now.
+
+        A formula is compared with the model's own forward at every call, on one state: since it was found, a scale may
+        have been learned or a hook put on the body. The comparison costs as much as one position.
+
+        Args:
+            positions: how many positions are scored.
+            grad: whether gradients are wanted.
+        """
+        for _ in range(2):
+            formula = self._formula()
+            if formula.path != "tiled":
+                return formula.path
+            if not self._is_bare() or (not grad and positions <= _FEW and self._is_large(formula)):
+                return "sliced"
+            if self._holds(formula, grad):
+                return "tiled"
+            self.forget()
+        return "sliced"
+
+    def tiled(self) -> TiledHead:
+        """Return the head as one matrix product. Only for the path "tiled"."""
+        formula, module = self._formula(), self._module()
+        assert module is not None
+        return TiledHead(module.weight, module.bias, formula.scale, formula.cap)
+
+    def _module(self) -> nn.Linear | None:
+        """Return the head if it is torch's own linear layer: no adapter, no quantization, weights not offloaded."""
+        head = self._engine.base.get_output_embeddings()
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+            return None
+        return head
+
+    def _is_bare(self) -> bool:
+        """Return whether calling the head does nothing but a matrix product in the dtype of its weights."""
+        head = self._module()
+        if head is None or "forward" in vars(head) or torch.is_autocast_enabled(head.weight.device.type):
+            return False
+        return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
+
+    def _is_large(self, formula: HeadFormula) -> bool:
+        """Return whether few positions are better left to the model's own forward.
+
+        The head must be large, and both ways must round alike: after a scale or a cap, the model rounds short floats
+        once more.
+        """
+        module = self._module()
+        assert module is not None
+        alike = module.weight.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
+        return alike and module.weight.numel() > _LARGE
+
+    def _holds(self, formula: HeadFormula, grad: bool) -> bool:
+        """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
+        but the hidden states and the head.
+        """
+        engine, module = self._engine, self._module()
+        assert module is not None and formula.witness is not None
+        state = formula.witness.to(module.weight)
+        with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
+            with torch.set_grad_enabled(grad):
+                state = state.requires_grad_(grad)
+                logits = self._split.logits(state)
+            known = (state, module.weight, module.bias)
+            if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
+                return False
+            made = formula.logits(self._products_of(state, module))
+            return equal_but_for_rounding(made, logits.double(), state.dtype)
+
+    def _products_of(self, state: Tensor, module: nn.Linear) -> Tensor:
+        """Return the bare products of the witness with the head, float64[1, V].
+
+        Those of an earlier call are used if a sample of them is still right. If any of the rest is wrong, the model's
+        own logits do not fit them either.
+        """
+
+        def products(some: slice) -> Tensor:
+            bias = None if module.bias is None else module.bias[some]
+            return functional.linear(state, module.weight[some], bias).double()
+
+        known, some = self._products, slice(None, None, max(1, len(module.weight) // _SAMPLED))
+        if (
+            known is None
+            or known.shape[-1] != len(module.weight)
+            or known.device != state.device
+            or not equal_but_for_rounding(known[..., some], products(some), state.dtype)
+        ):
+            known = self._products = products(slice(None))
+        return known
+
+    def _formula(self) -> HeadFormula:
+        engine = self._engine
+        # What may come between body and logits without being part of the head.
+        around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
+        state = (around, engine.base.get_output_embeddings(), softcap(engine))
+        if self._probed is None or self._probed[0] != state:
+            self._products = None
+            with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
+                self._probed = (state, probe_head(engine, self._split, self._module()))
+        return self._probed[1]
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in which the gradients of this one end."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [earlier for earlier, _ in node.next_functions]

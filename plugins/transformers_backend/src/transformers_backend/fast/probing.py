@@ -1,0 +1,157 @@
+"""What has to be tried on a model before its scoring is accelerated, each compared with the model's own forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from corelm.spec import Ragged
+from transformers_backend.engine import CausalLM
+from transformers_backend.fast.layouts import ReadBatch, packed_batches, padded_batches
+from transformers_backend.fast.reading import BodyReader
+from transformers_backend.fast.split import CannotSplit, SplitForward
+from transformers_backend.scoring import HeadPath
+
+#: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
+_MAGNITUDES = (1.0, 30.0, 1000.0)
+#: Number of positions tried at each magnitude.
+_TRIED = 2
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFormula:
+    """How a model makes logits of its last hidden states.
+
+    Attributes:
+        path: see `transformers_backend.fast.head`; `scale` and `cap` are of use for "tiled" only.
+        scale: factor of the head's matrix product.
+        cap: logits are ``cap · tanh(scaled / cap)``; None without one.
+        witness: ``[1, hidden]``, a hidden state that shows the scale and bends at the cap.
+    """
+
+    path: HeadPath
+    scale: float = 1.0
+    cap: float | None = None
+    witness: Tensor | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return the logits for the bare products of hidden states with the head."""
+        scaled = self.scale * products
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None) -> HeadFormula:
+    """Return how this model's logits can be computed in parts.
+
+    Args:
+        module: the head if it is a plain linear layer, else None.
+    """
+    hidden = _hidden_if_sliceable(engine, split)
+    if hidden is None:
+        return HeadFormula("whole")
+    if module is None or module.weight.dtype != hidden.dtype:
+        return HeadFormula("sliced")
+    return _tiled_formula(engine, split, module, hidden[:_TRIED]) or HeadFormula("sliced")
+
+
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward) -> Tensor | None:
+    """Return hidden states ``[n, hidden]``, or None if slices across row boundaries give other logits."""
+    generator = torch.Generator().manual_seed(0)
+    rows = Ragged(torch.randint(engine.vocab_size, (15,), generator=generator), torch.tensor([8, 7]))
+    at, column = rows.row_index, rows.positions
+    whole = engine.padded_logits(rows)[at, column].float()
+    try:
+        hidden = split.hidden(**engine.inputs(rows, "right"))[at, column]
+        parts = torch.cat([split.logits(part).float() for part in hidden.split(5)])
+    except CannotSplit:
+        return None
+    tolerance = torch.finfo(engine.base.dtype).eps ** 0.5 * float(whole.abs().max())
+    return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
+
+
+def _tiled_formula(engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor) -> HeadFormula | None:
+    """Return the scale and cap that turn the head's matrix product into the model's own logits, or None."""
+    weight, bias = module.weight, module.bias
+    largest = float(functional.linear(hidden, weight, bias).abs().max())
+    if not 0.0 < largest < float("inf"):
+        # If all products are zero, for example, every formula would fit.
+        return None
+    states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
+    products, logits = functional.linear(states, weight, bias).double(), split.logits(states).double()
+    for cap in dict.fromkeys((softcap(engine), None)):
+        flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
+        scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
+        scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
+        formula = HeadFormula("tiled", scale, cap, witness=states[_TRIED : _TRIED + 1])
+        if all(
+            equal_but_for_rounding(made, wanted, hidden.dtype)
+            for made, wanted in zip(formula.logits(products).split(_TRIED), logits.split(_TRIED), strict=True)
+        ):
+            return formula
+    return None
+
+
+def softcap(engine: CausalLM) -> float | None:
+    """Return the cap of the logits that the model's configuration states."""
+    cap = getattr(engine.base.config.get_text_config(), "final_logit_softcapping", None)
+    return float(cap) if cap else None
+
+
+def equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two sets of logits differ by rounding only.
+
+    In float32 that is the rounding of sums, in anything shorter the rounding of one logit.
+    """
+    steps = 64 if dtype.itemsize >= 4 else 4
+    # If an id is ruled out by minus infinity, a tolerance taken from it would let everything pass.
+    finite = found[found.isfinite()].abs()
+    tolerance = steps * torch.finfo(dtype).eps * float(finite.max() if len(finite) else 0.0)
+    return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
+
+
+def packing_works(engine: CausalLM, reader: BodyReader) -> bool:
+    """Return whether packed rows, some of which share their start, get the same states as padded rows."""
+    if (engine.max_context or 12) < 12:
+        return False
+    ids = torch.randint(engine.vocab_size, (4, 12), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :7] = ids[0, :7]
+    ids[2, 7:9] = ids[1, 7:9]
+    rows = Ragged.from_list([ids[0], ids[1, :11], ids[2], ids[3, :5]])
+    (padded,) = padded_batches(rows.lengths, 64)
+    (packed,) = packed_batches(rows, 64, 64, lambda shared, rest: True)
+    assert packed.packed is not None
+    try:
+        found, layers = reader.read_packed(packed.packed)
+    except Exception:
+        # A model's code may fail in any way on inputs that it does not expect. Its rows can still be padded.
+        return False
+    expected = reader.read(rows, padded)
+    # If another layer mixes positions, it would see the rows as one.
+    if layers != engine.base.config.get_text_config().num_hidden_layers:
+        return False
+    precision = torch.finfo(expected.dtype)
+    tolerance = min(256 * precision.eps, precision.eps**0.5) * float(expected.abs().max())
+    return torch.allclose(_by_row(found, packed), _by_row(expected, padded), rtol=0.0, atol=tolerance)
+
+
+def body_drops_out(engine: CausalLM, reader: BodyReader) -> bool:
+    """Return whether the model, in its present mode, reads the same ids twice with different results.
+
+    Dropout has a different name in every family, so reading twice is the only test.
+    """
+    if not (torch.is_grad_enabled() and any(part.training for part in engine.module.modules())):
+        return False
+    rows = Ragged(torch.arange(16) % engine.vocab_size, torch.tensor([16]))
+    (batch,) = padded_batches(rows.lengths, 16)
+    devices: list[Any] = [] if engine.device.type == "cpu" else [engine.device]
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=engine.device.type):
+        return not torch.equal(reader.read(rows, batch), reader.read(rows, batch))
+
+
+def _by_row(states: Tensor, batch: ReadBatch) -> Tensor:
+    """Return the states of every position, rows in the order of their numbers."""
+    return states[batch.index.select(batch.rows.argsort()).values.to(states.device)].float()

@@ -1,0 +1,39 @@
+"""`BodyReader`: rows of ids in, the last hidden states of the model's body out.
+
+packed   rows one after another in one row, without padding; rows that start alike share that start
+padded   rows padded on the right, as the plain forward reads them
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corelm.spec import Ragged
+from transformers_backend.engine import CausalLM
+from transformers_backend.fast.layouts import PackedRows, ReadBatch
+from transformers_backend.fast.packing import attention_per_segment
+from transformers_backend.fast.split import SplitForward
+
+
+class BodyReader:
+    def __init__(self, engine: CausalLM, split: SplitForward) -> None:
+        self._engine = engine
+        self._split = split
+
+    def read(self, rows: Ragged, batch: ReadBatch) -> Tensor:
+        """Return ``[slots, hidden]``; ``batch.index`` says in which slots the states of its rows are."""
+        if batch.packed is None:
+            return self._split.hidden(**self._engine.inputs(rows.select(batch.rows), "right")).flatten(0, 1)
+        return self.read_packed(batch.packed)[0]
+
+    def read_packed(self, packed: PackedRows) -> tuple[Tensor, int]:
+        """Return ``[slots, hidden]``, and how many layers attended per segment."""
+        device = self._engine.device
+        with attention_per_segment(self._engine.base, packed.segments) as attention:
+            states = self._split.hidden(
+                input_ids=packed.ids[None].to(device),
+                position_ids=packed.positions[None].to(device),
+                attention_mask=torch.ones_like(packed.ids)[None],
+            )
+        return states[0], attention.layers

@@ -1,0 +1,88 @@
+"""Where the model and the tokenizer come from: loaded from a folder or the hub, or objects that the caller passed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from corelm.errors import CapabilityError, InvalidRequestError
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    attn_implementation: str | None,
+    model_kwargs: Mapping[str, Any],
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
+    options["dtype"] = dtype or "auto"
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, **options)
+    if "device_map" in model_kwargs:
+        return model
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def refuse_loading_options(**options: Any) -> None:
+    """Refuse every option that only applies while a model is loaded; None means "not given".
+
+    Raises:
+        InvalidRequestError: an option was given with a model object.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise InvalidRequestError(
+            f"{', '.join(given)}: only used when a model is loaded, but a model object was passed; "
+            "set it on the model itself",
+            field=given[0],
+        )
+
+
+def base_model(module: Any) -> Any:
+    """Return the transformers model without its PEFT wrapper.
+
+    Raises:
+        CapabilityError: the model is not one that this backend can run.
+    """
+    from transformers import PreTrainedModel
+
+    base = module
+    if not isinstance(module, PreTrainedModel) and hasattr(module, "get_base_model"):
+        if module.active_peft_config.is_prompt_learning:
+            raise CapabilityError(
+                f"{type(module).__name__} with prompt learning adds virtual tokens, which are not supported; use LoRA",
+                capability="model",
+            )
+        base = module.get_base_model()
+    if not isinstance(base, PreTrainedModel) or not base.can_generate() or base.config.is_encoder_decoder:
+        raise CapabilityError(
+            f"{type(base).__name__} is not a causal language model of transformers", capability="model"
+        )
+    return base
+
+
+def load_tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
+    """Return `given` itself, or the tokenizer loaded from that folder or hub name; None means the model's own.
+
+    Raises:
+        InvalidRequestError: no tokenizer was given, and the model does not say where it was loaded from.
+    """
+    if given is None:
+        given = base.name_or_path
+        if not given:
+            raise InvalidRequestError("a model object has no tokenizer; pass tokenizer=", field="tokenizer")
+    if not isinstance(given, (str, os.PathLike)):
+        return given
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)

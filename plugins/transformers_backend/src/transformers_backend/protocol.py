@@ -1,0 +1,223 @@
+"""What the engine is asked to run for a request, and how the result is made of what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult
+from transformers_backend.batches import micro_batches, rows_of_one_encoding
+from transformers_backend.engine import CausalLM
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Prompts to decode together.
+
+    Attributes:
+        rows: int64[n], their row numbers in the request.
+        prompts: their ids.
+        limits: int64[n], the longest answer each may get.
+        seeds: int64[n], one for each answer.
+    """
+
+    rows: Tensor
+    prompts: Ragged
+    limits: Tensor
+    seeds: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SampledAnswers:
+    """The answers to a `PromptBatch`.
+
+    Attributes:
+        ids: the sampled ids of each answer.
+        logprobs: float32, as long as `ids`.
+        stopped: bool[n]; False for an answer that reached its length limit.
+    """
+
+    ids: Ragged
+    logprobs: Ragged
+    stopped: Tensor
+
+
+def generation_requests(request: GenerateRequest, engine: CausalLM, max_batch_tokens: int) -> Iterator[PromptBatch]:
+    """Yield the prompts in as few batches as `max_batch_tokens` of prompts and answers allow.
+
+    Raises:
+        CapabilityError: there are `engine_kwargs`.
+        InvalidRequestError: `max_new_tokens` is None and the model states no context to fill, or an answer might cross
+            the length at which the model changes its position encoding.
+    """
+    sampling, prompts = request.sampling, request.prompts
+    if sampling.engine_kwargs:
+        raise CapabilityError(
+            "engine_kwargs go to the generate method of transformers, which this backend uses for beam search only; "
+            "drop them or give num_beams",
+            capability="engine_kwargs",
+        )
+    limits = answer_limits(request, engine.max_context)
+    _refuse_crossing(prompts.lengths, limits, engine.rope_switch)
+    # Without seeds the answers follow torch's global generator, like any other sampling in torch.
+    seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
+    for side in rows_of_one_encoding(prompts.lengths, engine.rope_switch):
+        for part in micro_batches((prompts.lengths + limits)[side], max_batch_tokens):
+            rows = side[part]
+            yield PromptBatch(rows, prompts.select(rows), limits[rows], seeds[rows])
+
+
+def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:
+    """Return int64[rows]: the longest answer each prompt may get.
+
+    Raises:
+        InvalidRequestError: `max_new_tokens` is None and the model states no context to fill.
+    """
+    lengths, limit = request.prompts.lengths, request.sampling.max_new_tokens
+    if limit is not None:
+        return torch.full_like(lengths, limit)
+    if max_context is None:
+        raise InvalidRequestError(
+            "max_new_tokens=None fills the model's context, but this model states none; give a number",
+            field="max_new_tokens",
+        )
+    return max_context - lengths
+
+
+def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -> None:
+    """Refuse prompts below `rope_switch` whose answers may end above it."""
+    if rope_switch is None:
+        return
+    # The model never reads the last token of an answer.
+    crossing = ((lengths <= rope_switch) & (lengths + limits - 1 > rope_switch)).nonzero()[:, 0].tolist()
+    if crossing:
+        problem = (
+            f"its prompt is within {rope_switch} tokens and its answer may go beyond; there the model changes how it "
+            "encodes all positions, so ask for a shorter answer"
+        )
+        raise InvalidRequestError(
+            f"max_new_tokens: row {crossing[0]}: {problem}",
+            field="max_new_tokens",
+            problems=dict.fromkeys(crossing, problem),
+        )
+
+
+def generation_result(
+    request: GenerateRequest, answers: Sequence[tuple[PromptBatch, SampledAnswers]]
+) -> GenerateResult:
+    """Return the answers of all batches in the order of the prompts."""
+    order = torch.cat([batch.rows for batch, _ in answers]).argsort()
+    device = request.prompts.values.device
+    logprobs = None
+    if request.logprobs != "none":
+        logprobs = Ragged.cat([found.logprobs for _, found in answers]).select(order).to(device)
+    return GenerateResult(
+        ids=Ragged.cat([found.ids for _, found in answers]).select(order).to(device),
+        logprobs=logprobs,
+        finish_reasons=tuple(
+            "stop" if stopped else "length"
+            for stopped in torch.cat([found.stopped for _, found in answers])[order].tolist()
+        ),
+        **Provenance.label(request.logprobs, request.sampling),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceBatch:
+    """Sequences to score. The last token of a sequence is only predicted, never read.
+
+    Sequence ``[5, 6, 7]``, scored from position 2, as the first of a request::
+
+        inputs   [5, 6]
+        targets  [6, 7]
+        wanted   [False, True]
+        index    [1, 2]
+
+    Attributes:
+        inputs: the ids that the model reads.
+        targets: int64[total], the id that follows each of them.
+        wanted: bool[total], whether the log-prob of that id is wanted.
+        index: int64[total], where that id stands in ``request.sequences.values``.
+    """
+
+    inputs: Ragged
+    targets: Tensor
+    wanted: Tensor
+    index: Tensor
+
+    def wanted_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which positions of these rows are wanted, bool[n], and the target and index of each that is."""
+        positions = self.inputs.with_values(torch.arange(len(self.targets))).select(rows).values
+        wanted = self.wanted[positions]
+        picked = positions[wanted]
+        return wanted, self.targets[picked], self.index[picked]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTokens:
+    """The log-probs of some tokens.
+
+    Attributes:
+        index: int64[n], where the tokens stand in ``request.sequences.values``.
+        logprobs: float32[n].
+        logits: float32[n, vocab] in pieces, if the request wants them.
+    """
+
+    index: Tensor
+    logprobs: Tensor
+    logits: Sequence[Tensor] = ()
+
+    def to(self, device: torch.device) -> ScoredTokens:
+        logits = [piece.to(device) for piece in self.logits]
+        return ScoredTokens(self.index.to(device), self.logprobs.to(device), logits)
+
+
+def scoring_requests(request: ScoreRequest, rope_switch: int | None) -> Iterator[SequenceBatch]:
+    """Yield the sequences of which anything is to be scored, in batches whose positions are encoded alike."""
+    sequences, scored = request.sequences.to("cpu"), scored_positions(request)
+    numbers = sequences.row_index[scored.values].unique()
+    lengths = sequences.lengths[numbers] - 1
+    for side in rows_of_one_encoding(lengths, rope_switch) if len(numbers) else ():
+        rows = Ragged.full(lengths[side], 0, torch.int64)
+        read = sequences.offsets[numbers[side]][rows.row_index] + rows.positions
+        index = read + 1
+        yield SequenceBatch(
+            inputs=rows.with_values(sequences.values[read]),
+            targets=sequences.values[index],
+            wanted=scored.values[index],
+            index=index,
+        )
+
+
+def scored_positions(request: ScoreRequest) -> Ragged:
+    """Return bool, as long as the sequences: the positions from `score_from` on."""
+    sequences = request.sequences
+    return Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
+
+
+def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_size: int) -> ScoreResult:
+    """Return the log-probs of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them."""
+    sequences = request.sequences
+    device = request.device or sequences.values.device
+    total = sequences.values.shape[0]
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(part.index for part in parts)])
+    logits = None
+    if request.return_logits:
+        pieces = [piece for part in parts for piece in part.logits]
+        logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
+    return ScoreResult(
+        logprobs=Ragged(_scattered([part.logprobs for part in parts], index, (total,)), sequences.lengths),
+        scored=scored_positions(request).to(device),
+        logits=logits,
+        **Provenance.label_of_scores(request.temperature),
+    )
+
+
+def _scattered(parts: Sequence[Tensor], index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return float32 zeros of `shape`, with the rows of `parts` at `index`."""
+    out = torch.zeros(shape, device=index.device)
+    return out.index_put((index,), torch.cat(list(parts))) if parts else out

@@ -1,0 +1,108 @@
+"""Replies of ``/generate`` as results: where an answer is cut, and what an aborted row becomes.
+
+Implausible replies are in `test_server`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import SamplingParams
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
+from corelm.support import ABORTED
+from helpers.tiny_models import VOCAB, tiny_tokenizer
+from sglang_backend.capabilities import ServerInfo
+from sglang_backend.protocol import generation_result, scoring_result
+
+
+@pytest.fixture
+def info() -> ServerInfo:
+    capabilities = Capabilities(vocab_size=VOCAB, max_context=64)
+    return ServerInfo(capabilities, tiny_tokenizer(), model="a-model", weight_label="default")
+
+
+def one_token_per_byte(text: str) -> list[int]:
+    """Return more tokens than the tokenizer would write `text` in."""
+    return [token for character in text for token in tiny_tokenizer().encode(character, add_special_tokens=False)]
+
+
+def result_of(info: ServerInfo, entry: Any, stop_ids: frozenset[int] = frozenset(), **sampling: Any) -> GenerateResult:
+    request = GenerateRequest(
+        prompts=Ragged.from_list([[5]]),
+        sampling=SamplingParams(max_new_tokens=99, **sampling),
+        logprobs="raw",
+        seeds=None,
+        stop_ids=stop_ids,
+        request_ids=("row",),
+        timeout=None,
+    )
+    return generation_result(request, [entry], info)
+
+
+def reply(ids: list[int], reason: str = "length", label: str | None = "default") -> dict[str, Any]:
+    """A reply in which the log-prob of the token at position p is -p."""
+    meta = {
+        "finish_reason": {"type": reason},
+        "weight_version": label,
+        "output_token_logprobs": [[-float(position), token, None] for position, token in enumerate(ids)],
+    }
+    return {"output_ids": ids, "meta_info": meta}
+
+
+def answer_length(info: ServerInfo, ids: list[int], stop_ids: frozenset[int] = frozenset(), **sampling: Any) -> int:
+    result = result_of(info, reply(ids), stop_ids, **sampling)
+    length = int(result.ids.lengths)
+    assert result.ids.tolist() == [ids[:length]]
+    assert result.logprobs is not None and result.logprobs.tolist() == [[-float(p) for p in range(length)]]
+    assert result.finish_reasons == ("stop" if length < len(ids) else "length",)
+    return length
+
+
+def test_an_answer_without_a_stop_is_kept_whole(info):
+    assert answer_length(info, [5, 6, 7], frozenset({9}), stop=("nowhere",)) == 3
+    assert answer_length(info, [], frozenset({9}), stop=("x",)) == 0
+
+
+def test_an_answer_is_cut_after_its_first_stop_id(info):
+    assert answer_length(info, [5, 9, 7, 8], frozenset({7, 8})) == 3
+
+
+def test_an_answer_is_cut_after_a_stop_string_of_many_tokens(info):
+    text = "the cat is where the sea is"
+    ids = one_token_per_byte("so " + text + " and on")
+    assert answer_length(info, ids, stop=(text,)) == 3 + len(text)
+
+
+def test_a_stop_string_within_min_new_tokens_does_not_count(info):
+    ids = one_token_per_byte("ab---ab---")
+    assert answer_length(info, ids, stop=("ab",), min_new_tokens=3) == 7
+
+
+def test_the_earlier_of_stop_id_and_stop_string_ends_the_answer(info):
+    ids = one_token_per_byte("abcde")
+    assert answer_length(info, ids, frozenset({ids[1]}), stop=("cd",)) == 2
+    assert answer_length(info, ids, frozenset({ids[3]}), stop=("bc",)) == 3
+
+
+def test_a_row_aborted_before_it_ran_needs_no_weight_version(info):
+    result = result_of(info, reply([], "abort", label=None))
+    assert result.finish_reasons == ("abort",) and not any(result.errors or ())
+    assert result_of(info, reply([5], "abort", label=None)).finish_reasons == ("error",)
+
+
+def test_scores_that_are_aborted_are_an_error(info):
+    request = ScoreRequest(
+        sequences=Ragged.from_list([[5, 6]]),
+        score_from=torch.tensor([1]),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("row",),
+        timeout=None,
+    )
+    result = scoring_result(request, [ABORTED], info)
+    assert result.errors == ("the request was aborted",) and result.scored.tolist() == [[False, False]]
