@@ -1,4 +1,4 @@
-"""A real vLLM server for tests: a process of its own on a free port of this machine."""
+"""A real vLLM server for tests: a separate process on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import httpx
 
 from helpers.processes import free_port
 
-#: Seconds until a server must have come up. It takes about 30 where two processors are shared.
+#: Seconds that a server may take to start. It takes about 30 on two shared processors.
 PATIENCE = 300.0
 
 
-class VLLMServer:
-    """``with VLLMServer(folder, log) as server:`` serves the model in `folder` at ``server.url`` with the key
-    ``server.key``, under the settings of this folder's conftest.
+class VLLMServerProcess:
+    """``with VLLMServerProcess(folder, log) as server:`` serves the model in `folder` at ``server.url`` with the key
+    ``server.key``, with the environment that this folder's conftest sets.
 
     Args:
-        log: the file its output goes to. development: with the routes that change weights.
-        arguments: more of vLLM's own.
+        folder: the folder of the model and its tokenizer.
+        log: the file that gets the server's output.
+        arguments: further command-line arguments of vLLM.
+        development: offer the routes that change weights.
     """
 
     def __init__(self, folder: Path, log: Path, *arguments: str, development: bool = True) -> None:
@@ -40,11 +42,11 @@ class VLLMServer:
             *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
             *arguments,
         ]
-        # The key goes where `ps` does not show it.
+        # The environment, because `ps` shows command lines.
         self._environment = {**os.environ, "VLLM_API_KEY": self.key, "VLLM_SERVER_DEV_MODE": str(int(development))}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> VLLMServer:
+    def __enter__(self) -> VLLMServerProcess:
         self.start()
         self.wait_until_ready()
         return self
@@ -74,7 +76,7 @@ class VLLMServer:
         raise RuntimeError(f"the server did not come up within {PATIENCE:g} s:\n{self._tail()}")
 
     def kill(self) -> None:
-        """SIGKILL to the server and every process it started; none is left afterwards."""
+        """Kill the server and every process that it has started, and wait for the end."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

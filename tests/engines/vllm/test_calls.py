@@ -1,4 +1,4 @@
-"""Calls that end early: too late, interrupted, aborted or overtaken by `close`. The engine forgets them."""
+"""Calls that end early: they time out, are interrupted or aborted, or the engine is closed. vLLM forgets them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,65 +17,54 @@ from safetensors.torch import load_file, save_file
 
 from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec.records import AbortRequest, WeightUpdate
-from corelm.support.event_loop import EventLoopThread
+from corelm.spec import AbortRequest, WeightUpdate
+from corelm.support import EventLoopThread, RowFailure
+from engines.vllm.engine_access import unfinished_requests
+from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows
-from vllm_backend.engine import AsyncEngine
-from vllm_backend.model import Model
-from vllm_backend.outcomes import Unserved
-from vllm_backend.requests import ABORTED, Row
+from vllm_backend import weights
+from vllm_backend.capabilities import ModelInfo
+from vllm_backend.engine import ABORTED_EARLY, AsyncEngine
+from vllm_backend.protocol_inprocess import VLLMRequest
 
 PROMPTS = random_rows(4, 5, 6)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether it comes true in that time."""
-    end = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        pause.wait(0.005)
-    return True
+# A real engine --------------------------------------------------------------------------------------------------------
 
 
-def unfinished(engine: AsyncEngine) -> int:
-    """How many requests vLLM holds."""
-    count: int = engine.llm.get_num_unfinished_requests()
-    return count
+@pytest.fixture
+def vllm_is_idle(shared: Backend, engine: AsyncEngine) -> Callable[[], bool]:
+    def idle() -> bool:
+        # vLLM's process can empty its prefix cache only while it holds no request either.
+        emptied: bool = engine.loop.run(engine.llm.reset_prefix_cache())
+        return unfinished_requests(shared) == 0 and emptied
+
+    return lambda: wait_until(idle)
 
 
-def holds_nothing(engine: AsyncEngine) -> bool:
-    """Whether vLLM's process has no request either: only then can it empty its prefix cache."""
-    emptied: bool = engine._loop.run(engine.llm.reset_prefix_cache())
-    return unfinished(engine) == 0 and emptied
-
-
-# On a real engine -----------------------------------------------------------------------------------------------------
-
-
-def test_a_call_that_takes_too_long_is_aborted_in_the_engine(shared: Backend, engine: AsyncEngine) -> None:
+def test_a_call_that_times_out_is_aborted_in_vllm(shared: Backend, vllm_is_idle: Callable[[], bool]) -> None:
     with pytest.raises(BackendTimeoutError, match=r"within 0\.\d+ seconds"):
         shared.generate(PROMPTS, LONG, logprobs="none", timeout=0.05)
-    assert eventually(lambda: holds_nothing(engine))
+    assert vllm_is_idle()
     with pytest.raises(BackendTimeoutError):
         shared.score_logprobs(random_rows(*[CONTEXT] * 40), timeout=0.05)
-    assert eventually(lambda: holds_nothing(engine)) and shared.health()
+    assert vllm_is_idle() and shared.health()
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A process that was started in the background may ignore Ctrl-C."""
+    """Let SIGINT raise KeyboardInterrupt: a process that was started in the background may ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_call_is_aborted_in_the_engine(shared: Backend, engine: AsyncEngine) -> None:
+def test_an_interrupted_call_is_aborted_in_vllm(shared: Backend, vllm_is_idle: Callable[[], bool]) -> None:
     def interrupt() -> None:
-        if eventually(lambda: unfinished(engine) == len(PROMPTS)):
+        if wait_until(lambda: unfinished_requests(shared) == len(PROMPTS)):
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -84,145 +72,31 @@ def test_an_interrupted_call_is_aborted_in_the_engine(shared: Backend, engine: A
     with pytest.raises(KeyboardInterrupt):
         shared.generate(PROMPTS, LONG, logprobs="none")
     thread.join()
-    assert eventually(lambda: holds_nothing(engine)) and shared.health()
+    assert vllm_is_idle() and shared.health()
 
 
-def test_abort_ends_all_requests_of_that_name_and_no_other(shared: Backend, engine: AsyncEngine) -> None:
+def test_abort_ends_every_request_with_that_name_and_no_other(shared: Backend) -> None:
     with ThreadPoolExecutor(3) as pool:
-        # Names are one call's own, so two calls may choose the same.
+        # Names are unique within one call only, so two calls may use the same.
         calls = [
             pool.submit(shared.generate, PROMPTS[:2], LONG, request_ids=names)
             for names in (["x", "y"], ["x", "z"], ["v", "w"])
         ]
-        assert eventually(lambda: unfinished(engine) == 6)
-        shared.abort(["x", "w", "nobody"])
-        batches = [call.result() for call in calls]
-    reasons = [reason for batch in batches for reason in batch.finish_reasons]
+        assert wait_until(lambda: unfinished_requests(shared) == 6)
+        shared.abort(["x", "w", "unknown"])
+        results = [call.result() for call in calls]
+    reasons = [reason for result in results for reason in result.finish_reasons]
     assert reasons == ["abort", "length", "abort", "length", "length", "abort"]
-    for batch in batches:
-        for reason, answer, logprobs in zip(
-            batch.finish_reasons, batch.ids.tolist(), batch.logprobs.split(), strict=True
-        ):
+    for result in results:
+        assert result.logprobs is not None
+        rows = zip(result.finish_reasons, result.ids.tolist(), result.logprobs.split(), strict=True)
+        for reason, answer, logprobs in rows:
             assert len(answer) == len(logprobs)
             assert len(answer) < LONG["max_new_tokens"] if reason == "abort" else len(answer) == LONG["max_new_tokens"]
 
 
-# On one that does what it is told -------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """Stands for vLLM's `AsyncLLM`: a request is answered, fails or waits, as its prompt says, and may be aborted."""
-
-    errored = False
-
-    def __init__(self) -> None:
-        self.running: dict[str, asyncio.Event] = {}
-        self.ended_early: list[str] = []
-
-    async def generate(self, prompt: str, params: Any, key: str) -> AsyncIterator[Any]:
-        if prompt == "fail":
-            raise ArithmeticError("in the engine")
-        if prompt == "wait":
-            self.running[key] = asyncio.Event()
-            try:
-                await self.running[key].wait()
-            except asyncio.CancelledError:
-                self.ended_early.append(key)
-                raise
-        yield prompt
-
-    async def abort(self, keys: list[str]) -> None:
-        for key in keys:
-            if key in self.running:
-                self.running[key].set()
-
-    def shutdown(self, timeout: float) -> None: ...
-
-
-def model_in(folder: Path | None) -> Model:
-    return Model(Capabilities(vocab_size=9, max_context=9), tokenizer=None, folder=folder)
-
-
-@pytest.fixture
-def scripted() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(EventLoopThread("scripted"), Scripted(), model_in(None))
-    yield engine
-    if not engine._closed:
-        engine.close()
-
-
-def run(engine: AsyncEngine, *prompts: str, names: list[str] | None = None) -> Future[list[Any]]:
-    rows = [Row(prompt, None) for prompt in prompts]
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(engine._run, rows, names or [*prompts], None)
-    pool.shutdown(wait=False)
-    return future
-
-
-def test_an_engine_that_fails_on_one_row_does_not_go_on_with_the_others(scripted: AsyncEngine) -> None:
-    with pytest.raises(ArithmeticError):
-        run(scripted, "wait", "fail", "wait").result()
-    assert len(scripted.llm.ended_early) == 2 and not scripted._in_flight
-
-
-def test_what_is_aborted_before_it_began_is_never_sent(scripted: AsyncEngine) -> None:
-    async def abort_first() -> list[Any]:
-        call = asyncio.create_task(scripted._serve([Row("wait", None), Row("answer", None)], ["a", "b"]))
-        # One step: the call is known, and none of its rows has begun.
-        await asyncio.sleep(0)
-        await scripted._abort(frozenset("a"))
-        return await call
-
-    assert scripted._loop.run(abort_first(), 60) == [ABORTED, "answer"]
-    assert not scripted.llm.running and not scripted._in_flight and not scripted._aborted
-
-
-def test_a_refused_row_is_not_sent(scripted: AsyncEngine) -> None:
-    refused = Unserved("no")
-    assert scripted._run([refused, Row("answer", None)], ["a", "b"], None) == [refused, "answer"]
-
-
-def test_close_ends_calls_that_are_under_way_with_a_typed_error(scripted: AsyncEngine) -> None:
-    future = run(scripted, "wait")
-    assert eventually(lambda: bool(scripted.llm.running))
-    scripted.close()
-    with pytest.raises(BackendClosedError):
-        future.result(60)
-    with pytest.raises(BackendClosedError):
-        scripted._run([], [], None)
-    with pytest.raises(BackendClosedError):
-        scripted.abort(AbortRequest(request_ids=("a",)))
-    assert not scripted.health()
-
-
-class Halfway(AsyncEngine):
-    """One that does not finish loading weights."""
-
-    error: BaseException
-
-    def _reload(self, folder: Path) -> None:
-        assert torch.equal(load_file(folder / "model.safetensors")["w"], torch.ones(2))
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [ArithmeticError("half of them"), KeyboardInterrupt("half of them")])
-def test_an_engine_whose_weights_were_not_all_loaded_is_not_used_again(tmp_path: Path, error: BaseException) -> None:
-    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    engine = Halfway(EventLoopThread("halfway"), Scripted(), model_in(tmp_path))
-    engine.error = error
-    update = WeightUpdate(version="1", drain=True, state_dict={"w": torch.ones(2)})
-    with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:
-        engine.update_weights(update)
-    assert isinstance(caught.value, KeyboardInterrupt) or caught.value.usable is False
-    assert not engine.health()
-    for call in (lambda: engine._run([], [], None), lambda: engine.update_weights(update)):
-        with pytest.raises(EngineError, match="open the backend again"):
-            call()
-    engine.close()
-
-
-def test_prompts_that_do_not_fit_into_one_step_together_are_answered(open_vllm: Callable[..., Backend]) -> None:
-    """Together they are more tokens than the engine reads at a time, and every answer has a seed."""
+def test_prompts_that_do_not_fit_into_one_step_are_answered(open_vllm: Callable[..., Backend]) -> None:
+    """Together the prompts are longer than what the engine reads in one step, and every answer has a seed."""
     prompts = random_rows(*[40] * 8)
     sampling = {"max_new_tokens": 4, "ignore_eos": True}
     with open_vllm(max_model_len=64, max_num_batched_tokens=64) as backend:
@@ -230,3 +104,123 @@ def test_prompts_that_do_not_fit_into_one_step_together_are_answered(open_vllm: 
         assert [len(row) for row in together.ids.tolist()] == [4] * 8
         alone = [backend.generate([row], sampling, seeds=[seed]).ids.tolist()[0] for seed, row in enumerate(prompts)]
         assert together.ids.tolist() == alone and backend.health()
+
+
+# A scripted engine ----------------------------------------------------------------------------------------------------
+
+
+class ScriptedLLM:
+    """A stand-in for vLLM's `AsyncLLM`. The prompt decides: "fail" raises, "wait" waits for an abort, others return.
+
+    Attributes:
+        waiting: the event that ends each waiting request, by id.
+        cancelled: the ids of the waiting requests that were cancelled.
+    """
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, asyncio.Event] = {}
+        self.cancelled: list[str] = []
+
+    async def generate(self, prompt: str, params: Any, request_id: str) -> AsyncIterator[Any]:
+        if prompt == "fail":
+            raise ArithmeticError("in the engine")
+        if prompt == "wait":
+            self.waiting[request_id] = asyncio.Event()
+            try:
+                await self.waiting[request_id].wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(request_id)
+                raise
+        yield prompt
+
+    async def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self.waiting:
+                self.waiting[request_id].set()
+
+    def shutdown(self, timeout: float) -> None: ...
+
+
+def model_info(checkpoint: Path | None) -> ModelInfo:
+    return ModelInfo(Capabilities(vocab_size=9, max_context=9), tokenizer=None, checkpoint=checkpoint)
+
+
+@pytest.fixture
+def scripted() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(EventLoopThread("scripted"), ScriptedLLM(), model_info(None))
+    yield engine
+    if engine.health():
+        engine.close()
+
+
+def start(engine: AsyncEngine, *prompts: str) -> Future[list[Any]]:
+    """Run requests for these prompts on another thread."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(engine.run, [VLLMRequest(prompt, None) for prompt in prompts], prompts, None)
+    pool.shutdown(wait=False)
+    return future
+
+
+def test_if_one_request_fails_the_others_are_cancelled(scripted: AsyncEngine) -> None:
+    with pytest.raises(ArithmeticError):
+        start(scripted, "wait", "fail", "wait").result()
+    assert len(scripted.llm.cancelled) == 2 and not scripted.in_flight
+
+
+def test_a_request_that_is_aborted_before_it_began_is_not_sent(scripted: AsyncEngine) -> None:
+    async def abort_first() -> list[Any]:
+        requests = [VLLMRequest("wait", None), VLLMRequest("answer", None)]
+        call = asyncio.create_task(scripted.serve(requests, ["a", "b"]))
+        # After one step the call is registered, but none of its requests has begun.
+        await asyncio.sleep(0)
+        await scripted.abort_named(frozenset("a"))
+        return await call
+
+    assert scripted.loop.run(abort_first(), 60) == [ABORTED_EARLY, "answer"]
+    assert not scripted.llm.waiting and not scripted.in_flight
+
+
+def test_a_refused_row_is_not_sent(scripted: AsyncEngine) -> None:
+    refused = RowFailure("no")
+    assert scripted.run([refused, VLLMRequest("answer", None)], ["a", "b"], None) == [refused, "answer"]
+
+
+def test_closing_ends_running_calls_and_refuses_later_ones(scripted: AsyncEngine) -> None:
+    future = start(scripted, "wait")
+    assert wait_until(lambda: bool(scripted.llm.waiting))
+    scripted.close()
+    with pytest.raises(BackendClosedError):
+        future.result(60)
+    with pytest.raises(BackendClosedError):
+        scripted.run([], [], None)
+    with pytest.raises(BackendClosedError):
+        scripted.abort(AbortRequest(request_ids=("a",)))
+    assert not scripted.health()
+
+
+class FailingReloadEngine(AsyncEngine):
+    """Raises `error` while it loads weights."""
+
+    error: BaseException
+
+    def _load_folder(self, folder: Path) -> None:
+        assert torch.equal(load_file(folder / "model.safetensors")["w"], torch.ones(2))
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("half of them"), KeyboardInterrupt("half of them")])
+def test_an_engine_with_partly_loaded_weights_cannot_be_used_again(tmp_path: Path, error: BaseException) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    engine = FailingReloadEngine(EventLoopThread("failing"), ScriptedLLM(), model_info(tmp_path))
+    engine.error = error
+    update = WeightUpdate(version="1", drain=True, state_dict={"w": torch.ones(2)})
+    with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:
+        weights.load(engine, update)
+    assert isinstance(caught.value, KeyboardInterrupt) or caught.value.usable is False
+    assert not engine.health()
+    for call in (lambda: engine.run([], [], None), lambda: weights.load(engine, update)):
+        with pytest.raises(EngineError, match="open the backend again"):
+            call()
+    engine.close()

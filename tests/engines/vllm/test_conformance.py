@@ -1,4 +1,4 @@
-"""vLLM in this process keeps every promise; the oracle is a plain float32 forward pass in transformers."""
+"""The conformance kit on vLLM in this process. The oracle is a plain float32 forward pass in transformers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.testing import BackendConformance
-from helpers import oracle as plain
+from helpers import oracle
 from helpers.tiny_models import tiny_model
 
 
-class InProcess(BackendConformance):
+class InProcessConformance(BackendConformance):
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return plain.logprobs(MODEL, ids, temperature)
+        return oracle.logprobs(MODEL, ids, temperature)
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+        return (oracle.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
 
     def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
         other = tiny_model(hidden_size=128, seed=1)
-        return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
+        return other.state_dict(), lambda ids, temperature: oracle.logprobs(other, ids, temperature)
 
-    def test_scores_do_not_feel_the_sampling_beside_them(self, backend: Backend) -> None:
-        # vLLM samples a token after every scored row, in one batch with these.
+    def test_scores_do_not_depend_on_requests_in_the_same_batch(self, backend: Backend) -> None:
+        # vLLM samples a token after every scored row, in the same batch as these answers.
         rows = self.rows(backend, *range(2, 26))
         with ThreadPoolExecutor(1) as pool:
             sampling = {"max_new_tokens": 64, "ignore_eos": True, "top_p": 0.5, "temperature": 0.5}
@@ -36,16 +36,14 @@ class InProcess(BackendConformance):
                 self.assert_true_scores(rows, backend.score_logprobs(rows))
 
 
-class TestVLLM(InProcess):
+class TestRawLogprobs(InProcessConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[..., Backend]:
         return open_vllm
 
 
-class TestProcessed(InProcess):
-    """With the other kind of log-probs."""
-
+class TestProcessedLogprobs(InProcessConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:

@@ -1,4 +1,4 @@
-"""Engines that die or fail for good: every caller is told in time, and nobody gets another's answer."""
+"""Engines that die or fail for good: every caller gets an error in time, and never the answer of another call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,43 +14,45 @@ import pytest
 
 from corelm import Backend
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
+from engines.vllm.engine_access import sync_engine, unfinished_requests
+from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows, tiny_model
-from vllm_backend import VLLMBackend
-from vllm_backend.sync import SyncEngine
 
 Open = Callable[..., Backend]
+#: Returns the child processes and threads that were not there when the test began.
+Leftovers = Callable[[], set[Any]]
+
 PROMPTS = random_rows(4, 5, 6)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
-#: Seconds that anything may take on a busy machine.
+#: Seconds that a call may take on a busy machine.
 PATIENCE = 120.0
 
 
+def processes_and_threads() -> set[Any]:
+    # tqdm keeps one thread for all progress bars of the process.
+    threads = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    return {child.pid for child in multiprocessing.active_children()} | threads
+
+
 @pytest.fixture
-def before() -> tuple[set[int | None], set[threading.Thread]]:
-    """The processes and threads there are."""
-    return {child.pid for child in multiprocessing.active_children()}, {*threading.enumerate()}
+def leftovers() -> Leftovers:
+    before = processes_and_threads()
+    return lambda: processes_and_threads() - before
 
 
-def in_flight(backend: Backend, count: int) -> None:
-    """Wait until so many requests are."""
-    end = time.monotonic() + PATIENCE
-    while backend.engine.plugin.engine.llm.get_num_unfinished_requests() < count:
-        assert time.monotonic() < end
-        threading.Event().wait(0.005)
+def wait_for_requests(backend: Backend, count: int) -> None:
+    assert wait_until(lambda: unfinished_requests(backend) >= count, PATIENCE)
 
 
-# A process of its own -------------------------------------------------------------------------------------------------
+# Asynchronous mode ----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_killed_fails_all_its_callers(
-    open_vllm: Open, before: tuple[set[int | None], set[threading.Thread]]
-) -> None:
+def test_if_the_engines_process_is_killed_all_calls_fail(open_vllm: Open, leftovers: Leftovers) -> None:
     backend = open_vllm()
-    (pid,) = {child.pid for child in multiprocessing.active_children()} - before[0]
-    assert pid is not None
+    (pid,) = (item for item in leftovers() if isinstance(item, int))
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(backend.generate, PROMPTS, LONG, logprobs="none") for _ in range(4)]
-        in_flight(backend, 12)
+        wait_for_requests(backend, 12)
         os.kill(pid, signal.SIGKILL)
         for call in calls:
             with pytest.raises(EngineError, match="open the backend again") as caught:
@@ -64,106 +65,93 @@ def test_an_engine_that_is_killed_fails_all_its_callers(
     with pytest.raises(EngineError):
         backend.update_weights(tiny_model(hidden_size=128).state_dict())
     backend.close()
-    assert nothing_new_since(before)
+    assert not leftovers()
 
 
-def test_a_closed_engine_leaves_nothing_behind_and_answers_nobody(
-    open_vllm: Open, before: tuple[set[int | None], set[threading.Thread]]
-) -> None:
+def test_closing_ends_running_calls_and_leaves_nothing_behind(open_vllm: Open, leftovers: Leftovers) -> None:
     backend = open_vllm()
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(backend.generate, PROMPTS, LONG, logprobs="none")
-        in_flight(backend, 3)
+        wait_for_requests(backend, 3)
         backend.close()
         with pytest.raises(BackendClosedError):
             call.result(PATIENCE)
-    assert nothing_new_since(before)
-    # And once more in the same process, where the first may have left its mark.
+    assert not leftovers()
+    # Open another one in this process, in case the first has changed something in it.
     with open_vllm() as again:
         assert again.generate(PROMPTS, {"max_new_tokens": 3, "ignore_eos": True}).ids.lengths.tolist() == [3, 3, 3]
-    assert nothing_new_since(before)
+    assert not leftovers()
 
 
-def nothing_new_since(before: tuple[set[int | None], set[threading.Thread]]) -> bool:
-    processes = {child.pid for child in multiprocessing.active_children()} - before[0]
-    # tqdm keeps one thread for all progress bars there ever are.
-    threads = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"} - before[1]
-    return not processes and not threads
-
-
-# In this process ------------------------------------------------------------------------------------------------------
+# Synchronous mode -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def sync(open_vllm: Open) -> Iterator[tuple[Backend, SyncEngine]]:
+def sync(open_vllm: Open) -> Iterator[Backend]:
     with open_vllm(engine="sync") as backend:
-        plugin = backend.engine.plugin
-        assert isinstance(plugin, VLLMBackend) and isinstance(plugin.engine, SyncEngine)
-        yield backend, plugin.engine
+        yield backend
 
 
-def test_a_step_that_fails_gives_nobody_another_callers_answer(sync: tuple[Backend, SyncEngine]) -> None:
-    backend, engine = sync
+def test_after_a_failed_step_no_call_gets_the_answers_of_another(sync: Backend) -> None:
+    engine = sync_engine(sync)
     step = engine.llm.step
 
     def fail() -> Any:
         engine.llm.step = step
         raise ArithmeticError("inside a step")
 
-    backend.generate(PROMPTS, LONG, logprobs="none")
+    sync.generate(PROMPTS, LONG, logprobs="none")
     engine.llm.step = fail
     with pytest.raises(EngineError, match="inside a step") as caught:
-        backend.generate(PROMPTS, LONG, logprobs="none")
-    assert caught.value.usable is False and not backend.health()
+        sync.generate(PROMPTS, LONG, logprobs="none")
+    assert caught.value.usable is False and not sync.health()
     for _ in range(2):
         with pytest.raises(EngineError, match="open the backend again"):
-            backend.generate([[5, 6, 7]], {"max_new_tokens": 2}, logprobs="none")
-    # The answers to the call that failed are still in there, and vLLM would hand them to whoever steps next.
+            sync.generate([[5, 6, 7]], {"max_new_tokens": 2}, logprobs="none")
+    # vLLM still holds the requests of the failed call, and returns their outputs in the next steps.
     stale = []
     while engine.llm.has_unfinished_requests():
-        stale += engine._owner.submit(step).result(PATIENCE)
+        stale += engine.thread.submit(step).result(PATIENCE)
     assert len(stale) == len(PROMPTS)
 
 
-def test_a_call_that_takes_too_long_is_forgotten(sync: tuple[Backend, SyncEngine]) -> None:
-    backend, engine = sync
+def test_a_call_that_times_out_is_aborted_in_vllm(sync: Backend) -> None:
     with pytest.raises(BackendTimeoutError, match=r"within 0\.\d+ seconds"):
-        backend.generate(PROMPTS, LONG, logprobs="none", timeout=0.02)
-    batch = backend.generate(PROMPTS[:1], {"max_new_tokens": 3, "ignore_eos": True}, logprobs="none")
-    assert batch.ids.lengths.tolist() == [3] and not engine.llm.has_unfinished_requests()
+        sync.generate(PROMPTS, LONG, logprobs="none", timeout=0.02)
+    result = sync.generate(PROMPTS[:1], {"max_new_tokens": 3, "ignore_eos": True}, logprobs="none")
+    assert result.ids.lengths.tolist() == [3] and unfinished_requests(sync) == 0
 
 
-def test_a_refused_row_fails_alone(sync: tuple[Backend, SyncEngine]) -> None:
-    backend, _ = sync
+def test_a_refused_row_does_not_affect_the_others(sync: Backend) -> None:
     prompts = random_rows(5, CONTEXT - 10, 7)
     sampling = {"max_new_tokens": None, "min_new_tokens": 40, "stop": ["e"]}
-    batch = backend.generate(prompts, sampling, on_error="skip")
-    assert batch.finish_reasons[1] == "error" and batch.ids.lengths[1] == 0
-    assert bool((batch.ids.lengths[[0, 2]] >= 40).all())
+    result = sync.generate(prompts, sampling, on_error="skip")
+    assert result.errors is not None and [bool(text) for text in result.errors] == [False, True, False]
+    assert result.finish_reasons[1] == "error" and result.ids.lengths[1] == 0
+    assert bool((result.ids.lengths[[0, 2]] >= 40).all())
 
 
-def test_many_threads_take_turns(sync: tuple[Backend, SyncEngine]) -> None:
-    backend, _ = sync
+def test_many_threads_take_turns(sync: Backend) -> None:
     prompts = random_rows(*range(1, 17))
     sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    alone = [backend.generate([prompt], sampling).ids.tolist()[0] for prompt in prompts]
+    alone = [sync.generate([prompt], sampling).ids.tolist()[0] for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        together = pool.map(lambda prompt: backend.generate([prompt], sampling).ids.tolist()[0], prompts)
+        together = pool.map(lambda prompt: sync.generate([prompt], sampling).ids.tolist()[0], prompts)
         assert list(together) == alone
 
 
-def test_there_is_room_for_one_of_them(sync: tuple[Backend, SyncEngine], open_vllm: Open) -> None:
+def test_a_second_engine_and_abort_are_refused(sync: Backend, open_vllm: Open) -> None:
     with pytest.raises(CapabilityError, match="one engine in a process"):
         open_vllm(engine="sync")
-    assert sync[0].health()
+    assert sync.health()
     with pytest.raises(CapabilityError):
-        sync[0].abort(["a"])
+        sync.abort(["a"])
 
 
-def test_one_that_is_closed_makes_room(open_vllm: Open, before: tuple[set[int | None], set[threading.Thread]]) -> None:
+def test_a_closed_engine_makes_room_for_the_next(open_vllm: Open, leftovers: Leftovers) -> None:
     for _ in range(3):
         with open_vllm(engine="sync") as backend:
             assert backend.generate(PROMPTS, {"max_new_tokens": 2}, logprobs="none").errors is None
         with pytest.raises(BackendClosedError):
             backend.generate(PROMPTS, {"max_new_tokens": 2}, logprobs="none")
-    assert nothing_new_since(before)
+    assert not leftovers()

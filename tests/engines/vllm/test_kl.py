@@ -1,4 +1,4 @@
-"""Sampled with vLLM, scored with transformers: numbers of two engines that may be subtracted, and some that may not."""
+"""The KL between answers sampled with vLLM and scores from transformers, and a mismatch that is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ["the cat", "a", "where is the sea", "it is so"]
 
 
 @pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-def test_the_kl_between_two_engines_is_that_of_their_models(shared: Backend, pad: bool) -> None:
+def test_the_kl_between_two_engines_is_the_kl_of_their_models(shared: Backend, pad: bool) -> None:
     other = tiny_model(hidden_size=128, seed=1)
     policy = LLMPolicy(
         shared, input_mode="text", num_samples=2, pad_output=pad, sampling_params={"max_new_tokens": 12, "seed": 3}
@@ -43,8 +43,8 @@ def dense_rows(rollout: TensorDict) -> tuple[Tensor, ...]:
     return Ragged(rollout["kl_penalty"][mask], mask.sum(-1).flatten()).split()
 
 
-def test_what_was_sampled_at_another_temperature_is_refused(shared: Backend) -> None:
-    """vLLM's numbers here are raw, so it is the reference's that are of another distribution."""
+def test_log_probs_at_different_temperatures_are_refused(shared: Backend) -> None:
+    """vLLM's log-probs are raw here; those of the reference are processed at temperature 0.5."""
     rollout = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 4})(TensorDict(text=TEXTS))
     with corelm.get_backend("transformers", tiny_model(hidden_size=128), tokenizer=shared.tokenizer) as reference:
         scorer = LLMPolicy(reference, log_probs_mode="processed", sampling_params={"temperature": 0.5})

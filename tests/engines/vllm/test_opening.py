@@ -1,4 +1,4 @@
-"""What is wrong with the options is said before vLLM starts; what is right with them reaches it."""
+"""Wrong options are refused before vLLM starts; right ones reach it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from engines.vllm.engine_access import sync_engine
 from helpers.tiny_models import tiny_tokenizer
 
 Open = Callable[..., Backend]
@@ -21,30 +22,30 @@ Open = Callable[..., Backend]
     [
         ({"max_modle_len": 64}, "max_modle_len", "did you mean 'max_model_len'"),
         ({"max_context": 64}, "max_context", "max_model_len"),
-        ({"api_key": "k"}, "api_key", "no base_url"),
+        ({"api_key": "k"}, "api_key", "needs base_url"),
         ({"engine": "ray"}, "engine", "'async' or 'sync'"),
     ],
 )
-def test_wrong_options_are_told_by_name(tiny_folder: Path, options: dict[str, Any], field: str, hint: str) -> None:
+def test_wrong_options_are_named(tiny_folder: Path, options: dict[str, Any], field: str, hint: str) -> None:
     with pytest.raises(InvalidRequestError, match=hint) as caught:
         corelm.get_backend("vllm", tiny_folder, **options)
     assert caught.value.field == field
 
 
-def test_there_is_something_to_open() -> None:
+def test_opening_without_a_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="base_url") as caught:
         corelm.get_backend("vllm")
     assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "cooked"])
-def test_modes_that_return_no_log_probs_are_refused(tiny_folder: Path, mode: str) -> None:
+def test_modes_that_do_not_return_log_probs_are_refused(tiny_folder: Path, mode: str) -> None:
     with pytest.raises(CapabilityError, match=mode):
         corelm.get_backend("vllm", tiny_folder, logprobs_mode=mode)
 
 
 @pytest.mark.parametrize("engine", ["async", "sync"])
-def test_what_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine: str) -> None:
+def test_a_model_that_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine: str) -> None:
     with pytest.raises(EngineError) as caught:
         corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
     assert caught.value.usable is False
@@ -54,9 +55,9 @@ def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_
     tokenizer = tiny_tokenizer()
     with open_vllm(engine="sync", max_model_len=64, max_num_seqs=3, tokenizer=tokenizer) as backend:
         assert backend.capabilities.max_context == 64 and backend.tokenizer is tokenizer
-        assert backend.engine.plugin.engine.llm.vllm_config.scheduler_config.max_num_seqs == 3
+        assert sync_engine(backend).llm.vllm_config.scheduler_config.max_num_seqs == 3
     with open_vllm(engine="sync", tokenizer=str(tiny_folder), skip_tokenizer_init=True) as backend:
-        # Without text of its own vLLM finds no stop string.
+        # vLLM decodes no text then, so it cannot find stop strings.
         assert "stop" not in backend.capabilities.sampling
         assert backend.tokenizer.get_vocab() == tokenizer.get_vocab()
         assert backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True}).ids.lengths.tolist() == [3]

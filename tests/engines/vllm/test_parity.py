@@ -1,4 +1,4 @@
-"""vLLM and transformers say the same about the same model."""
+"""vLLM and transformers give the same results for the same model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import corelm
 from corelm import Backend
 from helpers.tiny_models import random_rows
 
-#: 64 prompts from one token to nearly the whole context, in no order.
+#: 64 unordered lengths, from one token to nearly the whole context.
 LENGTHS = [1 + (37 * i * i) % 440 for i in range(64)]
 PROMPTS = random_rows(*LENGTHS, seed=3)
 SAMPLING = {"max_new_tokens": 48, "temperature": 0.0}
@@ -45,14 +45,14 @@ def test_greedy_answers_are_the_same_ids_with_the_same_log_probs(
     torch.testing.assert_close(found.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
 
 
-def test_scores_are_the_same(vllm: Backend, reference: Backend, record_property: Callable[[str, object], None]) -> None:
+def test_scores_are_equal(vllm: Backend, reference: Backend, record_property: Callable[[str, object], None]) -> None:
     found, expected = vllm.score_logprobs(PROMPTS), reference.score_logprobs(PROMPTS)
     assert torch.equal(found.scored.values, expected.scored.values)
     record_property("difference", float((found.logprobs.values - expected.logprobs.values).abs().max()))
     torch.testing.assert_close(found.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
 
 
-def test_what_they_say_of_the_model_is_the_same(vllm: Backend, reference: Backend) -> None:
+def test_capabilities_and_special_ids_are_equal(vllm: Backend, reference: Backend) -> None:
     ours, theirs = vllm.capabilities, reference.capabilities
     assert (ours.vocab_size, ours.max_context) == (theirs.vocab_size, theirs.max_context)
     assert vllm.eos_token_ids == reference.eos_token_ids and vllm.pad_id == reference.pad_id

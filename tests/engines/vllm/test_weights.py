@@ -1,9 +1,7 @@
-"""New weights for an engine that is open: all of them or none, from a state dict or a folder."""
+"""New weights for an open engine: loaded completely or not at all, from a state dict or a folder."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +13,13 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.errors import CapabilityError, InvalidRequestError
+from engines.vllm.engine_access import unfinished_requests
 from helpers import oracle
+from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows, tiny_model, tiny_tokenizer
 
 Open = Callable[..., Backend]
-#: Long enough to be cached.
+#: A prompt that is long enough for the prefix cache.
 (IDS,) = random_rows(200)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
 
@@ -34,8 +34,8 @@ def backend(open_vllm: Open) -> Iterator[Backend]:
         yield backend
 
 
-def speaks_like(backend: Backend, model: nn.Module) -> bool:
-    """In its scores, in an answer, and in a score that may be computed from cached prefixes."""
+def matches_model(backend: Backend, model: nn.Module) -> bool:
+    """Compare an answer, a whole score, and a score that vLLM may compute from cached prefixes."""
     answer = backend.generate([IDS], {"max_new_tokens": 4, "temperature": 0.0})
     assert answer.logprobs is not None
     expected = oracle.answer_logprobs(model, IDS, answer.ids.tolist()[0])
@@ -51,21 +51,21 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=0, atol=1e-4)
 
 
-def test_weights_come_from_a_state_dict_or_a_folder(backend: Backend, tmp_path: Path) -> None:
-    assert speaks_like(backend, model_of(0))
+def test_weights_are_loaded_from_a_state_dict_or_a_folder(backend: Backend, tmp_path: Path) -> None:
+    assert matches_model(backend, model_of(0))
     backend.update_weights(model_of(1).state_dict())
-    assert speaks_like(backend, model_of(1)) and not speaks_like(backend, model_of(0))
+    assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
     model_of(2).save_pretrained(tmp_path / "two")  # type: ignore[operator]
     backend.update_weights(tmp_path / "two")
-    assert speaks_like(backend, model_of(2))
-    # In several files, which an index names.
+    assert matches_model(backend, model_of(2))
+    # In several files that an index lists.
     model_of(3).save_pretrained(tmp_path / "three", max_shard_size="100KB")  # type: ignore[operator]
     assert len([*(tmp_path / "three").glob("*.safetensors")]) > 1
     assert backend.update_weights(tmp_path / "three", version="three") == "three"
-    assert speaks_like(backend, model_of(3))
-    # What had to be checked against is the checkpoint it was opened on, and that is still known.
+    assert matches_model(backend, model_of(3))
+    # The checkpoint that the engine was opened on is remembered, so names can still be checked.
     backend.update_weights(model_of(0).state_dict())
-    assert speaks_like(backend, model_of(0))
+    assert matches_model(backend, model_of(0))
 
 
 def test_a_state_dict_may_have_another_dtype(backend: Backend) -> None:
@@ -73,14 +73,14 @@ def test_a_state_dict_may_have_another_dtype(backend: Backend) -> None:
     short = {name: tensor.bfloat16() for name, tensor in new.state_dict().items()}
     new.load_state_dict(short)
     backend.update_weights(short)
-    assert speaks_like(backend, new) and not speaks_like(backend, model_of(1))
+    assert matches_model(backend, new) and not matches_model(backend, model_of(1))
 
 
-def test_a_tied_head_that_would_stay_the_old_one_is_refused(open_vllm: Open, tmp_path: Path) -> None:
+def test_weights_are_refused_if_vllm_would_keep_the_old_tied_head(open_vllm: Open, tmp_path: Path) -> None:
     model_of(0, "qwen2-tied").save_pretrained(tmp_path)  # type: ignore[operator]
     tiny_tokenizer().save_pretrained(tmp_path)
     with open_vllm(tmp_path, engine="sync") as backend:
-        assert speaks_like(backend, model_of(0, "qwen2-tied"))
+        assert matches_model(backend, model_of(0, "qwen2-tied"))
         with pytest.raises(CapabilityError):
             backend.update_weights(model_of(1, "qwen2-tied").state_dict())
 
@@ -100,11 +100,11 @@ def test_weights_that_do_not_fit_change_nothing(shared: Backend, tmp_path: Path,
     with pytest.raises(InvalidRequestError, match=name) as caught:
         shared.update_weights(state if where == "state_dict" else tmp_path)
     assert caught.value.field == where and shared.weight_version == "0"
-    assert speaks_like(shared, model_of(0))
+    assert matches_model(shared, model_of(0))
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "an empty folder"])
-def test_a_path_is_a_folder_of_safetensors(shared: Backend, tmp_path: Path, what: str) -> None:
+def test_a_path_that_is_not_a_folder_of_safetensors_is_refused(shared: Backend, tmp_path: Path, what: str) -> None:
     path = tmp_path / "weights.bin"
     if what == "a file":
         torch.save(dict(model_of(1).state_dict()), path)
@@ -112,10 +112,10 @@ def test_a_path_is_a_folder_of_safetensors(shared: Backend, tmp_path: Path, what
         path.mkdir()
     with pytest.raises(InvalidRequestError) as caught:
         shared.update_weights(path)
-    assert caught.value.field == "path" and speaks_like(shared, model_of(0))
+    assert caught.value.field == "path" and matches_model(shared, model_of(0))
 
 
-def test_weights_that_were_made_up_cannot_be_checked_and_are_not_changed(open_vllm: Open) -> None:
+def test_dummy_weights_cannot_be_replaced(open_vllm: Open) -> None:
     with open_vllm(engine="sync", load_format="dummy") as backend:
         assert not backend.capabilities.update_weights
         with pytest.raises(CapabilityError):
@@ -123,19 +123,15 @@ def test_weights_that_were_made_up_cannot_be_checked_and_are_not_changed(open_vl
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_answers_in_flight_are_made_of_one_models_weights(open_vllm: Open, drain: bool) -> None:
+def test_answers_in_flight_are_made_with_the_old_weights_only(open_vllm: Open, drain: bool) -> None:
     prompts = random_rows(4, 5, 6)
     with open_vllm() as backend, ThreadPoolExecutor(2) as pool:
-        llm = backend.engine.plugin.engine.llm
         call = pool.submit(backend.generate, prompts, LONG)
-        end = time.monotonic() + 60
-        while llm.get_num_unfinished_requests() < 3:
-            assert time.monotonic() < end
-            threading.Event().wait(0.002)
+        assert wait_until(lambda: unfinished_requests(backend) == 3)
         backend.update_weights(model_of(1).state_dict(), version="new", drain=drain)
-        batch = call.result()
-        assert batch.weight_versions == ("0",) * 3 and batch.logprobs is not None
-        assert batch.finish_reasons == ("length" if drain else "abort",) * 3
-        for prompt, answer, found in zip(prompts, batch.ids.tolist(), batch.logprobs.split(), strict=True):
+        result = call.result()
+        assert result.weight_versions == ("0",) * 3 and result.logprobs is not None
+        assert result.finish_reasons == ("length" if drain else "abort",) * 3
+        for prompt, answer, found in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
             assert close(found, oracle.answer_logprobs(model_of(0), prompt, answer))
-        assert speaks_like(backend, model_of(1))
+        assert matches_model(backend, model_of(1))

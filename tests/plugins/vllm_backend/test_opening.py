@@ -1,12 +1,18 @@
-"""Options that belong to a server and to an engine in this process are told apart before anything is opened."""
+"""Opening: which options are refused, what is read from a server, and what the caller has to pass."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm.errors import InvalidRequestError
+import corelm
+from corelm.errors import EngineError, InvalidRequestError
+from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
+from helpers.http_server import FaultServer, json_reply, raw
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 from vllm_backend import VLLMBackend
 
 
@@ -18,7 +24,118 @@ from vllm_backend import VLLMBackend
         ({"max_retrys": 3}, "did you mean 'max_retries'"),
     ],
 )
-def test_a_server_takes_no_options_of_an_engine(options: dict[str, Any], hint: str) -> None:
+def test_engine_options_are_refused_with_base_url(options: dict[str, Any], hint: str) -> None:
     with pytest.raises(InvalidRequestError, match=hint) as caught:
         VLLMBackend.open(base_url="http://127.0.0.1:1", **options)
     assert caught.value.field in options
+
+
+# Reading the server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "vocab_size"])
+def test_what_cannot_be_read_must_be_passed(connect: Connect, missing: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"pass {missing}=") as caught:
+        connect(**{missing: None})
+    assert caught.value.field == missing
+
+
+def test_a_context_length_that_the_server_does_not_say_must_be_passed(connect: Connect, fake: FakeVLLM) -> None:
+    del fake.pages["/v1/models"]["data"][0]["max_model_len"]
+    with pytest.raises(InvalidRequestError, match="pass max_context="):
+        connect()
+    assert connect(max_context=32).capabilities.max_context == 32
+
+
+def test_a_context_longer_than_the_servers_is_refused(connect: Connect) -> None:
+    with pytest.raises(InvalidRequestError, match="64"):
+        connect(max_context=65)
+
+
+def test_tokenizer_vocabulary_and_eos_are_read_from_the_models_files(
+    connect: Connect, fake: FakeVLLM, tmp_path: Path
+) -> None:
+    tiny_model(hidden_size=128, eos_token_id=[2, 9]).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    fake.pages["/v1/models"]["data"][0]["root"] = str(tmp_path)
+    backend = connect(vocab_size=None, tokenizer=None)
+    assert backend.capabilities.vocab_size == 512 and backend.eos_token_ids == {2, 9}
+    assert backend.tokenize("Hello").ids.tolist() == [tiny_tokenizer()("Hello")["input_ids"]]
+
+
+def test_one_of_several_models_must_be_named(connect: Connect, server: FaultServer, fake: FakeVLLM) -> None:
+    cards = fake.pages["/v1/models"]["data"]
+    cards.append({"id": "adapter", "root": "/x", "parent": "fake"})
+    connect()
+    cards.append({"id": "second", "root": "/x", "max_model_len": 16})
+    with pytest.raises(InvalidRequestError, match="'fake', 'adapter', 'second'"):
+        connect()
+    with pytest.raises(InvalidRequestError, match="'second'"):
+        connect(model="third")
+    backend = connect(model="second")
+    assert backend.capabilities.max_context == 16
+    backend.generate(PROMPTS, SAMPLING)
+    assert server.requests[-1].body["model"] == "second"
+
+
+def test_parameters_that_the_server_has_no_field_for_are_refused(connect: Connect, fake: FakeVLLM) -> None:
+    for name in ("min_p", "min_tokens", "prompt_logprobs"):
+        del fake.fields[name]
+    backend = connect()
+    assert not {"min_p", "min_new_tokens"} & backend.capabilities.sampling.keys() and not backend.capabilities.score
+    for engine_kwargs in ({"bad_words": ["a"]}, {"echo": True}):
+        with pytest.raises(InvalidRequestError) as caught:
+            backend.generate(PROMPTS, SAMPLING | {"engine_kwargs": engine_kwargs})
+        assert caught.value.field == "engine_kwargs"
+
+
+# Not a usable server --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_whose_description_is_not_vllms_is_refused(connect: Connect, fake: FakeVLLM) -> None:
+    del fake.fields["return_token_ids"]
+    with pytest.raises(EngineError, match="not a vLLM server, or too old"):
+        connect()
+    fake.pages["/openapi.json"] = {"paths": {}}
+    with pytest.raises(EngineError, match="not a vLLM server"):
+        connect()
+
+
+@pytest.mark.parametrize("ignored", ["return_token_ids", "logprobs", "prompt_logprobs"])
+def test_a_server_without_a_description_that_ignores_fields_is_refused(
+    connect: Connect, fake: FakeVLLM, ignored: str
+) -> None:
+    del fake.pages["/openapi.json"]
+    fake.ignored = {ignored}
+    with pytest.raises(EngineError, match="not a vLLM server, or too old"):
+        connect()
+
+
+def test_a_url_without_a_server_is_an_engine_error(connect: Connect) -> None:
+    with FaultServer(lambda request: raw(b"")) as closed:
+        url = closed.url
+    with pytest.raises(EngineError, match=url):
+        corelm.get_backend("vllm", base_url=url, max_retries=0)
+
+
+def test_a_failed_opening_leaves_no_thread_behind(connect: Connect, fake: FakeVLLM) -> None:
+    before = set(threading.enumerate())
+    fake.pages["/openapi.json"] = {"paths": {}}
+    with pytest.raises(EngineError):
+        connect()
+    assert not {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("corelm")}
+
+
+# The key --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_read_from_the_environment_and_never_shown(
+    connect: Connect, server: FaultServer, fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "a-secret-of-this-test")
+    backend = connect(max_retries=0)
+    assert server.requests[-1].headers["Authorization"] == "Bearer a-secret-of-this-test"
+    fake.fault = lambda request: json_reply({"error": f"bad key {request.headers['Authorization']}"}, 401)
+    with pytest.raises(EngineError, match="401") as caught:
+        backend.generate(PROMPTS, SAMPLING)
+    assert "a-secret" not in str(caught.value) + repr(backend) + repr(backend.provenance)

@@ -1,4 +1,4 @@
-"""Sampling parameters under vLLM's names; the combinations that vLLM would change are refused."""
+"""Sampling parameters get vLLM's names, and those that vLLM would change are refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from corelm.errors import CapabilityError, InvalidRequestError
 from vllm_backend.sampling import HONOURED, parameters
 
 
-def under_vllms_names(**sampling: Any) -> dict[str, Any]:
+def translated(**sampling: Any) -> dict[str, Any]:
     return parameters(SamplingParams(**sampling), frozenset({9, 2}), 12, 5)
 
 
-def test_everything_is_said_since_a_server_has_defaults_of_its_own() -> None:
-    assert under_vllms_names() == {
+def test_defaults_are_included_since_a_server_may_have_different_ones() -> None:
+    assert translated() == {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -34,8 +34,8 @@ def test_everything_is_said_since_a_server_has_defaults_of_its_own() -> None:
     }
 
 
-def test_what_is_asked_for_is_what_is_sent() -> None:
-    asked = {
+def test_values_are_passed_on_unchanged() -> None:
+    given = {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
@@ -45,36 +45,36 @@ def test_what_is_asked_for_is_what_is_sent() -> None:
         "stop": ["\n"],
         "skip_special_tokens": False,
     }
-    assert under_vllms_names(**asked, min_new_tokens=3).items() >= (asked | {"min_tokens": 3}).items()
-    assert under_vllms_names(min_p=0.1, top_k=5)["min_p"] == 0.1
-    assert under_vllms_names(engine_kwargs={"logit_bias": {3: 1.0}})["logit_bias"] == {3: 1.0}
+    assert translated(**given, min_new_tokens=3).items() >= (given | {"min_tokens": 3}).items()
+    assert translated(min_p=0.1, top_k=5)["min_p"] == 0.1
+    assert translated(engine_kwargs={"logit_bias": {3: 1.0}})["logit_bias"] == {3: 1.0}
 
 
-def test_nothing_is_drawn_at_temperature_0() -> None:
-    assert under_vllms_names(temperature=0.0)["seed"] is None
+def test_greedy_decoding_has_no_seed() -> None:
+    assert translated(temperature=0.0)["seed"] is None
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.00999])
 def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
     with pytest.raises(InvalidRequestError, match=r"0\.01") as caught:
-        under_vllms_names(temperature=temperature)
+        translated(temperature=temperature)
     assert caught.value.field == "temperature"
-    assert under_vllms_names(temperature=0.01)["temperature"] == 0.01
+    assert translated(temperature=0.01)["temperature"] == 0.01
 
 
 def test_min_p_and_top_p_together_are_refused() -> None:
     with pytest.raises(CapabilityError, match="top_p first") as caught:
-        under_vllms_names(min_p=0.1, top_p=0.9)
+        translated(min_p=0.1, top_p=0.9)
     assert caught.value.capability == "min_p"
 
 
 @pytest.mark.parametrize("name", ["temperature", "n", "max_tokens", "min_tokens", "seed", "logprobs", "stream"])
-def test_engine_kwargs_say_nothing_again(name: str) -> None:
+def test_engine_kwargs_that_repeat_a_parameter_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
-        under_vllms_names(engine_kwargs={name: 1})
+        translated(engine_kwargs={name: 1})
     assert caught.value.field == "engine_kwargs"
 
 
-def test_the_ranges_are_vllms() -> None:
+def test_ranges_that_are_narrower_than_corelms() -> None:
     spans = {name: span for name, span in HONOURED.items() if span is not None}
     assert spans == {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}

@@ -1,4 +1,4 @@
-"""The vLLM backend: sampling and scoring with vLLM, in this process or behind a URL."""
+"""The vLLM backend of core: sample from and score with vLLM, in this process or behind a URL."""
 
 from vllm_backend.backend import VLLMBackend
 

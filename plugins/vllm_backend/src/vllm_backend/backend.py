@@ -1,14 +1,14 @@
-"""`VLLMBackend`: the hooks, each one line long, and how an engine is opened or a server is found."""
+"""`VLLMBackend`: the hooks, each one line long, and how an engine is opened."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     CloseRequest,
@@ -20,10 +20,11 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from vllm_backend.engine import AsyncEngine, Engine
-from vllm_backend.model import check_arguments
-from vllm_backend.server import Server
-from vllm_backend.sync import SyncEngine
+from vllm_backend import weights
+from vllm_backend.capabilities import LOGPROBS_MODES
+from vllm_backend.engine import AsyncEngine, InProcessEngine
+from vllm_backend.engine_sync import SyncEngine
+from vllm_backend.server import VLLMServer
 
 
 class VLLMBackend:
@@ -31,7 +32,7 @@ class VLLMBackend:
 
     requires_api = ">=1,<2"
 
-    def __init__(self, engine: Engine | Server) -> None:
+    def __init__(self, engine: InProcessEngine | VLLMServer) -> None:
         self.engine = engine
         self.capabilities = engine.capabilities
         self.tokenizer = engine.tokenizer
@@ -56,24 +57,32 @@ class VLLMBackend:
         max_retries: int | None = None,
         **engine_args: Any,
     ) -> VLLMBackend:
-        """Start vLLM on a model, or take the server at `base_url`.
+        """Start vLLM on `model`, or use the server at `base_url`.
 
         Args:
             model: a folder or hub name; with `base_url` the name of one of the server's models, or None.
-            tokenizer: a folder or hub name, which vLLM uses as well; or a tokenizer, used beside vLLM's own.
+            tokenizer: a folder or hub name, which vLLM then uses as well; or a tokenizer, which vLLM does not use.
+            trust_remote_code: run Python code that comes with the model.
             logprobs_mode: vLLM's "raw_logprobs" (its default) or "processed_logprobs"; with `base_url` "raw" or
                 "processed", or None to find out.
             engine: "async" (the default) for many calls at once; "sync" for quick tests.
-            base_url, vocab_size, max_context, api_key, headers, connect_timeout, read_timeout, max_in_flight,
-                max_retries: see `Server.connect`; None for its default.
-            engine_args: vLLM's own, passed on as they are.
+            base_url: ``http(s)://host:port`` of a server. The options below belong to it; see `VLLMServer.connect`.
+            vocab_size: ids are below it; None to read the model's configuration.
+            max_context: the longest prompt + answer; None for the server's limit.
+            api_key: sent as a bearer token; None for the environment variable VLLM_API_KEY.
+            headers: sent with every request.
+            connect_timeout: seconds to make a connection.
+            read_timeout: seconds without a byte after which the server counts as hanging.
+            max_in_flight: HTTP requests at a time.
+            max_retries: how often a failed HTTP request is repeated.
+            engine_args: vLLM's own engine arguments, passed on unchanged.
 
         Raises:
-            InvalidRequestError: nothing to open, an unknown option, or one that belongs to the other way of opening.
+            InvalidRequestError: no model, an unknown option, or an option that belongs to the other way of opening.
             CapabilityError: a `logprobs_mode` that returns no log-probs.
         """
         common = {"logprobs_mode": logprobs_mode, "trust_remote_code": trust_remote_code or None}
-        server = {
+        server_options = {
             "vocab_size": vocab_size,
             "max_context": max_context,
             "api_key": api_key,
@@ -84,14 +93,20 @@ class VLLMBackend:
             "max_retries": max_retries,
         }
         if base_url is not None:
-            _only_a_servers({"engine": engine, **engine_args}, known=server)
-            return cls(Server.connect(base_url, model=model, tokenizer=tokenizer, **_given(common | server)))
-        arguments = _given(common) | engine_args
-        _check(arguments, _given(server), model)
+            _refuse_engine_options({"engine": engine, **engine_args}, server_options)
+            options = _without_none(common | server_options)
+            return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
+        arguments = _without_none(common) | engine_args
+        _check_engine_arguments(arguments)
+        _refuse_server_options(server_options)
+        if not isinstance(model, (str, os.PathLike)):
+            raise InvalidRequestError(
+                f"model: expected a folder or a hub name (or base_url=), got {type(model).__name__}", field="model"
+            )
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
             raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
-        arguments = {"disable_log_stats": True, **_of_this_platform(), **arguments, "model": os.fspath(model)}
+        arguments = {"disable_log_stats": True, **_platform_defaults(), **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
         return cls(start(arguments, tokenizer))
@@ -106,7 +121,8 @@ class VLLMBackend:
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        return self.engine.update_weights(request)
+        weights.load(self.engine, request)
+        return True
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
@@ -122,34 +138,49 @@ class VLLMBackend:
         return True
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check(arguments: Mapping[str, Any], server: Mapping[str, Any], model: Any) -> None:
-    """What is to be opened in this process, before it is."""
+def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what vLLM does not know, and modes that do not return log-probs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_arguments(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
-    if server:
-        name = next(iter(server))
-        hint = "; vLLM calls it max_model_len" if name == "max_context" else ""
-        raise InvalidRequestError(f"{name}: belongs to a server, and no base_url is given{hint}", field=name)
-    if not isinstance(model, (str, os.PathLike)):
-        raise InvalidRequestError(
-            f"model: expected a folder or a hub name (or base_url=), got {type(model).__name__}", field="model"
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in arguments:
+        if name not in known:
+            hint = _did_you_mean(name, known)
+            raise InvalidRequestError(
+                f"{name}: vLLM has no engine argument of this name{f'; {hint}' if hint else ''}", field=name
+            )
+    mode = arguments.get("logprobs_mode", "raw_logprobs")
+    if mode not in LOGPROBS_MODES:
+        raise CapabilityError(
+            f"logprobs_mode={mode!r} would not return log-probs; give one of {', '.join(LOGPROBS_MODES)}",
+            capability="generation_modes",
         )
 
 
-def _of_this_platform() -> dict[str, Any]:
-    """Defaults that keep vLLM alive. On a CPU it dies where a prompt of a request with a seed is read in two steps."""
+def _refuse_server_options(options: Mapping[str, Any]) -> None:
+    for name in _without_none(options):
+        hint = "; vLLM calls it max_model_len" if name == "max_context" else ""
+        raise InvalidRequestError(f"{name}: this option needs base_url{hint}", field=name)
+
+
+def _refuse_engine_options(options: Mapping[str, Any], server_options: Collection[str]) -> None:
+    for name in _without_none(options):
+        hint = _did_you_mean(name, server_options) or "set it where the server is started"
+        raise InvalidRequestError(f"{name}: not an option for a server that is already running; {hint}", field=name)
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
+
+
+def _platform_defaults() -> dict[str, Any]:
+    """Return engine arguments that keep vLLM from crashing on this platform."""
     from vllm.platforms import current_platform
 
+    # On a CPU vLLM crashes when it reads a prompt in two steps and the request has a seed.
     return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
-
-
-def _only_a_servers(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    for name in _given(given):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "it is set where the server is started"
-        raise InvalidRequestError(f"{name}: no option of a server that is there already; {hint}", field=name)

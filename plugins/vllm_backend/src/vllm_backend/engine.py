@@ -1,4 +1,4 @@
-"""vLLM in this process: what its two modes share, and the one that serves many threads at once."""
+"""vLLM in this process: what the two modes share, and the asynchronous mode, which serves many threads at once."""
 
 from __future__ import annotations
 
@@ -8,70 +8,85 @@ import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import EventLoopThread
-from vllm_backend import requests, weights
-from vllm_backend.model import Model, describe
-from vllm_backend.outcomes import Unserved
-from vllm_backend.requests import ABORTED, Outcome, Row
+from corelm.support import EventLoopThread, RowFailure
+from vllm_backend import protocol_inprocess as protocol
+from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
+ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 
-#: Seconds that the engine's process has to leave in good order before it is killed.
-_GRACE = 30.0
+#: Seconds that the engine's process gets to shut down before it is killed.
+_SHUTDOWN_GRACE = 30.0
 
 
-class Engine(ABC):
-    """A request is turned into rows, the rows are run, and what comes back is turned into the result."""
+class InProcessEngine(ABC):
+    """Builds vLLM's requests, lets the subclass run them, and parses their outputs.
 
-    def __init__(self, model: Model) -> None:
-        self.capabilities = model.capabilities
-        self.tokenizer = model.tokenizer
-        self._model = model
+    Attributes:
+        capabilities: what the backend declares.
+        tokenizer: the tokenizer of the backend.
+        checkpoint: the folder of the model's safetensors, which new weights are compared with.
+    """
+
+    takes_state_dict = True
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.capabilities = info.capabilities
+        self.tokenizer = info.tokenizer
+        self.checkpoint = info.checkpoint
+        self._info = info
         self._closed = False
         self._broken = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        rows = requests.generation_rows(request, self._model.max_context)
-        return requests.answers(request, self._run(rows, request.request_ids, request.timeout))
+        requests = protocol.generation_requests(request, self._info)
+        outputs = self.run(requests, request.request_ids, request.timeout)
+        return protocol.generation_result(request, outputs)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        rows = requests.scoring_rows(request)
-        names = [request.request_ids[number] for number in rows]
-        outcomes = self._run(list(rows.values()), names, request.timeout)
-        return requests.scores(request, dict(zip(rows, outcomes, strict=True)))
+        requests = protocol.scoring_requests(request)
+        names = [request.request_ids[number] for number in requests]
+        outputs = self.run(list(requests.values()), names, request.timeout)
+        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)))
 
-    def update_weights(self, request: WeightUpdate) -> bool:
-        self._usable()
-        assert self._model.folder is not None
-        with weights.fitting(request, self._model.folder) as folder:
-            try:
-                self._reload(folder)
-            except BaseException as error:
-                # Some of the weights may be the new ones.
-                self._broken = True
-                if not isinstance(error, Exception):
-                    raise
-                raise EngineError(f"the new weights were not loaded: {error}. {DEAD}", usable=False) from error
-        return True
-
-    @abstractmethod
-    def _run(self, rows: Sequence[Row | Unserved], names: Sequence[str], timeout: float | None) -> list[Outcome]:
-        """One outcome a row, in order.
+    def reload(self, folder: Path, request: WeightUpdate) -> None:
+        """Load the safetensors in `folder`, and forget everything computed with the old weights.
 
         Raises:
-            TimeoutError: it took longer than `timeout` seconds. EngineError: the engine has failed for good.
+            EngineError: they were not loaded completely. The engine cannot be used again.
         """
+        self._require_usable()
+        try:
+            self._load_folder(folder)
+        except BaseException as error:
+            # Some of the weights may be new ones.
+            self._broken = True
+            if not isinstance(error, Exception):
+                raise
+            raise EngineError(f"the new weights were not loaded: {error}. {DEAD}", usable=False) from error
 
     @abstractmethod
-    def _reload(self, folder: Path) -> None:
-        """Load the safetensors in `folder`, and forget what was computed with the old weights."""
+    def run(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+    ) -> list[RowOutput]:
+        """Return the output of every request, in order; failures are returned as they are.
+
+        Args:
+            requests: what to run.
+            names: the name of each request, for `abort`.
+            timeout: seconds for all of them together, or None.
+
+        Raises:
+            TimeoutError: it took longer than `timeout` seconds.
+            EngineError: the engine has failed and cannot be used again.
+        """
 
     @abstractmethod
     def abort(self, request: AbortRequest) -> bool: ...
@@ -82,27 +97,36 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def _usable(self) -> None:
+    @abstractmethod
+    def _load_folder(self, folder: Path) -> None: ...
+
+    def _require_usable(self) -> None:
         if self._closed:
             raise BackendClosedError("this vLLM engine is closed")
         if self._broken:
             raise EngineError(DEAD, usable=False)
 
 
-class AsyncEngine(Engine):
-    """vLLM's `AsyncLLM`, whose engine is a process of its own, behind an event loop on a thread of its own."""
+class AsyncEngine(InProcessEngine):
+    """vLLM's `AsyncLLM`, which runs its engine in another process, driven by an event loop on its own thread.
 
-    def __init__(self, loop: EventLoopThread, llm: Any, model: Model) -> None:
-        super().__init__(model)
-        self._loop = loop
+    Attributes:
+        loop: the event loop; everything that touches `llm` runs there.
+        llm: vLLM's `AsyncLLM`; None once the engine is closed.
+        in_flight: vLLM's id of every request in flight, with the caller's name. Two callers may use the same name.
+    """
+
+    def __init__(self, loop: EventLoopThread, llm: Any, info: ModelInfo) -> None:
+        super().__init__(info)
+        self.loop = loop
         self.llm = llm
-        self._numbers = itertools.count()
-        #: What vLLM knows a request as, and what its caller calls it. Callers may choose one name twice.
-        self._in_flight: dict[str, str] = {}
+        self.in_flight: dict[str, str] = {}
         self._aborted: set[str] = set()
+        self._numbers = itertools.count()
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
+        """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
         loop = EventLoopThread("vllm")
         try:
             llm = loop.run(_start(arguments))
@@ -110,37 +134,23 @@ class AsyncEngine(Engine):
             loop.stop()
             raise
         try:
-            model = describe(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
+            info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
         except BaseException:
             loop.stop()
             _shut_down(llm)
             raise
-        return cls(loop, llm, model)
+        return cls(loop, llm, info)
 
-    def abort(self, request: AbortRequest) -> bool:
-        self._usable()
-        self._loop.run(self._abort(frozenset(request.request_ids)))
-        return True
-
-    def health(self) -> bool:
-        return not (self._closed or self._broken or self.llm.errored)
-
-    def close(self) -> None:
-        self._closed = True
-        # What is in flight is cancelled, and its callers are told that the engine was closed.
-        self._loop.stop()
-        _shut_down(self.llm)
-        with letting_go():
-            self.llm = None
-
-    def _run(self, rows: Sequence[Row | Unserved], names: Sequence[str], timeout: float | None) -> list[Outcome]:
+    def run(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+    ) -> list[RowOutput]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self._usable()
+        self._require_usable()
         try:
-            return self._loop.run(self._serve(rows, names), timeout)
-        except FutureTimeout:
-            raise late(timeout) from None
+            return self.loop.run(self.serve(requests, names), timeout)
+        except TimeoutError:
+            raise timeout_error(timeout) from None
         except Exception as error:
             if self._closed:
                 raise BackendClosedError("this vLLM engine was closed during the call") from error
@@ -148,46 +158,64 @@ class AsyncEngine(Engine):
                 raise EngineError(DEAD, usable=False) from error
             raise
 
-    async def _serve(self, rows: Sequence[Row | Unserved], names: Sequence[str]) -> list[Outcome]:
-        keys = [str(next(self._numbers)) for _ in rows]
-        self._in_flight.update(zip(keys, names, strict=True))
-        tasks = [asyncio.create_task(self._answer(row, key)) for row, key in zip(rows, keys, strict=True)]
+    async def serve(self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str]) -> list[RowOutput]:
+        """Do what `run` does, on the event loop and without a timeout."""
+        ids = [str(next(self._numbers)) for _ in requests]
+        self.in_flight.update(zip(ids, names, strict=True))
+        tasks = [asyncio.create_task(self._answer(*each)) for each in zip(requests, ids, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            # If a row has failed, or the caller has gone, the others must not run on in the engine.
+            # If one request has failed or the caller has left, the others must not go on in the engine.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for key in keys:
-                del self._in_flight[key]
-            self._aborted.difference_update(keys)
+            for request_id in ids:
+                del self.in_flight[request_id]
+            self._aborted.difference_update(ids)
 
-    async def _answer(self, row: Row | Unserved, key: str) -> Outcome:
-        """The engine's last word on one row. If this is cancelled, vLLM aborts the request."""
+    def abort(self, request: AbortRequest) -> bool:
+        self._require_usable()
+        self.loop.run(self.abort_named(frozenset(request.request_ids)))
+        return True
+
+    async def abort_named(self, names: frozenset[str]) -> None:
+        """Do what `abort` does, on the event loop."""
+        ids = [request_id for request_id, name in self.in_flight.items() if name in names]
+        self._aborted.update(ids)
+        await self.llm.abort(ids)
+
+    def health(self) -> bool:
+        return not (self._closed or self._broken or self.llm.errored)
+
+    def close(self) -> None:
+        self._closed = True
+        # This cancels the requests in flight; their callers get a BackendClosedError.
+        self.loop.stop()
+        _shut_down(self.llm)
+        with collecting_garbage():
+            self.llm = None
+
+    async def _answer(self, request: VLLMRequest | RowFailure, request_id: str) -> RowOutput:
+        """Return the engine's final output for one request. If this is cancelled, vLLM aborts the request."""
         from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
-        if isinstance(row, Unserved):
-            return row
-        if key in self._aborted:
-            return ABORTED
+        if isinstance(request, RowFailure):
+            return request
+        if request_id in self._aborted:
+            return ABORTED_EARLY
         try:
-            outputs = [output async for output in self.llm.generate(row.prompt, row.params, key)]
+            outputs = [output async for output in self.llm.generate(request.prompt, request.params, request_id)]
         except (VLLMClientError, GracefulHTTPError) as error:
-            return Unserved(str(error))
-        # Only the final one is asked for.
+            return RowFailure(str(error))
+        # The parameters ask for the final output only.
         return outputs[-1]
 
-    async def _abort(self, names: frozenset[str]) -> None:
-        keys = [key for key, name in self._in_flight.items() if name in names]
-        self._aborted.update(keys)
-        await self.llm.abort(keys)
+    def _load_folder(self, folder: Path) -> None:
+        self.loop.run(self._load_on_loop(str(folder)))
 
-    def _reload(self, folder: Path) -> None:
-        self._loop.run(self._reload_from(str(folder)))
-
-    async def _reload_from(self, folder: str) -> None:
-        # A request whose caller has gone may still be in the engine, and would hold on to what it has cached.
+    async def _load_on_loop(self, folder: str) -> None:
+        # A request whose caller has left may still be in the engine and would keep its cached blocks.
         await self.llm.pause_generation(mode="abort", clear_cache=False)
         await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         if not await self.llm.reset_prefix_cache():
@@ -195,23 +223,26 @@ class AsyncEngine(Engine):
         await self.llm.resume_generation()
 
 
-def late(timeout: float | None) -> TimeoutError:
+def timeout_error(timeout: float | None) -> TimeoutError:
     return TimeoutError("vLLM did not answer in time" + ("" if timeout is None else f", within {timeout:g} seconds"))
 
 
 @contextmanager
-def letting_go() -> Iterator[None]:
-    """Free what is let go inside: vLLM's objects hold one another, and its sockets' threads live as long as they do."""
+def collecting_garbage() -> Iterator[None]:
+    """Free at once what the ``with`` block releases.
+
+    vLLM's objects reference one another in cycles, and the threads of its sockets live until the cycles are collected.
+    """
     with warnings.catch_warnings():
-        # vLLM has no call that closes the context of its sockets.
+        # vLLM offers no call that closes the context of its sockets.
         warnings.simplefilter("ignore", ResourceWarning)
         yield
         gc.collect()
 
 
 def _shut_down(llm: Any) -> None:
-    # By itself vLLM waits for 5 seconds, which is little on a busy machine.
-    llm.shutdown(timeout=_GRACE)
+    # vLLM's default of 5 seconds is too short on a busy machine.
+    llm.shutdown(timeout=_SHUTDOWN_GRACE)
 
 
 async def _start(arguments: Mapping[str, Any]) -> Any:
@@ -219,6 +250,7 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    # Asked once, it is known: from then on a request is registered in the same step in which it is made.
+    # vLLM asks its process for this once. Afterwards a request is registered in the same step that makes it, so that an
+    # abort finds it.
     await llm.get_supported_tasks()
     return llm

@@ -1,4 +1,4 @@
-"""Sampling parameters under vLLM's names, those that its `SamplingParams` and its server's requests have in common."""
+"""Translate `SamplingParams` into the names that vLLM's `SamplingParams` and its server's requests have in common."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
 
-#: The lowest temperature above 0. vLLM raises anything between to this one, and says nothing.
+#: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01
 
-#: Sampling parameters honoured, each with its legal range or None for the range that `SamplingParams` itself allows.
+#: The sampling parameters that vLLM honours, each with its legal range, or None for the range of `SamplingParams`.
 HONOURED: dict[str, Range | None] = {
     "temperature": (0.0, 2.0),
     "top_p": None,
@@ -24,7 +24,7 @@ HONOURED: dict[str, Range | None] = {
     "engine_kwargs": None,
 }
 
-#: What engine_kwargs may not hold, beside the names of core: what is returned, and how, is settled already.
+#: Fields that engine_kwargs may not hold, in addition to corelm's own names: the plugin decides what vLLM returns.
 SETTLED = frozenset(
     {
         "detokenize",
@@ -46,23 +46,29 @@ SETTLED = frozenset(
 
 
 def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: int, seed: int | None) -> dict[str, Any]:
-    """All of `sampling` for one answer of at most `max_tokens`, defaults included: a server has others of its own.
+    """Return all of `sampling` for one answer. Defaults are included, since a server may have different ones.
 
-    Core has put EOS among `stop_ids`, so vLLM's own handling of it is switched off.
+    vLLM's own EOS handling is switched off: core has put the EOS ids into `stop_ids`.
+
+    Args:
+        sampling: how to sample.
+        stop_ids: the ids that end the answer.
+        max_tokens: the answer's length limit in tokens.
+        seed: the answer's seed, or None.
 
     Raises:
-        CapabilityError: top-p and min-p together. vLLM cuts by min-p first, which leaves another distribution.
-        InvalidRequestError: a temperature that vLLM would change; engine_kwargs that say again what is said already.
+        CapabilityError: top_p and min_p together. vLLM applies min_p first, which gives a different distribution.
+        InvalidRequestError: a temperature that vLLM would change, or a name in engine_kwargs that corelm sets itself.
     """
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise CapabilityError(
-            "vLLM applies min_p before top_p, and renormalises in between, where corelm promises top_p first; "
+            "vLLM applies min_p before top_p and renormalises in between, but corelm promises top_p first; "
             "give one of them",
             capability="min_p",
         )
     if 0 < sampling.temperature < COLDEST:
         raise InvalidRequestError(
-            f"temperature: vLLM would make {COLDEST} of {sampling.temperature}; give 0 or at least {COLDEST}",
+            f"temperature: vLLM would raise {sampling.temperature} to {COLDEST}; give 0 or at least {COLDEST}",
             field="temperature",
         )
     return {
@@ -79,16 +85,16 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
         "stop_token_ids": sorted(stop_ids),
         "ignore_eos": True,
         "skip_special_tokens": sampling.skip_special_tokens,
-        # Nothing is drawn at temperature 0.
+        # Greedy decoding draws nothing.
         "seed": None if sampling.greedy else seed,
-        **_extras(sampling),
+        **_engine_kwargs(sampling),
     }
 
 
-def _extras(sampling: SamplingParams) -> dict[str, Any]:
+def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
     for name in sampling.engine_kwargs:
-        ours = ALIASES.get(name, name)
-        if ours in FIELDS or name in SETTLED:
-            hint = f"give it as {ours}" if ours in FIELDS else "corelm decides it"
-            raise InvalidRequestError(f"engine_kwargs: {name!r} does not belong here; {hint}", field="engine_kwargs")
+        own_name = ALIASES.get(name, name)
+        if own_name in FIELDS or name in SETTLED:
+            hint = f"give it as {own_name}" if own_name in FIELDS else "corelm decides it"
+            raise InvalidRequestError(f"engine_kwargs: {name!r} is not allowed here; {hint}", field="engine_kwargs")
     return dict(sampling.engine_kwargs)

@@ -1,0 +1,299 @@
+"""What the engine can do, read from vLLM's configuration (`read_model`) or from a server (`read_server`)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.spec import Capabilities, GenerationMode
+from corelm.support import eos_token_ids, local_checkpoint
+from vllm_backend.sampling import HONOURED
+
+if TYPE_CHECKING:
+    from corelm.support import HttpClient
+
+#: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
+LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+
+#: The load formats after which vLLM can load other weights from a folder.
+RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
+
+#: Fields that a server's completion requests must have. Without them the sampled ids are not known exactly.
+REQUIRED_FIELDS = frozenset({"return_token_ids", "return_tokens_as_token_ids", "stop_token_ids", "ignore_eos"})
+
+#: Fields that scoring needs.
+SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
+
+#: The routes that new weights need. A server has them only in its development mode.
+WEIGHT_ROUTES = frozenset(
+    {"/collective_rpc", "/pause", "/reset_prefix_cache", "/resume", "/update_weight_version", "/weight_info"}
+)
+
+#: The server's names of sampling parameters, where they differ from corelm's.
+_SERVER_NAMES = {"min_new_tokens": "min_tokens"}
+
+
+# In this process ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model of an engine in this process, as far as it is known before the first request.
+
+    Attributes:
+        capabilities: what the backend declares.
+        tokenizer: the tokenizer of the backend.
+        checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
+    """
+
+    capabilities: Capabilities
+    tokenizer: Any
+    checkpoint: Path | None
+
+    @property
+    def max_context(self) -> int:
+        context = self.capabilities.max_context
+        assert context is not None
+        return context
+
+
+def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bool) -> ModelInfo:
+    """Return what the `VllmConfig` of a started engine says.
+
+    Args:
+        config: the `VllmConfig`.
+        tokenizer: the caller's tokenizer; None to load the one that vLLM uses.
+        abort: whether requests can be aborted.
+        concurrent_calls: whether several threads may call at once.
+    """
+    model = config.model_config
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+    vocab_size: int = model.get_vocab_size()
+    checkpoint = _checkpoint(config)
+    # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
+    honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
+    capabilities = Capabilities(
+        vocab_size=vocab_size,
+        max_context=model.max_model_len,
+        eos_token_ids=eos_token_ids(model.try_get_generation_config(), tokenizer, vocab_size=vocab_size),
+        sampling=honoured,
+        generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
+        score=True,
+        per_answer_seeds=True,
+        concurrent_calls=concurrent_calls,
+        update_weights=checkpoint is not None,
+        abort=abort,
+    )
+    return ModelInfo(capabilities, tokenizer, checkpoint)
+
+
+def _can_reload(config: Any) -> bool:
+    """Return whether vLLM uses every tensor of the weights that it is told to load later."""
+    from vllm.platforms import current_platform
+
+    # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
+    # loaded again: the model would go on with a new body and the old, packed head.
+    tied = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
+    keeps_old_head = current_platform.is_cpu() and tied
+    return config.load_config.load_format in RELOADABLE_FORMATS and not keeps_old_head
+
+
+def _checkpoint(config: Any) -> Path | None:
+    """Return the folder of the model's safetensors; None if vLLM has loaded something else or cannot load again."""
+    model = config.model_config
+    if not _can_reload(config):
+        return None
+    return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+
+
+# Behind a URL ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelHints:
+    """What the caller says about a server's model. Each hint replaces what would be read from the server or its files.
+
+    Attributes:
+        name: the model's name in requests; None for the server's only model.
+        tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
+        vocab_size: ids are below it; None to read the model's configuration.
+        max_context: the longest prompt + answer, in tokens; None for the server's limit.
+        trust_remote_code: allow code from the model's folder when its files are read.
+    """
+
+    name: str | None = None
+    tokenizer: Any = None
+    vocab_size: int | None = None
+    max_context: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What is known about one model of a server.
+
+    Attributes:
+        capabilities: what the backend declares; `probing.probe_server` adds what the server does not say.
+        tokenizer: the model's tokenizer.
+        model: the folder or hub name that the server loaded the model from.
+        name: the model's name in requests.
+        routes: the paths that the server lists; empty where it does not describe itself.
+        fields: the fields of a completion request; None where the server does not describe itself.
+    """
+
+    capabilities: Capabilities
+    tokenizer: Any
+    model: str
+    name: str
+    routes: frozenset[str]
+    fields: frozenset[str] | None
+
+    @property
+    def max_context(self) -> int:
+        context = self.capabilities.max_context
+        assert context is not None
+        return context
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.capabilities.eos_token_ids or frozenset()
+
+    def has_field(self, name: str) -> bool:
+        """Return whether completion requests have that field, or the server does not say.
+
+        A server ignores other fields without an error.
+        """
+        return self.fields is None or name in self.fields
+
+
+def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
+    """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
+
+    Raises:
+        InvalidRequestError: the caller has to pass something that the server does not say; `field` names it.
+        EngineError: the server cannot be asked, or its requests lack a field that every call needs.
+    """
+    routes, fields = _description(client)
+    if fields is not None and not fields >= REQUIRED_FIELDS:
+        missing = ", ".join(sorted(REQUIRED_FIELDS - fields))
+        raise EngineError(
+            f"{client.base_url} is not a vLLM server, or too old: its completion requests lack {missing}", usable=True
+        )
+    card = _model_card(client, hints.name)
+    model = str(card.get("root") or card["id"])
+    config = _config(model, hints.trust_remote_code)
+    vocab_size = _vocab_size(config, model) if hints.vocab_size is None else hints.vocab_size
+    tokenizer = _tokenizer(hints, model)
+    capabilities = Capabilities(
+        vocab_size=vocab_size,
+        max_context=_max_context(card.get("max_model_len"), hints.max_context),
+        eos_token_ids=eos_token_ids(_generation_config(model) or config, tokenizer, vocab_size=vocab_size),
+        sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
+        score=fields is None or fields >= SCORING_FIELDS,
+        concurrent_calls=True,
+        update_weights=routes >= WEIGHT_ROUTES,
+        abort=True,
+    )
+    return ServerInfo(
+        capabilities=capabilities, tokenizer=tokenizer, model=model, name=str(card["id"]), routes=routes, fields=fields
+    )
+
+
+def _honours(fields: frozenset[str] | None, parameter: str) -> bool:
+    """Return whether requests with these fields have one for that parameter of `SamplingParams`."""
+    if parameter == "engine_kwargs":
+        # Their names can be checked only against a server that describes itself.
+        return fields is not None
+    return fields is None or _SERVER_NAMES.get(parameter, parameter) in fields
+
+
+def _vocab_size(config: Any, model: str) -> int:
+    if config is None:
+        raise _must_be_passed(
+            "vocab_size", f"the configuration of the server's model {model!r} cannot be read on this machine"
+        )
+    return int(config.get_text_config().vocab_size)
+
+
+def _description(client: HttpClient) -> tuple[frozenset[str], frozenset[str] | None]:
+    """Return the routes and the fields of a completion request from the server's OpenAPI page, if it has one."""
+    try:
+        page = client.get("/openapi.json")
+        routes = frozenset(page["paths"])
+        fields = frozenset(page["components"]["schemas"]["CompletionRequest"]["properties"])
+    except InvalidRequestError:
+        return frozenset(), None
+    except (KeyError, TypeError):
+        raise EngineError(
+            f"{client.base_url} is not a vLLM server: its /openapi.json describes no CompletionRequest"
+        ) from None
+    return routes, fields
+
+
+def _model_card(client: HttpClient, model: str | None) -> dict[str, Any]:
+    page = client.get("/v1/models")
+    try:
+        cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
+    except (KeyError, TypeError):
+        raise EngineError(f"{client.base_url}: /v1/models lists no models: {str(page)[:200]}") from None
+    # Adapters have a parent. They are used only if they are named.
+    names = [model] if model is not None else [name for name, card in cards.items() if not card.get("parent")]
+    if len(names) != 1 or names[0] not in cards:
+        raise _must_be_passed("model", f"the server has {', '.join(map(repr, cards)) or 'no model'}")
+    return cards[names[0]]
+
+
+def _max_context(of_server: Any, given: int | None) -> int:
+    if given is None and not isinstance(of_server, int):
+        raise _must_be_passed("max_context", "the server does not say how long its context is")
+    if given is not None and isinstance(of_server, int) and given > of_server:
+        raise InvalidRequestError(
+            f"max_context: the server's context is {of_server} tokens, got {given}", field="max_context"
+        )
+    return of_server if given is None else given
+
+
+def _config(model: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
+def _tokenizer(hints: ModelHints, model: str) -> Any:
+    given = hints.tokenizer
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return given
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(given or model, trust_remote_code=hints.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if given is not None:
+            raise
+        raise _must_be_passed(
+            "tokenizer", f"the tokenizer of the server's model {model!r} cannot be read on this machine"
+        ) from error
+
+
+def _generation_config(model: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+
+
+def _must_be_passed(field: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {why}; pass {field}=", field=field)

@@ -1,0 +1,132 @@
+"""vLLM in this process, synchronous mode: one thread owns vLLM's `LLMEngine` and runs one call at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+from corelm.errors import CapabilityError, EngineError
+from corelm.spec import AbortRequest
+from corelm.support import RowFailure
+from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.engine import DEAD, InProcessEngine, collecting_garbage, timeout_error
+from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+
+#: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
+_ONLY_ENGINE = Lock()
+
+
+class SyncEngine(InProcessEngine):
+    """vLLM's `LLMEngine`, for quick tests.
+
+    Only one thread may ever call vLLM, even if the calls do not overlap. So one thread makes the engine and runs it.
+
+    Attributes:
+        thread: the executor whose single thread owns vLLM; everything that touches `llm` runs there.
+        llm: vLLM's `LLMEngine`; None once the engine is closed.
+    """
+
+    def __init__(self, thread: ThreadPoolExecutor, llm: Any, info: ModelInfo, cleanup: ExitStack) -> None:
+        super().__init__(info)
+        self.thread = thread
+        self.llm = llm
+        self._cleanup = cleanup
+        self._numbers = itertools.count()
+
+    @classmethod
+    def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> SyncEngine:
+        """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses.
+
+        Raises:
+            CapabilityError: another synchronous engine is open, and multiprocessing is off.
+        """
+        from vllm import envs
+
+        with ExitStack() as stack:
+            if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+                if not _ONLY_ENGINE.acquire(blocking=False):
+                    raise CapabilityError(
+                        "vLLM can hold one engine in a process, and one is already open: close it, or leave "
+                        "VLLM_ENABLE_V1_MULTIPROCESSING on",
+                        capability="engine",
+                    )
+                stack.callback(_ONLY_ENGINE.release)
+            thread = stack.enter_context(ThreadPoolExecutor(1, "vllm"))
+            llm = thread.submit(_start, arguments).result()
+            stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
+            info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
+            return cls(thread, llm, info, stack.pop_all())
+
+    def run(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+    ) -> list[RowOutput]:
+        self._require_usable()
+        caller_left = Event()
+        future = self.thread.submit(self._serve, requests, caller_left)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            raise timeout_error(timeout) from None
+        finally:
+            caller_left.set()
+
+    def abort(self, request: AbortRequest) -> bool:
+        raise CapabilityError("the synchronous mode of vLLM cannot abort requests", capability="abort")
+
+    def health(self) -> bool:
+        return not (self._closed or self._broken)
+
+    def close(self) -> None:
+        self._closed = True
+        self._cleanup.close()
+        with collecting_garbage():
+            self.llm = None
+
+    def _serve(self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event) -> list[RowOutput]:
+        """Run the requests, on the thread that owns vLLM. Abort those that are unfinished when the caller has left."""
+        from vllm.exceptions import VLLMClientError
+
+        self._require_usable()
+        outputs: list[RowOutput] = list(requests)
+        unfinished: dict[str, int] = {}
+        try:
+            for number, request in enumerate(requests):
+                if isinstance(request, VLLMRequest):
+                    request_id = str(next(self._numbers))
+                    try:
+                        self.llm.add_request(request_id, request.prompt, request.params)
+                    except VLLMClientError as error:
+                        outputs[number] = RowFailure(str(error))
+                    else:
+                        unfinished[request_id] = number
+            while unfinished and not caller_left.is_set():
+                for output in self.llm.step():
+                    if output.finished:
+                        outputs[unfinished.pop(output.request_id)] = output
+            self.llm.abort_request(list(unfinished))
+        except Exception as error:
+            # The requests are still queued in vLLM, and a later call would get their outputs.
+            self._broken = True
+            raise EngineError(f"{type(error).__name__}: {error}. {DEAD}", usable=False) from error
+        return outputs
+
+    def _load_folder(self, folder: Path) -> None:
+        self.thread.submit(self._load_on_thread, str(folder)).result()
+
+    def _load_on_thread(self, folder: str) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))

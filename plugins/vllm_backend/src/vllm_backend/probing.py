@@ -1,0 +1,148 @@
+"""Find out by trying what a server does not say: which log-probs it returns, and whether it honours seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from corelm.errors import CoreLMError, EngineError
+from vllm_backend.capabilities import ServerInfo
+from vllm_backend.protocol_http import NEUTRAL, only_choice
+
+if TYPE_CHECKING:
+    from corelm.support import HttpClient
+
+#: Sends completion requests and returns the choice of each.
+Send = Callable[[list[dict[str, Any]]], list[Any]]
+LogprobsMode = Literal["raw", "processed"]
+
+#: How many candidates to ask for: the most that servers allow by default, then the most that OpenAI's allow.
+CANDIDATES = (20, 5)
+#: The two temperatures to compare. At the first one, raw and processed log-probs are equal.
+NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE = 1.0, 2.0
+#: The least distance in nats between the likeliest and the least likely candidate. Below it, rounding could decide.
+MIN_SPREAD = 0.1
+#: How far the quotient of two spreads may be from its ideal value.
+QUOTIENT_TOLERANCE = 0.1
+#: How far, in nats, the log-prob of a sampled token may be from that of the same token as part of a prompt.
+LOGPROB_TOLERANCE = 0.2
+
+#: The tokens of an answer. Two seeds hardly ever agree on so many by chance.
+ANSWER_TOKENS = 8
+#: How often to compare two answers with the same seed.
+ATTEMPTS = 3
+
+
+def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None) -> ServerInfo:
+    """Return `info` with the generation mode and the seeds that the server's answers show.
+
+    Args:
+        client: sends to the server.
+        info: what the server says about itself.
+        mode: the log-probs that it returns for sampled tokens, if the caller knows; None to find out.
+
+    Raises:
+        EngineError: the server's completions lack a field that was asked for, or its log-probs cannot be told apart.
+    """
+    prompt = info.tokenizer(["The"], add_special_tokens=False)["input_ids"][0]
+
+    def send(requests: list[dict[str, Any]]) -> list[Any]:
+        payloads = [{**NEUTRAL, **request, "model": info.name} for request in requests]
+        entries = client.post_each("/v1/completions", payloads, names=["probe"] * len(payloads), timeout=None)
+        for entry in entries:
+            if isinstance(entry, CoreLMError):
+                raise entry
+        return [only_choice(entry) for entry in entries]
+
+    try:
+        capabilities = replace(
+            info.capabilities,
+            generation_modes=frozenset({mode or logprobs_mode(send, prompt)}),
+            per_answer_seeds=honours_seeds(send, prompt),
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{client.base_url} is not a vLLM server, or too old: its completions lack what they were asked for "
+            f"({type(error).__name__}: {error})",
+            usable=True,
+        ) from error
+    return replace(info, capabilities=capabilities)
+
+
+def logprobs_mode(send: Send, prompt: list[int]) -> LogprobsMode:
+    """Return whether sampled tokens come with log-probs from before (`raw`) or after (`processed`) the temperature.
+
+    Compare the same candidates for one position at two temperatures. The difference between two candidates does not
+    contain the normaliser; the temperature divides it in the processed mode only. Then compare one candidate's log-prob
+    with that of the same token as part of a prompt, which is raw in every mode: this recognises logits.
+
+    Raises:
+        EngineError: the values fit neither mode, or differ too little to decide.
+    """
+    cold, hot = _candidates(send, prompt)
+    common = [token for token in cold if token in hot]
+    first, last = common[0], common[-1]
+    scored = send([_request([*prompt, first], prompt_logprobs=0)])[0]
+    expected = scored["prompt_logprobs"][-1][str(first)]["logprob"]
+    # Keep the `not`: NaN fails every comparison and must be rejected.
+    if not abs(cold[first] - expected) < LOGPROB_TOLERANCE:
+        raise _undecided(f"the log-prob of id {first} is {cold[first]:.3f} when sampled, {expected:.3f} in a prompt")
+    spread = cold[first] - cold[last]
+    quotient = (hot[first] - hot[last]) / spread if spread >= MIN_SPREAD else math.nan
+    if abs(quotient - 1) < QUOTIENT_TOLERANCE:
+        return "raw"
+    if abs(quotient - NEUTRAL_TEMPERATURE / HIGH_TEMPERATURE) < QUOTIENT_TOLERANCE:
+        return "processed"
+    raise _undecided(
+        f"its candidates are {spread:.3f} nats apart, and {quotient:.3f} times as far at temperature {HIGH_TEMPERATURE}"
+    )
+
+
+def honours_seeds(send: Send, prompt: list[int]) -> bool:
+    """Return whether equal seeds give equal answers and different seeds give different ones."""
+    seeds = (1, 1, 2, 3, 4, 5)
+    for _ in range(ATTEMPTS):
+        requests = [
+            _request(prompt, max_tokens=ANSWER_TOKENS, temperature=HIGH_TEMPERATURE, seed=seed) for seed in seeds
+        ]
+        first, again, *others = [choice["token_ids"] for choice in send(requests)]
+        # In low precision an answer may depend on the rest of the batch, so one agreement is enough.
+        if first == again:
+            return any(other != first for other in others)
+    return False
+
+
+def _candidates(send: Send, prompt: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return log-probs by id for the token after `prompt`, at each temperature; the first dict is likeliest first."""
+    refusal: CoreLMError | None = None
+    for count in CANDIDATES:
+        try:
+            choices = send(
+                [
+                    _request(prompt, temperature=temperature, logprobs=count)
+                    for temperature in (NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE)
+                ]
+            )
+        except CoreLMError as error:
+            refusal = error
+            continue
+        cold, hot = [
+            {int(token.removeprefix("token_id:")): float(value) for token, value in top.items()}
+            for top in (choice["logprobs"]["top_logprobs"][0] for choice in choices)
+        ]
+        return dict(sorted(cold.items(), key=lambda item: -item[1])), hot
+    raise _undecided(f"it refuses to return candidates ({refusal})") from refusal
+
+
+def _request(prompt: list[int], **values: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, **values}
+
+
+def _undecided(why: str) -> EngineError:
+    return EngineError(
+        f"cannot find out whether the server returns raw or processed log-probs: {why}. If it was started with "
+        "--logprobs-mode raw_logprobs (the default) pass logprobs_mode='raw', if with processed_logprobs 'processed'",
+        usable=True,
+    )

@@ -1,0 +1,175 @@
+"""In this process: build vLLM's requests, one for each row, and parse what vLLM returns for them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corelm.errors import InvalidRequestError
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.support import RowAnswer, RowFailure, generate_result, score_result
+from vllm_backend.capabilities import ModelInfo
+from vllm_backend.sampling import parameters
+
+
+@dataclass(frozen=True)
+class VLLMRequest:
+    """One row, as the engine takes it.
+
+    Attributes:
+        prompt: vLLM's own prompt object with the row's token ids.
+        params: vLLM's `SamplingParams`.
+    """
+
+    prompt: Any
+    params: Any
+
+
+#: What the engine returns for one row. Any is vLLM's `RequestOutput`.
+RowOutput = RowFailure | Any
+
+
+# Generating -----------------------------------------------------------------------------------------------------------
+
+
+def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMRequest | RowFailure]:
+    """Return one request for each prompt, with its own seed; a failure where vLLM refuses the parameters.
+
+    Raises:
+        CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
+    """
+    sampling = request.sampling
+    _check_engine_kwargs(sampling.engine_kwargs)
+    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
+    requests = []
+    for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
+        limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+        requests.append(
+            _vllm_request(
+                prompt,
+                **parameters(sampling, request.stop_ids, limit, seed),
+                logprobs=None if request.logprobs == "none" else 0,
+                # Decoding takes time, and only stop strings need the text.
+                detokenize=bool(sampling.stop),
+            )
+        )
+    return requests
+
+
+def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput]) -> GenerateResult:
+    """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
+    return generate_result(request, [_row_answer(output, request) for output in outputs])
+
+
+def _row_answer(output: RowOutput, request: GenerateRequest) -> RowAnswer | RowFailure:
+    if isinstance(output, RowFailure):
+        return output
+    completion = output.outputs[0]
+    reason = str(completion.finish_reason)
+    if reason == "error":
+        return _internal_error()
+    ids = list(completion.token_ids)
+    logprobs: list[float] = []
+    if request.logprobs == "processed" and request.sampling.greedy:
+        # The greedy token has probability 1. vLLM would return its log-prob at temperature 1.
+        logprobs = [0.0] * len(ids)
+    elif request.logprobs != "none" and ids:
+        flat = completion.logprobs
+        # Indexing `flat` itself would build a dictionary for every token.
+        logprobs = [flat.logprobs[start] for start in flat.start_indices[: len(ids)]]
+    # vLLM also ends answers for "repetition", if engine_kwargs asks for it.
+    return RowAnswer(ids, logprobs, reason if reason in ("stop", "length", "abort") else "stop")
+
+
+# Scoring --------------------------------------------------------------------------------------------------------------
+
+
+def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailure]:
+    """Return the requests by row number, without the rows of which nothing is asked.
+
+    vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
+    is all ids except the last one, whose log-prob is asked for by id at the sampled position. If only that one is
+    asked for, no prompt log-probs are needed and vLLM may use its prefix cache.
+    """
+    requests = {}
+    starts = request.score_from.clamp_min(1).tolist()
+    for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
+        if start < len(ids):
+            requests[number] = _vllm_request(
+                ids[:-1],
+                max_tokens=1,
+                temperature=0.0,
+                prompt_logprobs=0 if start < len(ids) - 1 else None,
+                logprob_token_ids=ids[-1:],
+                detokenize=False,
+            )
+    return requests
+
+
+def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput]) -> ScoreResult:
+    """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
+    return score_result(request, {number: _row_scores(output) for number, output in outputs.items()})
+
+
+def _row_scores(output: RowOutput) -> list[float] | RowFailure:
+    """Return the log-probs of the row's last ids: of all but the first one, or of the very last one."""
+    if isinstance(output, RowFailure):
+        return output
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        return _internal_error()
+    if completion.finish_reason == "abort":
+        return RowFailure("the request was aborted", aborted=True)
+    prompt = output.prompt_logprobs
+    before_last = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
+    # The first candidate is the sampled token, the second is the id that was asked for.
+    return [*before_last, completion.logprobs.logprobs[1]]
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _internal_error() -> RowFailure:
+    return RowFailure("vLLM ended the request with an internal error")
+
+
+def _vllm_request(ids: list[int], **values: Any) -> VLLMRequest | RowFailure:
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    kind, refusal = _sampling_params_class()
+    try:
+        # The parameters belong to this request alone, so vLLM need not copy them deeply.
+        params = kind(**values, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+    except refusal as error:
+        return RowFailure(str(error))
+    return VLLMRequest(tokens_input(ids), params)
+
+
+@functools.cache
+def _sampling_params_class() -> tuple[Any, type[Exception]]:
+    """Return the class of vLLM's `SamplingParams` to use, and the exception it raises for a bad value."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
+
+    class ExactSamplingParams(SamplingParams):
+        """Keeps vLLM from adding its own EOS to the ids that `min_tokens` forbids: core has resolved the stop ids."""
+
+        def update_from_generation_config(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    return ExactSamplingParams, VLLMClientError
+
+
+def _check_engine_kwargs(names: Iterable[str]) -> None:
+    known = [name for name in _sampling_params_class()[0].__struct_fields__ if not name.startswith("_")]
+    for name in names:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise InvalidRequestError(
+                f"engine_kwargs: vLLM's SamplingParams has no field {name!r}{hint}", field="engine_kwargs"
+            )

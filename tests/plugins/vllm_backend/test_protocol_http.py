@@ -1,0 +1,161 @@
+"""The HTTP protocol: right replies become results, and a reply that does not fit its request is never reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from corelm.errors import CapabilityError, EngineError
+from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
+from helpers.http_server import FaultServer, json_reply
+
+# Right replies --------------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_and_scores_are_the_models(connect: Connect) -> None:
+    backend = connect()
+    result = backend.generate(PROMPTS, SAMPLING)
+    assert result.finish_reasons == ("length",) * 3 and result.logprobs is not None
+    rows = [prompt + answer for prompt, answer in zip(PROMPTS, result.ids.tolist(), strict=True)]
+    whole = backend.score_logprobs(rows).logprobs.split()
+    answers = backend.score_logprobs(rows, score_from=[len(prompt) for prompt in PROMPTS]).logprobs.split()
+    for number, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        expected = torch.tensor([0.0, *(next_logprobs(row[:t])[row[t]] for t in range(1, len(row)))])
+        assert torch.equal(whole[number], expected)
+        assert torch.equal(result.logprobs.split()[number], expected[len(prompt) :])
+        assert torch.equal(answers[number][len(prompt) :], expected[len(prompt) :])
+        assert not answers[number][: len(prompt)].any()
+
+
+def test_a_row_as_long_as_the_context_is_scored(connect: Connect) -> None:
+    backend = connect()
+    limit = backend.capabilities.max_context
+    assert limit is not None
+    assert backend.score_logprobs([[7] * limit]).scored.tolist() == [[False] + [True] * (limit - 1)]
+
+
+def test_a_row_with_nothing_to_score_is_not_sent(connect: Connect, server: FaultServer) -> None:
+    backend = connect()
+    before = len(server.requests)
+    assert backend.score_logprobs([[7]]).scored.tolist() == [[False]]
+    assert len(server.requests) == before
+
+
+def test_processed_log_probs_of_greedy_answers_are_0(connect: Connect, fake: FakeVLLM) -> None:
+    fake.mode = "processed"
+    result = connect().generate(PROMPTS, {"max_new_tokens": 2, "temperature": 0.0}, logprobs="processed")
+    assert result.logprobs is not None and result.logprobs.values.tolist() == [0.0] * 6
+
+
+def test_min_new_tokens_with_ignore_eos_is_refused_if_something_else_can_end_the_answer(
+    connect: Connect, server: FaultServer
+) -> None:
+    backend = connect()
+    with pytest.raises(CapabilityError, match="ignore_eos"):
+        backend.generate(PROMPTS, SAMPLING | {"min_new_tokens": 2, "stop_token_ids": [9]}, logprobs="none")
+    backend.generate(PROMPTS[:1], SAMPLING | {"min_new_tokens": 2}, logprobs="none")
+    assert server.requests[-1].body["min_tokens"] == 0
+
+
+def test_a_scoring_request_that_the_server_aborts_fails_alone(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect()
+    fake.fail_row(1, json_reply({"choices": [{"finish_reason": "abort", "token_ids": [], "logprobs": None}]}))
+    result = backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], on_error="skip")
+    assert result.errors == ("", "the request was aborted", "")
+
+
+# Replies that do not fit ----------------------------------------------------------------------------------------------
+
+
+def drop(name: str) -> Spoil:
+    return lambda choice: choice.pop(name)
+
+
+def put(**values: Any) -> Spoil:
+    return lambda choice: choice.update(values)
+
+
+def in_logprobs(change: Callable[[dict[str, Any]], Any]) -> Spoil:
+    return lambda choice: change(choice["logprobs"])
+
+
+WRONG_ANSWERS: dict[str, tuple[Spoil, str]] = {
+    "no-ids": (drop("token_ids"), "no token_ids"),
+    "ids-are-texts": (put(token_ids=["a"]), "no token_ids"),
+    "another-prompt": (put(prompt_token_ids=[1, 2]), "another prompt"),
+    "too-many-ids": (put(token_ids=[7] * 5), "at most 4"),
+    "too-few-ids": (lambda choice: choice["token_ids"].pop(), "after 3 tokens"),
+    "stop-without-a-stop-id": (put(finish_reason="stop"), "not a stop id"),
+    "no-finish-reason": (put(finish_reason=None), "finish reason"),
+    "no-log-probs": (put(logprobs=None), "no log-probs"),
+    "log-probs-of-other-ids": (in_logprobs(lambda found: found["tokens"].reverse()), "not labelled"),
+    "too-few-log-probs": (in_logprobs(lambda found: found["token_logprobs"].pop()), "one log-prob for each"),
+    "null-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[None] * 4)), "log-prob is None"),
+    "infinite-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[-9999.0] * 4)), "-9999"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_ANSWERS)
+def test_a_wrong_answer_is_an_engine_error(connect: Connect, fake: FakeVLLM, fault: str) -> None:
+    backend = connect()
+    fake.spoil, message = WRONG_ANSWERS[fault]
+    with pytest.raises(EngineError, match=message):
+        backend.generate(PROMPTS, SAMPLING)
+    fake.spoil = put()
+    assert backend.generate(PROMPTS, SAMPLING).ids.lengths.tolist() == [4, 4, 4]
+
+
+def name_another_id(choice: dict[str, Any]) -> None:
+    choice["prompt_logprobs"][-1] = {"3": {"logprob": -1.0}}
+
+
+WRONG_SCORES: dict[str, tuple[Spoil, str]] = {
+    "no-log-probs": (drop("prompt_logprobs"), "prompt_logprobs"),
+    "too-few-log-probs": (lambda choice: choice["prompt_logprobs"].pop(), "for every token"),
+    "log-prob-of-another-id": (name_another_id, "do not name id"),
+    "no-log-prob-of-the-last-id": (in_logprobs(lambda found: found.update(top_logprobs=[{}])), "logprob_token_ids"),
+    "another-prompt": (put(prompt_token_ids=[1, 2]), "another prompt"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_SCORES)
+def test_a_wrong_score_is_an_engine_error(connect: Connect, fake: FakeVLLM, fault: str) -> None:
+    backend = connect()
+    fake.spoil, message = WRONG_SCORES[fault]
+    with pytest.raises(EngineError, match=message):
+        backend.score_logprobs([[5, 17, 300, 2]])
+
+
+def test_ignored_stop_ids_and_stop_strings_are_noticed(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect()
+    (unstopped,) = backend.generate(PROMPTS[:1], SAMPLING).ids.tolist()
+    fake.ignored = {"stop_token_ids", "stop"}
+    with pytest.raises(EngineError, match=f"stop id {unstopped[1]}"):
+        backend.generate(PROMPTS[:1], SAMPLING | {"stop_token_ids": [unstopped[1]]})
+    text = backend.detokenize([unstopped[:2]])[0]
+    with pytest.raises(EngineError, match="stop string"):
+        backend.generate(PROMPTS[:1], SAMPLING | {"stop": [text]})
+    fake.ignored = set()
+    assert backend.generate(PROMPTS[:1], SAMPLING | {"stop": [text]}).finish_reasons == ("stop",)
+    stopped = backend.generate(PROMPTS[:1], SAMPLING | {"stop_token_ids": [unstopped[1]]})
+    assert stopped.ids.tolist() == [unstopped[:2]]
+
+
+def test_an_ignored_min_new_tokens_is_noticed(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect()
+    (unstopped,) = backend.generate(PROMPTS[:1], SAMPLING).ids.tolist()
+    fake.ignored = {"min_tokens"}
+    sampling = {"max_new_tokens": 4, "seed": 1, "min_new_tokens": 3, "stop_token_ids": [unstopped[1]]}
+    with pytest.raises(EngineError, match="at least 3"):
+        backend.generate(PROMPTS[:1], sampling, logprobs="none")
+
+
+@pytest.mark.parametrize("reply", [[], {"choices": []}, {"choices": [1]}, {"object": "error"}, "text", 7])
+def test_json_that_is_not_a_completion_is_an_engine_error(connect: Connect, fake: FakeVLLM, reply: Any) -> None:
+    backend = connect()
+    fake.fail_row(1, json_reply(reply))
+    with pytest.raises(EngineError, match="not a completion"):
+        backend.generate(PROMPTS, SAMPLING)
