@@ -1,7 +1,7 @@
 """What the documentation shows is run, and what it names exists.
 
-Every Python block of the README and of docs/ is run, and every docstring example. docs/write-a-backend.md installs plugins
-of its own and is run by tests/testing/test_write_a_backend_page.py.
+Every Python block of the README and of docs/ is run, and every docstring example. docs/write-a-backend.md installs
+plugins, so tests/testing/test_write_a_backend_page.py runs it.
 """
 
 import doctest
