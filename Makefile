@@ -17,8 +17,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-tensordict test-vllm test-sglang bench bench-quick install wheels pins
-.PHONY: format clean
+.PHONY: help demo test lint types unit test-tensordict test-vllm test-sglang bench bench-quick install drawings wheels
+.PHONY: pins format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -58,6 +58,9 @@ bench-quick: install ## the same, smaller and fewer, in under three minutes
 format: install ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+drawings: ## remake the pictures in docs/drawings from their .dot files; needs graphviz
+	for drawing in docs/drawings/*.dot; do dot -Tsvg $$drawing -o $${drawing%.dot}.svg || exit 1; done
 
 wheels: install ## build what is published, into wheels/
 	rm -rf wheels

@@ -1,4 +1,8 @@
-"""What the documentation shows is run: every Python block of the README and of docs/, and every docstring example."""
+"""What the documentation shows is run, and what it names exists.
+
+Every Python block of the README and of docs/ is run, and every docstring example. docs/write-a-backend.md installs
+plugins, so tests/testing/test_write_a_backend_page.py runs it.
+"""
 
 import doctest
 import importlib
@@ -9,27 +13,30 @@ from pathlib import Path
 import pytest
 
 import corelm
+from helpers.pages import Page
 from helpers.torchrl import skip_without_torchrl
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-#: The modules of the command line need an extra that core's test environment may lack. Their own tests import them.
-MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
+CORE = ROOT / "core" / "corelm"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_ELSEWHERE = "write-a-backend.md"
 TORCHRL = "corelm.interop.torchrl"
+#: Modules that need an extra which the test environment of core need not have are imported by their own tests.
+MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for path in PAGES if (page := Page(path)).blocks("python") and path.name != RUN_ELSEWHERE],
+    ids=lambda page: page.path.name,
+)
 def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
-    if page.name == "torchrl.md":
+    if page.path.name == "torchrl.md":
         skip_without_torchrl()
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
-    text, names = page.read_text(), {"__name__": page.stem}
-    for block in BLOCK.finditer(text):
-        # Line numbers in a traceback are then those of the page.
-        source = "\n" * text.count("\n", 0, block.start(1)) + block[1]
-        exec(compile(source, str(page), "exec"), names)
+    page.run()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -49,5 +56,47 @@ def test_there_are_docstring_examples():
 
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# ---------------------------------------------------------------- docs/architecture.md
+
+
+def located(path: str) -> Path:
+    """Where a path of the page is: in core, in a plugin, or in the repository."""
+    top = path.partition("/")[0]
+    if top.endswith("_backend"):
+        return ROOT / "plugins" / top / "src" / path
+    return CORE / path if (CORE / top).exists() else ROOT / path
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`", ARCHITECTURE))))
+def test_every_file_that_the_architecture_names_exists(path):
+    assert located(path).exists()
+
+
+def test_the_architecture_shows_every_folder():
+    (tree,) = re.findall(r"^core/corelm/\n(.*?)^```", ARCHITECTURE, re.DOTALL | re.MULTILINE)
+    shown = set(re.findall(r"^ +([\w.]+/?)  ", tree, re.MULTILINE))
+    folders = {path.parent.name + "/" for path in CORE.glob("*/__init__.py")}
+    files = {path.name for path in CORE.glob("*.py") if not path.name.startswith("_")}
+    assert shown == folders | files
+
+
+def test_the_architecture_shows_the_layers_of_the_contract():
+    tomllib = pytest.importorskip("tomllib")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "layers"]
+    expected = "\n".join(re.sub(r"[()]", "", layer) for layer in layers)
+    assert f"```\n{expected}\n```" in ARCHITECTURE
+
+
+@pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "drawings").glob("*.dot")), ids=lambda path: path.name)
+def test_a_drawing_is_up_to_date_and_names_files_that_exist(drawing):
+    texts = re.findall(r"<b>(.*?)</b><br/>(.*?)>\]|label=\"(.*?)\\l\"", drawing.read_text())
+    picture = drawing.with_suffix(".svg").read_text().replace("&#160;", " ")
+    for text in filter(None, sum(texts, ())):
+        assert text in picture, f"{text!r} is not in {drawing.stem}.svg: run make drawings"
+        for path in re.findall(r"\w+/\w+\.py", text):
+            assert located(path).exists(), path

@@ -1,4 +1,4 @@
-"""The `corelm` command, with the toy backend: its answers are known in closed form."""
+"""The `corelm` command with the toy backend, whose answers are known in closed form."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from toy_backend import Bigram, ByteTokenizer
 
 import corelm
+from corelm import SamplingParams
 from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, write_prompts
 
 COMMAND = Path(sys.executable).parent / "corelm"
@@ -27,7 +28,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def greedy(prompt: list[int], new: int) -> list[int]:
-    """The most likely next byte, `new` times, from the table itself; without an end of turn."""
+    """Return the `new` most likely next bytes, read from the table itself, without an end of turn."""
     best, ids = Bigram.of_talk().table.argmax(-1), list(prompt)
     for _ in range(new):
         ids.append(int(best[ids[-1]]))
@@ -58,13 +59,13 @@ def test_backends_says_what_is_wrong(fabricate):
     assert re.search(r"skipped.*torn-1\.dist-info", result.stderr)
 
 
-def test_backends_without_any_says_how_to_get_one(monkeypatch):
+def test_backends_says_how_to_install_one_if_there_is_none(monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "")
     assert 'pip install "core[transformers]"' in corelm_command("backends").stdout
 
 
 @pytest.mark.parametrize("arguments", [["backends"], ["--help"], ["generate", "--help"], ["--version"]])
-def test_what_needs_no_model_imports_no_torch(arguments):
+def test_commands_that_need_no_model_do_not_import_torch(arguments):
     result = subprocess.run(
         [sys.executable, "-X", "importtime", COMMAND, *arguments], capture_output=True, text=True, check=True
     )
@@ -73,8 +74,14 @@ def test_what_needs_no_model_imports_no_torch(arguments):
     assert not loaded & {"torch", "tensordict", "numpy", "transformers", "toy_backend", "transformers_backend"}
 
 
-def test_without_its_libraries_it_says_what_to_install(tmp_path):
-    """In an interpreter that sees the standard library and what `import corelm` needs, and nothing else."""
+def test_the_help_states_the_defaults_of_sampling():
+    text = " ".join(corelm_command("generate", "--help").stdout.split())
+    for name in ("max_new_tokens", "temperature"):
+        assert f"Default: {getattr(SamplingParams(), name):g}." in text
+
+
+def test_without_its_libraries_the_command_says_what_to_install(tmp_path):
+    """The interpreter sees only the standard library and what `import corelm` needs."""
     for package in (corelm, lazy_loader):
         (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)
     code = "from corelm.cli import main; main()"
@@ -87,10 +94,10 @@ def test_without_its_libraries_it_says_what_to_install(tmp_path):
 # ---------------------------------------------------------------- generate
 
 
-def test_answers_are_the_models_and_in_the_order_of_the_input(files):
+def test_answers_come_from_the_model_in_input_order(files):
     result = generate(files, "--temperature", 0, "--return-tokens", "--log-probs", "raw", "--batch-size", 2)
     assert result.exit_code == 0, result.output
-    assert "5 answers written, 0 were there already" in result.stderr
+    assert "5 answers written, 0 already present" in result.stderr
     answers = rows(files[1])
     assert [(row["id"], row["line"]) for row in answers] == [(1, 1), ("chat", 2), ("sea", 3), (10, 4), ("bird", 5)]
     tokenizer, table = ByteTokenizer(), Bigram.of_talk().table.log_softmax(-1)
@@ -108,14 +115,14 @@ def test_answers_are_the_models_and_in_the_order_of_the_input(files):
         assert row["provenance"]["backend"] == "toy" and row["provenance"]["mode"] == "raw"
 
 
-def test_tokens_and_log_probs_are_left_out_unless_asked_for(files):
+def test_tokens_and_log_probs_are_written_only_if_asked_for(files):
     generate(files)
     first, _, third, *_ = rows(files[1])
     assert set(first) == {"id", "line", "prompt_hash", "response", "finish_reason", "tokens", "settings"}
     assert set(third) == {*first, "metadata"} and third["metadata"] == LINES[2]["metadata"]
 
 
-def test_the_hash_of_a_prompt_is_that_of_its_canonical_json(files):
+def test_the_hash_of_a_prompt_is_the_hash_of_its_canonical_json(files):
     generate(files)
     asked = [b'{"prompt":"The cat"}', b'{"messages":[{"content":"Where is the cat?","role":"user"}]}']
     assert [row["prompt_hash"] for row in rows(files[1])][:2] == [hashlib.sha256(a).hexdigest()[:16] for a in asked]
@@ -130,7 +137,7 @@ def test_a_stop_string_and_an_engine_option_reach_the_engine(files):
     assert len(answers) == 4 and not any("is" in row["response"] for row in answers)
 
 
-def test_a_seed_and_a_line_make_an_answer_whatever_the_batch(files, tmp_path):
+def test_an_answer_depends_on_seed_and_line_not_on_the_batch(files, tmp_path):
     generate(files, "--seed", 5, "--batch-size", 1)
     other = tmp_path / "other.jsonl"
     generate((files[0], other), "--seed", 5, "--batch-size", 4)
@@ -150,32 +157,32 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
     assert len(rows(files[1])) == 5
 
 
-def test_an_engine_that_fails_on_the_way_leaves_its_answers(files, fabricate, monkeypatch):
+def test_answers_survive_an_engine_that_fails_midway(files, fabricate, monkeypatch):
     fabricate("faulty", "1", {"faulty": "faulty_engine:Faulty"}, {"faulty_engine": FAULTY})
     monkeypatch.setenv("FAIL_AT", "2")
     result = generate(files, "--batch-size", 2, backend="faulty")
-    assert result.exit_code == 3 and "out of memory" in result.stderr and "goes on" in result.stderr
+    assert result.exit_code == 3 and "out of memory" in result.stderr and "to continue" in result.stderr
     assert len(rows(files[1])) == 2
     monkeypatch.delenv("FAIL_AT")
     assert generate(files, "--batch-size", 2, backend="faulty").exit_code == 0
     assert len(rows(files[1])) == 5
 
 
-def test_an_engine_that_does_not_open_leaves_nothing_to_go_on_with(files, fabricate):
+def test_an_engine_that_does_not_open_leaves_no_output(files, fabricate):
     fabricate("faulty", "1", {"faulty": "faulty_opening:Faulty"}, {"faulty_opening": FAULTY})
     result = generate(files, "--model", "broken", backend="faulty")
     assert result.exit_code == 3 and "no such model" in result.stderr
-    assert "goes on" not in result.stderr and not files[1].exists()
+    assert "to continue" not in result.stderr and not files[1].exists()
 
 
-def test_a_failed_call_is_tried_again_if_asked(files, fabricate, monkeypatch):
+def test_a_failed_call_is_retried_if_asked(files, fabricate, monkeypatch):
     fabricate("faulty", "1", {"faulty": "faulty_once:Faulty"}, {"faulty_once": FAULTY})
     monkeypatch.setenv("FAIL_AT", "1")
     assert generate(files, "--retry", 2, "--timeout", 30, backend="faulty").exit_code == 0
     assert len(rows(files[1])) == 5
 
 
-def test_the_files_come_before_the_engine(files, fabricate, tmp_path):
+def test_files_are_checked_before_the_engine_opens(files, fabricate, tmp_path):
     fabricate("faulty", "1", {"faulty": "faulty_first:Faulty"}, {"faulty_first": FAULTY})
     source, target = files
     for paths in ((source, tmp_path / "nowhere" / "a.jsonl"), (tmp_path / "nowhere.jsonl", target), (tmp_path, target)):
@@ -184,7 +191,7 @@ def test_the_files_come_before_the_engine(files, fabricate, tmp_path):
 
 
 def test_tools_reach_the_template(files, fabricate, tmp_path):
-    """None, equal ones and others in one batch. The toy's answers depend on the last letter of the prompt."""
+    """One batch mixes no tools, equal and different ones. The toy's answers depend on the last letter of a prompt."""
     listing = """
 from toy_backend import ByteTokenizer, ToyBackend
 
@@ -222,7 +229,7 @@ class Tooled(ToyBackend):
         (["--option", "novalue"], "expected KEY=VALUE"),
     ],
 )
-def test_what_cannot_be_done_is_said(files, uninstalled, more, message):
+def test_a_refused_command_says_why(files, uninstalled, more, message):
     uninstalled("core-vllm-backend")
     result = generate(files, *more)
     assert result.exit_code == 2 and re.search(message, result.stderr)
@@ -232,8 +239,8 @@ def test_what_cannot_be_done_is_said(files, uninstalled, more, message):
 @pytest.mark.parametrize(
     "name", [p for p, what in inspect.signature(corelm.get_backend).parameters.items() if what.kind != what.VAR_KEYWORD]
 )
-def test_what_is_not_the_engines_is_no_option(files, name):
-    """Of get_backend's own arguments, `tokenizer` alone goes to the engine; 5 is none, as the engine finds."""
+def test_arguments_of_get_backend_are_not_engine_options(files, name):
+    """Of get_backend's own arguments, only `tokenizer` reaches the engine, which rejects the value 5."""
     result = generate(files, "--option", f"{name}=5")
-    refused = f"{name} is not the engine's; " in " ".join(result.stderr.replace("│", " ").split())
+    refused = f"{name} is not an engine option; " in " ".join(result.stderr.replace("│", " ").split())
     assert (result.exit_code, refused) == ((3, False) if name == "tokenizer" else (2, True))

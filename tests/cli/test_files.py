@@ -1,4 +1,4 @@
-"""The files of ``corelm generate``: lines at fault, going on where it stopped, and what is never written to."""
+"""The files of ``corelm generate``: lines that fail, resuming, and files that are never written to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("cut", ["in a line", "at a newline", "before a newline"])
-def test_it_goes_on_where_it_stopped(files, cut):
+def test_a_run_resumes_where_it_stopped(files, cut):
     target = files[1]
     generate(files, "--seed", 5)
     whole = target.read_bytes()
@@ -35,7 +35,7 @@ def test_it_goes_on_where_it_stopped(files, cut):
     assert generate(files, "--seed", 5).exit_code == 0 and target.read_bytes() == whole
 
 
-def test_a_line_that_is_added_is_answered_alone(files):
+def test_only_an_added_line_is_answered(files):
     generate(files, "--seed", 5)
     before = files[1].read_bytes()
     with files[0].open("a") as file:
@@ -45,7 +45,7 @@ def test_a_line_that_is_added_is_answered_alone(files):
     assert after.startswith(before) and [row["id"] for row in rows(files[1])][5:] == ["new"]
 
 
-def test_more_samples_leave_the_first_ones_as_they_were(files, tmp_path):
+def test_more_samples_keep_the_first_ones(files, tmp_path):
     generate(files, "--seed", 5, "--num-samples", 2)
     assert [(row["id"], row["sample"]) for row in rows(files[1])][:3] == [(1, 0), (1, 1), ("chat", 0)]
     generate(files, "--seed", 5, "--num-samples", 3)
@@ -56,43 +56,43 @@ def test_more_samples_leave_the_first_ones_as_they_were(files, tmp_path):
 
 
 BAD = {
-    b"not json": "no JSON",
+    b"not json": "not valid JSON",
     b"[1]": "expected an object, got list",
     b'{"id": "x"}': "either `prompt` or `messages`",
     b'{"prompt": "a", "messages": []}': "either `prompt` or `messages`",
-    b'{"prompt": 3}': "prompt: expected a text, got int",
+    b'{"prompt": 3}': "prompt: expected a string, got int",
     b'{"messages": []}': "messages: expected a list",
     b'{"messages": [{"content": "a"}]}': "role is missing",
     b'{"id": 1.5, "prompt": "a"}': "id: expected",
-    b'{"id": "sea", "prompt": "a"}': "the id 'sea' is line 3's already",
-    b'{"prompt": "\xff"}': "no JSON",
-    b'{"id": "\\ud800", "prompt": "a"}': "half of a surrogate pair",
-    b'{"prompt": "\\ud800"}': "half of a surrogate pair",
-    b'{"messages": [{"role": "user", "content": "a\\udfff"}]}': "half of a surrogate pair",
-    b'{"prompt": "a", "metadata": "\\ud800"}': "half of a surrogate pair",
-    b'{"\\ud800": 1, "prompt": "a"}': "half of a surrogate pair",
-    b"[" * 200_000: "nested more than 100 deep",
-    b'{"prompt": "a", "metadata": ' + b"[" * 450 + b"]" * 450 + b"}": "nested more than 100 deep",
-    b'{"messages": [{"role": "assistant", "token_ids": [99999999999999999999]}]}': "which no vocabulary holds",
-    b'{"prompt": "a", "max_tokens": 3, "model": "b"}': "unknown: max_tokens, model; a line may have id, prompt",
-    b'{"prompt": "a", "tools": []}': "tools: a chat template reads them",
+    b'{"id": "sea", "prompt": "a"}': "line 3 already has the id 'sea'",
+    b'{"prompt": "\xff"}': "not valid JSON",
+    b'{"id": "\\ud800", "prompt": "a"}': "lone surrogate",
+    b'{"prompt": "\\ud800"}': "lone surrogate",
+    b'{"messages": [{"role": "user", "content": "a\\udfff"}]}': "lone surrogate",
+    b'{"prompt": "a", "metadata": "\\ud800"}': "lone surrogate",
+    b'{"\\ud800": 1, "prompt": "a"}': "lone surrogate",
+    b"[" * 200_000: "nested more than 100 levels deep",
+    b'{"prompt": "a", "metadata": ' + b"[" * 450 + b"]" * 450 + b"}": "nested more than 100 levels deep",
+    b'{"messages": [{"role": "assistant", "token_ids": [99999999999999999999]}]}': "larger than any vocabulary",
+    b'{"prompt": "a", "max_tokens": 3, "model": "b"}': "unknown keys: max_tokens, model; a line may have id, prompt",
+    b'{"prompt": "a", "tools": []}': "tools: only a chat template reads tools",
     b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}': "tools: expected a list, got dict",
 }
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad[:60].decode(errors="replace"))
-def test_a_bad_line_is_reported_and_the_others_are_answered(files, bad):
+def test_a_bad_line_is_reported_and_the_rest_are_answered(files, bad):
     with files[0].open("ab") as file:
         file.write(b"\n" + bad + b'\n{"id": "last", "prompt": "It is"}\n')
     result = generate(files)
     (fault,) = rows(files[1].with_name("answers.errors.jsonl"))
     assert result.exit_code == 1
     assert fault["line"] == 7 and BAD[bad] in fault["error"]
-    assert f"line 7: {fault['error']}" in result.stderr and "lines that failed: 1, see" in result.stderr
+    assert f"line 7: {fault['error']}" in result.stderr and "1 lines failed (see " in result.stderr
     assert [row["id"] for row in rows(files[1])] == [1, "chat", "sea", 10, "bird", "last"]
 
 
-def test_the_errors_file_goes_when_the_line_is_mended(files):
+def test_the_errors_file_is_removed_once_the_line_is_fixed(files):
     source, target = files
     source.write_text('{"prompt": 3}\n')
     assert generate(files).exit_code == 1
@@ -104,16 +104,16 @@ def test_the_errors_file_goes_when_the_line_is_mended(files):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--temperature", "0.5"], "made with temperature 1.0, and now it is 0.5"),
-        (["--top-k", "3"], "made with top_k None, and now it is 3"),
-        (["--seed", "1"], "made with seed None, and now it is 1"),
-        (["--stop", "x"], r"made with stop None, and now it is \['x'\]"),
-        (["--option", "max_context=99"], r"made with options {}, and now it is {'max_context': 99}"),
-        (["--log-probs", "raw"], "made with log_probs 'none', and now it is 'raw'"),
-        (["--return-tokens"], "made with return_tokens False, and now it is True"),
+        (["--temperature", "0.5"], "made with temperature 1.0, but temperature is now 0.5"),
+        (["--top-k", "3"], "made with top_k None, but top_k is now 3"),
+        (["--seed", "1"], "made with seed None, but seed is now 1"),
+        (["--stop", "x"], r"made with stop None, but stop is now \['x'\]"),
+        (["--option", "max_context=99"], r"made with options {}, but options is now {'max_context': 99}"),
+        (["--log-probs", "raw"], "made with log_probs 'none', but log_probs is now 'raw'"),
+        (["--return-tokens"], "made with return_tokens False, but return_tokens is now True"),
     ],
 )
-def test_answers_made_otherwise_do_not_get_into_one_file(files, more, message):
+def test_answers_with_different_settings_are_not_mixed(files, more, message):
     generate(files)
     before = files[1].read_bytes()
     result = generate(files, *more)
@@ -121,7 +121,7 @@ def test_answers_made_otherwise_do_not_get_into_one_file(files, more, message):
     assert files[1].read_bytes() == before
 
 
-def test_a_prompt_that_changed_under_its_id_is_not_taken_for_answered(files):
+def test_a_changed_prompt_under_an_answered_id_is_an_error(files):
     generate(files, "--seed", 5)
     before = files[1].read_bytes()
     changed = [{**line, "prompt": "The tea"} if line.get("id") == "sea" else line for line in LINES]
@@ -142,21 +142,21 @@ SOMETHING_ELSE = {
 
 
 @pytest.mark.parametrize("name", SOMETHING_ELSE)
-def test_a_file_of_something_else_is_not_written_to(files, name):
+def test_a_file_that_is_not_answers_is_not_written_to(files, name):
     files[1].write_bytes(SOMETHING_ELSE[name])
     result = generate(files)
     assert result.exit_code == 2 and "line 1, is not an answer" in result.stderr
     assert files[1].read_bytes() == SOMETHING_ELSE[name]
 
 
-def test_what_was_made_otherwise_keeps_its_torn_line(files):
+def test_a_torn_line_made_with_other_settings_is_kept(files):
     generate(files)
     torn = files[1].read_bytes()[:-9]
     files[1].write_bytes(torn)
     assert generate(files, "--temperature", 0.5).exit_code == 2 and files[1].read_bytes() == torn
 
 
-def test_a_first_answer_that_was_cut_off_is_asked_again(files):
+def test_a_first_answer_that_was_cut_off_is_made_again(files):
     generate(files, "--seed", 5)
     whole = files[1].read_bytes()
     files[1].write_bytes(whole[:50])
@@ -164,7 +164,7 @@ def test_a_first_answer_that_was_cut_off_is_asked_again(files):
 
 
 @pytest.mark.parametrize("output", ["/dev/null", ".", "taken"])
-def test_an_output_that_is_no_regular_file_is_refused(files, output, tmp_path):
+def test_an_output_that_is_not_a_regular_file_is_refused(files, output, tmp_path):
     (tmp_path / "taken.errors.jsonl").mkdir()
     result = generate((files[0], tmp_path / output))
     assert result.exit_code == 2 and "is not a regular file" in result.stderr
@@ -206,7 +206,7 @@ def test_one_run_at_a_time(files):
     assert generate(files).exit_code == 0
 
 
-def test_a_pipe_is_read_as_a_file_is(files, tmp_path):
+def test_a_pipe_is_read_like_a_file(files, tmp_path):
     generate(files, "--seed", 5)
     piped = tmp_path / "piped.jsonl"
     command = [sys.executable, "-m", "corelm", "generate", "--backend", "toy", "--input", "/dev/stdin"]
@@ -216,7 +216,7 @@ def test_a_pipe_is_read_as_a_file_is(files, tmp_path):
     assert piped.read_bytes() == files[1].read_bytes()
 
 
-def test_a_secret_is_not_written_down(tmp_path):
+def test_a_secret_is_not_saved(tmp_path):
     job = {"source": tmp_path / "in", "target": tmp_path / "out", "backend": "toy"}
     options = {"api_key": "hush", "hf_token": "hush", "tokenizer": "here"}
     settings = Job(**job, options=options).settings(SamplingParams())

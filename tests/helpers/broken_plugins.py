@@ -208,7 +208,9 @@ class TopKIgnored(ToyBackend):
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(replace(request, sampling=SamplingParams.make(request.sampling, top_k=None)))
-        return replace(batch, support="truncated" if request.sampling.truncates_support and batch.mode != "raw" else "full")
+        return replace(
+            batch, support="truncated" if request.sampling.truncates_support and batch.mode != "raw" else "full"
+        )
 
 
 class PenaltyIgnored(ToyBackend):

@@ -1,4 +1,4 @@
-"""The `corelm` command. Its libraries come with the extra `cli`; without them it says so and does nothing else."""
+"""The `corelm` command. It needs the extra `cli`, and says what to install if that is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command; the entry point of the console script."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f'the corelm command needs {" and ".join(missing)}: pip install "core[cli]"')

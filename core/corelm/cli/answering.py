@@ -1,4 +1,4 @@
-"""``corelm generate``: prompts from a file through an engine into a file, a batch at a time."""
+"""``corelm generate``: answer the prompts of a file in batches, and append the answers to another file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from corelm.rendering.render import render
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
-#: How the names of engine options end whose values are never written down.
+#: Engine options whose names end like this are secrets: their values are never written to a file.
 SECRETS = ("key", "password", "secret", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Answer the prompts of `source` into `target`.
+    """Answer the prompts of `source` and append the answers to `target`.
 
-    With a seed an answer depends on the seed, its line and its sample alone: neither on the batch size nor on what was
-    answered before. So it calls the backend with a seed per answer, where a policy would number the rows of a batch.
+    With a seed, an answer depends only on the seed, the line number and the sample number: not on the batch size, and
+    not on what was answered before. That is why a job passes one seed per answer to the backend; a policy would number
+    the rows of each batch.
     """
 
     source: Path
@@ -47,11 +48,11 @@ class Job:
     timeout: float | None = None
 
     def run(self, console: Console) -> int:
-        """Returns how many lines could not be answered. Whatever it raises, the answers so far are in `target`."""
+        """Run the job and return the number of lines that failed. If it raises, the answers so far are in `target`."""
         sampling = SamplingParams.make(self.sampling)
         samples = range(sampling.num_samples or 1)
         check_paths(self.source, self.target)
-        # The files come first: what is wrong with them should not wait for a model to load.
+        # Open the files first, so that errors in them are reported before a model loads.
         with (
             self.source.open("rb") as source,
             AnswersFile.open(self.target, self.settings(sampling)) as answers,
@@ -59,29 +60,31 @@ class Job:
             _progress(console) as progress,
         ):
             before = len(answers.done)
-            faults = ErrorsFile(errors_path(self.target))
+            errors = ErrorsFile(errors_path(self.target))
             task = progress.add_task("answering", total=count_lines(source))
             lines = read_prompts(source)
             while batch := list(islice(lines, self.batch_size)):
-                prompts, wrong = answers.missing(batch, samples)
+                prompts, failed = answers.unanswered(batch, samples)
                 if prompts:
-                    rows, failed = self._answer(engine, sampling, prompts)
+                    rows, failed_here = self._answer(engine, sampling, prompts)
                     answers.write(sorted(rows, key=lambda row: row["line"]))
-                    wrong += failed
-                for fault in sorted(wrong, key=lambda fault: fault.line):
-                    console.print(f"line {fault.line}: {fault.error}", markup=False, soft_wrap=True)
-                    faults.write(fault)
+                    failed += failed_here
+                for error in sorted(failed, key=lambda error: error.line):
+                    console.print(f"line {error.line}: {error.error}", markup=False, soft_wrap=True)
+                    errors.write(error)
                 progress.advance(task, len(batch))
         written = len(answers.done) - before
-        told = f"; lines that failed: {faults.count}, see {faults.path}" if faults.count else ""
-        console.print(f"{written} answers written, {before} were there already{told}", markup=False, soft_wrap=True)
-        return faults.count
+        summary = f"{written} answers written, {before} already present"
+        if errors.count:
+            summary += f", {errors.count} lines failed (see {errors.path})"
+        console.print(summary, markup=False, soft_wrap=True)
+        return errors.count
 
     def _answer(
         self, engine: Backend, sampling: SamplingParams, prompts: list[Prompt]
     ) -> tuple[list[dict[str, Any]], list[LineError]]:
-        """The output rows of a batch, and what failed of it."""
-        prompts, ids, faults = _tokenize(engine, prompts)
+        """Return the output rows of a batch, and an error for each line that failed."""
+        prompts, ids, errors = _tokenize(engine, prompts)
         samples = sampling.num_samples or 1
         seeds = None
         if sampling.seed is not None and not sampling.greedy:
@@ -95,7 +98,7 @@ class Job:
             prompt, sample = prompts[index // samples], index % samples
             if reasons[index] == "error":
                 error = batch.errors[index] if batch.errors else "the engine gave no reason"
-                faults.append(LineError(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
+                errors.append(LineError(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
                 continue
             row: dict[str, Any] = {"id": prompt.id, "line": prompt.line, "prompt_hash": prompt.digest}
             if prompt.metadata is not None:
@@ -109,14 +112,14 @@ class Job:
                 row["log_probs"] = log_probs[index]
                 row["provenance"] = (provenance[index] if isinstance(provenance, tuple) else provenance).to_dict()
             rows.append(row)
-        return rows, faults
+        return rows, errors
 
     def settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """What a row is made with, as JSON gives it back. Two rows that differ in it do not belong in one file."""
+        """Return the settings saved with every answer, in JSON types. One file holds answers of one setting."""
         settings: dict[str, Any] = {
             "backend": self.backend,
             "model": self.model,
-            # A secret has no place in a file of answers, and changes none of them.
+            # Secrets do not belong in a file of answers, and they do not change an answer.
             "options": {name: value for name, value in self.options.items() if not name.endswith(SECRETS)},
             "log_probs": self.log_probs,
             "return_tokens": self.return_tokens,
@@ -130,17 +133,17 @@ class Job:
 
 
 def _tokenize(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
-    """The prompts that can be tokenized, texts first, their ids, and the others."""
+    """Return the prompts that were tokenized (texts first), their ids, and an error for each other prompt."""
     served = [prompt for prompt in prompts if prompt.text is not None]
     ids = [backend.tokenize([prompt.text or "" for prompt in served]).ids]
-    faults: list[LineError] = []
+    errors: list[LineError] = []
     chats = [prompt for prompt in prompts if prompt.chat is not None]
     for _, alike in groupby(sorted(chats, key=_tools), key=_tools):
-        rendered, rows, wrong = _render(backend, list(alike))
+        rendered, rows, failed = _render(backend, list(alike))
         served += rendered
         ids.append(rows)
-        faults += wrong
-    return served, Ragged.cat(ids), faults
+        errors += failed
+    return served, Ragged.cat(ids), errors
 
 
 def _tools(prompt: Prompt) -> str:
@@ -148,8 +151,8 @@ def _tools(prompt: Prompt) -> str:
 
 
 def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
-    """The same for conversations with equal tools."""
-    faults: list[LineError] = []
+    """Do what `_tokenize` does, for conversations that have equal tools."""
+    errors: list[LineError] = []
     while prompts:
         tools = prompts[0].tools
         try:
@@ -165,11 +168,11 @@ def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragg
         except TemplateError as error:
             if not error.problems:
                 raise
-            faults += [LineError(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
+            errors += [LineError(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
             prompts = [prompt for row, prompt in enumerate(prompts) if row not in error.problems]
         else:
-            return prompts, rendered.ids, faults
-    return [], Ragged.from_list([]), faults
+            return prompts, rendered.ids, errors
+    return [], Ragged.from_list([]), errors
 
 
 def _progress(console: Console) -> Progress:

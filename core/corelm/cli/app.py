@@ -1,6 +1,6 @@
-"""What can be typed: the commands and their flags. The work is done in `listing` and `answering`.
+"""The commands and their flags. The work is done in `listing` and `answering`.
 
-Torch is imported by the commands that run a model, not here: listing and ``--help`` answer at once.
+This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from corelm._version import __version__
 from corelm.cli import listing
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 
-#: Exit codes: some lines could not be answered; the command cannot be carried out; the engine failed.
+#: Exit codes: some lines failed; the command was refused; the engine failed.
 SOME_FAILED, REFUSED, ENGINE_FAILED = 1, 2, 3
-#: Arguments of `corelm.get_backend` itself, which therefore never reach an engine, and what to do instead.
+#: Arguments of `corelm.get_backend` itself, which never reach an engine, and what to do instead.
 NOT_OPTIONS = {
-    "name": "give --backend",
-    "model": "give --model",
-    "plugins": "it takes objects, so call corelm.get_backend from Python",
-    "retry": "give --retry",
-    "timeout": "give --timeout",
+    "name": "use --backend",
+    "model": "use --model",
+    "wrappers": "they are Python objects; call corelm.get_backend from Python",
+    "retry": "use --retry",
+    "timeout": "use --timeout",
 }
 
 app = typer.Typer(
-    help="Sample from any language-model engine by its name.",
+    help="Sample from any language-model engine, chosen by name.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 class LogProbsOption(str, Enum):
-    """Which log-probabilities to write."""
+    """The log-probabilities to write."""
 
     none = "none"
     raw = "raw"
@@ -53,7 +53,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which one.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -61,50 +61,59 @@ def root(
 
 @app.command()
 def backends(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: a list of objects.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the installed backends. Imports none of them."""
+    """List the installed backends without importing them."""
     listing.show(as_json)
 
 
 @app.command()
 def generate(
-    backend: Annotated[str, typer.Option(help="Its name; see `corelm backends`.")],
-    input: Annotated[Path, typer.Option(help="JSONL, a file or a pipe; what a line holds is said above.")],
-    output: Annotated[Path, typer.Option(help="JSONL. What is in it already is not asked again.")],
-    model: Annotated[str | None, typer.Option(help="A path or a name that the engine knows.")] = None,
-    base_url: Annotated[str | None, typer.Option(help="Where the engine's server is.")] = None,
+    backend: Annotated[str, typer.Option(help="Name of the backend, as listed by `corelm backends`.")],
+    input: Annotated[Path, typer.Option(help="JSONL file or pipe with the prompts, in the format described above.")],
+    output: Annotated[Path, typer.Option(help="JSONL file to append answers to. Prompts answered in it are skipped.")],
+    model: Annotated[str | None, typer.Option(help="Path of the model, or a name that the engine knows.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="URL of a running server to use instead of a model.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=VALUE for the engine; VALUE is JSON or text. Written beside every answer, unless KEY ends in "
-            "key, token, secret or password."
+            help="Option for the engine, as KEY=VALUE; VALUE is JSON or text. Can be repeated. Options are saved with "
+            "every answer, except those whose KEY ends in key, token, secret or password."
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Length limit of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
-    seed: Annotated[int | None, typer.Option(help="An answer then depends on this and on its line number.")] = None,
-    num_samples: Annotated[int | None, typer.Option(help="AnswersFile per prompt, one output line each.")] = None,
-    retry: Annotated[int | None, typer.Option(min=1, help="How often a call that fails is tried in all.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds that a call may take.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are sent together.")] = 16,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer. Default: 256.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the top probability.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Can be repeated.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Make answers reproducible: each depends only on the seed and its line number.")
+    ] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Answers per prompt, each on its own line.")] = None,
+    retry: Annotated[int | None, typer.Option(min=1, help="Attempts per engine call, including the first.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Time limit of each engine call, in seconds.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts to send to the engine at a time.")] = 16,
     log_probs: Annotated[
-        LogProbsOption, typer.Option(help="Write the log-probability of every token.")
+        LogProbsOption,
+        typer.Option(
+            help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
+            "(processed)."
+        ),
     ] = LogProbsOption.none,
-    return_tokens: Annotated[bool, typer.Option("--return-tokens", help="Write the token ids.")] = False,
+    return_tokens: Annotated[bool, typer.Option("--return-tokens", help="Write the ids of every answer.")] = False,
 ) -> None:
-    """Answer every prompt of a file. Run it again to go on where it stopped.
+    """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
 
-    A line of the input is an object with `prompt`, a text, or `messages`, a conversation, and perhaps `tools` for its
-    chat template. An `id` names it, else its line number does; `metadata` is copied to the answer.
+    Each input line is a JSON object with either `prompt` (a text) or `messages`
+    (a conversation, optionally with `tools` for the chat template). `id`
+    identifies the line and defaults to its line number; `metadata` is copied to
+    the answer.
 
-    Exit code 1: some lines could not be answered; for the output answers.jsonl they are in answers.errors.jsonl. 2: the
-    command cannot be carried out. 3: the engine failed.
+    Exit code 1: some lines failed. For the output answers.jsonl, they are listed
+    in answers.errors.jsonl. 2: the command was refused. 3: the engine failed.
     """
+    # The help shows these line breaks, so they fit into a terminal of 80 columns.
     from corelm.cli.answering import Job
 
     sampling = {
@@ -137,7 +146,7 @@ def generate(
     except (EngineError, BackendTimeoutError) as error:
         typer.echo(f"error: {error}", err=True)
         if output.is_file() and output.stat().st_size:
-            typer.echo(f"The same command goes on with what {output} does not hold yet.", err=True)
+            typer.echo("Run the same command again to continue with the remaining prompts.", err=True)
         raise typer.Exit(ENGINE_FAILED) from error
     except (CoreLMError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -146,14 +155,14 @@ def generate(
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
-    """``["dtype=bfloat16", "seed=1"]`` → ``{"dtype": "bfloat16", "seed": 1}``: a value is JSON if it reads as JSON."""
+    """Return ``{"dtype": "bfloat16", "seed": 1}`` for ``["dtype=bfloat16", "seed=1"]``; values may be JSON."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not key.isidentifier():
             raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--option")
         if key in NOT_OPTIONS:
-            raise typer.BadParameter(f"{key} is not the engine's; {NOT_OPTIONS[key]}", param_hint="--option")
+            raise typer.BadParameter(f"{key} is not an engine option; {NOT_OPTIONS[key]}", param_hint="--option")
         try:
             options[key] = json.loads(value)
         except ValueError:

@@ -1,4 +1,4 @@
-"""``corelm backends``: what is installed, as a table or as JSON."""
+"""``corelm backends``: list the installed backends, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.table import Table
 
 from corelm.backend.registry import scan
 
-_ENGINE = {True: "yes", False: "not installed", None: "not said"}
+_ENGINE = {True: "yes", False: "not installed", None: "unknown"}
 
 
 def show(as_json: bool) -> None:
-    """Print the backends to stdout; what could not be read goes to stderr."""
+    """Print the backends to stdout, and distributions with unreadable metadata to stderr."""
     found = scan()
     for line in found.unreadable:
-        print(f"skipped, its metadata cannot be read: {line}", file=sys.stderr)
+        print(f"skipped, metadata cannot be read: {line}", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(info) for info in found.backends], indent=2))
         return
     if not found.backends:
-        print('no backend is installed; to have one: pip install "core[transformers]"')
+        print('No backend is installed. To install one: pip install "core[transformers]"')
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("name", "distribution", "version", "core", "engine", "problem"):
@@ -33,12 +33,12 @@ def show(as_json: bool) -> None:
             info.name,
             info.distribution,
             info.version,
-            "not said" if info.requires_core is None else info.requires_core or "any",
+            "unknown" if info.requires_core is None else info.requires_core or "any",
             _ENGINE[info.engine_available],
             info.problem or "",
         )
     console = Console(highlight=False)
     if not console.is_terminal:
-        # A pipe has no width; what goes into one is read line by line.
+        # A pipe has no width, and programs read it line by line: keep each row on one line.
         console.width = 1000
     console.print(table)

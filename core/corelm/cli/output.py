@@ -1,4 +1,4 @@
-"""The output of ``corelm generate``: answers are appended and found again; what failed goes into a file beside them."""
+"""The output of ``corelm generate``: a file that answers are appended to, and a file for the lines that failed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from corelm.errors import CoreLMError
 
 try:
     import fcntl
-except ImportError:  # there is none on Windows
+except ImportError:  # Windows has no fcntl
     fcntl = None  # type: ignore[assignment]
 
 
 class OutputError(CoreLMError, ValueError):
-    """The output cannot be written without harm: it is not this job's own, or another run is writing it."""
+    """The output file must not be written: another job or another program made it, or another run is writing it."""
 
 
 class AnswersFile:
-    """The output file, open, with all that is in it; made by `open`.
+    """The open output file and the answers in it. Create one with `open`.
 
     Attributes:
-        done: (id, sample) of every answer that is there.
+        done: (id, sample) of every answer in the file.
     """
 
     def __init__(self, file: IO[bytes], path: Path, settings: Mapping[str, Any]) -> None:
@@ -38,43 +38,44 @@ class AnswersFile:
     @classmethod
     @contextmanager
     def open(cls, path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
-        """Lock the file for this run, and read it. One that is new and gets no answer is removed again.
+        """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
 
-        A last line that was cut off is removed; one that only lacks its newline gets it.
+        A last line that was cut off is removed. A last line that only lacks its newline gets one.
 
         Raises:
-            OutputError: a line that is no answer, or one that was made with other `settings`; another run that has the
-                file open. It is as it was.
+            OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open.
+                The file is unchanged.
         """
-        there = path.exists()
+        existed = path.exists()
         with path.open("a+b") as file:
             _lock(file, path)
             try:
                 yield cls(file, path, settings)
             finally:
-                if not there and not os.fstat(file.fileno()).st_size:
+                if not existed and not os.fstat(file.fileno()).st_size:
                     with suppress(OSError):
                         path.unlink()
 
-    def missing(
+    def unanswered(
         self, lines: Iterable[Prompt | LineError], samples: Iterable[int]
     ) -> tuple[list[Prompt], list[LineError]]:
-        """The prompts that lack an answer, and the lines at fault: an id that has answers to another prompt is one."""
-        prompts, faults = [], []
+        """Return the prompts that still need answers, and the line errors.
+
+        A prompt whose id already has answers to a different prompt becomes a line error.
+        """
+        prompts, errors = [], []
         for line in lines:
             if isinstance(line, LineError):
-                faults.append(line)
+                errors.append(line)
             elif self._digests.get(line.id, line.digest) != line.digest:
-                what = f"{self._path} has answers to another prompt under the id {line.id!r}"
-                faults.append(
-                    LineError(line.line, line.id, f"{what}; give this one an id of its own, or another --output")
-                )
+                conflict = f"{self._path} has answers to another prompt under the id {line.id!r}"
+                errors.append(LineError(line.line, line.id, f"{conflict}; use another id or another --output"))
             elif any((line.id, sample) not in self.done for sample in samples):
                 prompts.append(line)
-        return prompts, faults
+        return prompts, errors
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append those that are not there yet, and hand them to the system, so that they outlive this process."""
+        """Append the rows that are not in the file yet, and flush them so that they survive a crash of this process."""
         for row in rows:
             key = (row["id"], row.get("sample", 0))
             if key not in self.done:
@@ -95,7 +96,7 @@ class AnswersFile:
             self._file.write(b"\n")
 
     def _is_torn(self, tail: bytes) -> bool:
-        """Whether it is an answer that was cut off, and not what somebody else wrote."""
+        """Return whether the last line is an answer that was cut off, rather than data from another program."""
         if not self.done and not tail.startswith(b'{"id": '):
             return False
         try:
@@ -105,7 +106,7 @@ class AnswersFile:
         return False
 
     def _add(self, number: int, line: bytes) -> None:
-        where, instead = f"{self._path}, line {number},", "give another --output"
+        where, instead = f"{self._path}, line {number},", "use another --output"
         try:
             row = json.loads(line)
             key, made, digest = (row["id"], row.get("sample", 0)), dict(row["settings"]), row["prompt_hash"]
@@ -115,34 +116,35 @@ class AnswersFile:
         for name in sorted({*made, *self._settings}):
             was, now = made.get(name), self._settings.get(name)
             if was != now:
-                raise OutputError(f"{where} was made with {name} {was!r}, and now it is {now!r}; {instead}")
+                raise OutputError(f"{where} was made with {name} {was!r}, but {name} is now {now!r}; {instead}")
         self._digests[row["id"]] = digest
 
 
 class ErrorsFile:
-    """The errors file beside the output. It tells of the last run only, and is not there if all went well."""
+    """The errors file next to the output. It covers the last run only, and does not exist if no line failed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.path.unlink(missing_ok=True)
         self.count = 0
 
-    def write(self, fault: LineError) -> None:
+    def write(self, error: LineError) -> None:
+        """Append a line that failed."""
         with self.path.open("ab") as file:
-            file.write(_line({"line": fault.line, "id": fault.id, "error": fault.error}))
+            file.write(_line({"line": error.line, "id": error.id, "error": error.error}))
         self.count += 1
 
 
 def errors_path(output: Path) -> Path:
-    """``answers.jsonl`` → ``answers.errors.jsonl``; every other name gets ``.errors.jsonl`` at its end."""
+    """Return ``answers.errors.jsonl`` for ``answers.jsonl``; any other name gets ``.errors.jsonl`` appended."""
     return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
 def check_paths(source: Path, target: Path) -> None:
-    """Only regular files are written to, and never the input.
+    """Check that both output files are regular files or new, and that neither is the input.
 
     Raises:
-        OutputError: the output or its errors file is something else, or is the input.
+        OutputError: one of them is not a regular file, or is the input.
     """
     _check_path(source, target, "the output")
     _check_path(source, errors_path(target), "the output's errors file")
@@ -150,9 +152,9 @@ def check_paths(source: Path, target: Path) -> None:
 
 def _check_path(source: Path, path: Path, what: str) -> None:
     if path.exists() and path.samefile(source):
-        raise OutputError(f"{path} is {what} and the input; give another --output")
+        raise OutputError(f"{path} is both {what} and the input; use another --output")
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path}, {what}, is not a regular file; give another --output")
+        raise OutputError(f"{path}, {what}, is not a regular file; use another --output")
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
@@ -161,12 +163,12 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise OutputError(f"another run is writing {path}; wait for its end, or give another --output") from None
+        raise OutputError(f"another run is writing {path}; wait until it ends, or use another --output") from None
     except OSError:
-        # Some network file systems have no locks.
+        # Some network file systems do not support locks.
         pass
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    # Half of a surrogate pair, as in a path that is no UTF-8, has no bytes; backslashreplace writes it as JSON does.
+    # A lone surrogate, as in a path that is not UTF-8, cannot be encoded; backslashreplace writes it as JSON does.
     return (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

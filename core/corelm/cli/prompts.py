@@ -1,4 +1,4 @@
-"""The input of ``corelm generate``: JSONL, read a line at a time. A line is a prompt, or what is wrong with it."""
+"""The input of ``corelm generate``: JSONL, read line by line. Each line becomes a `Prompt` or a `LineError`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from corelm.spec.message import Chat, Message
 Id = str | int
 
 KEYS = ("id", "prompt", "messages", "tools", "metadata")
-#: Objects and lists inside each other. What is nested deeper would exhaust the stack of whoever walks it later.
+#: Maximum nesting of objects and lists. Deeper values would exhaust the stack of code that walks them later.
 DEEPEST = 100
-#: No vocabulary is larger; an id from here on may not even fit the types that hold ids.
+#: An upper bound for token ids: no vocabulary is larger, and larger ids may not fit the types that hold them.
 ANY_VOCABULARY = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A good line: a text, or a conversation with perhaps `tools` for its template.
+    """A valid line: a text or a conversation.
 
     Attributes:
-        line: counts from 1, blank lines included.
-        id: `line` where none is given.
-        digest: says what was asked: 16 hex digits of the sha256 of `prompt`, or `messages` and `tools`, as JSON.
-        metadata: the user's own, for the answer's row.
+        line: line number, counted from 1, blank lines included.
+        id: the given id, or `line` if the input has none.
+        digest: identifies the prompt: 16 hex digits of the sha256 of `prompt`, or `messages` and `tools`, as JSON.
+        text: the prompt, if it is a text.
+        chat: the prompt, if it is a conversation.
+        tools: tools for the chat template.
+        metadata: the user's value, copied to the answer.
     """
 
     line: int
@@ -44,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A line that cannot be answered, and why."""
+    """A line that failed, and why."""
 
     line: int
     id: Id | None
@@ -52,7 +55,7 @@ class LineError:
 
 
 def count_lines(file: IO[bytes]) -> int | None:
-    """How many lines of the file are not blank; None for a pipe, whose lines can be read only once."""
+    """Return the number of lines that are not blank; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
     start = file.tell()
@@ -62,14 +65,14 @@ def count_lines(file: IO[bytes]) -> int | None:
 
 
 def read_prompts(file: IO[bytes]) -> Iterator[Prompt | LineError]:
-    """Every line that is not blank, in order."""
+    """Yield every line that is not blank, in order."""
     seen: dict[Id, int] = {}
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         parsed = _parse(number, line)
         if isinstance(parsed, Prompt) and seen.setdefault(parsed.id, number) != number:
-            parsed = LineError(number, parsed.id, f"the id {parsed.id!r} is line {seen[parsed.id]}'s already")
+            parsed = LineError(number, parsed.id, f"line {seen[parsed.id]} already has the id {parsed.id!r}")
         yield parsed
 
 
@@ -78,16 +81,16 @@ def _parse(number: int, line: bytes) -> Prompt | LineError:
         row = json.loads(line)
         too_deep = _depth(row) > DEEPEST
     except ValueError as error:
-        return LineError(number, None, f"no JSON: {error}")
+        return LineError(number, None, f"not valid JSON: {error}")
     except RecursionError:
         too_deep = True
     if too_deep:
-        return LineError(number, None, f"objects and lists are nested more than {DEEPEST} deep")
+        return LineError(number, None, f"objects and lists are nested more than {DEEPEST} levels deep")
     if not isinstance(row, dict):
         return LineError(number, None, f"expected an object, got {type(row).__name__}")
     name = row.get("id", number)
     if isinstance(name, bool) or not isinstance(name, (str, int)):
-        return LineError(number, None, f"id: expected a text or a whole number, got {name!r}")
+        return LineError(number, None, f"id: expected a string or an integer, got {name!r}")
     try:
         return _prompt(number, name, row)
     except InvalidRequestError as error:
@@ -95,19 +98,19 @@ def _parse(number: int, line: bytes) -> Prompt | LineError:
 
 
 def _prompt(number: int, name: Id, row: dict[str, Any]) -> Prompt:
-    _canonical(row)  # every text in it can be written
+    _canonical(row)  # raises if any text in the row cannot be encoded
     asked = _canonical({key: row[key] for key in ("prompt", "messages", "tools") if key in row})
     digest = hashlib.sha256(asked).hexdigest()[:16]
     if unknown := [key for key in row if key not in KEYS]:
-        raise InvalidRequestError(f"unknown: {', '.join(unknown)}; a line may have {', '.join(KEYS)}")
+        raise InvalidRequestError(f"unknown keys: {', '.join(unknown)}; a line may have {', '.join(KEYS)}")
     if ("prompt" in row) == ("messages" in row):
-        raise InvalidRequestError(f"expected either `prompt` or `messages`, got: {', '.join(row) or 'nothing'}")
+        raise InvalidRequestError(f"expected either `prompt` or `messages`, got {', '.join(row) or 'neither'}")
     metadata = row.get("metadata")
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
-            raise InvalidRequestError(f"prompt: expected a text, got {type(row['prompt']).__name__}")
+            raise InvalidRequestError(f"prompt: expected a string, got {type(row['prompt']).__name__}")
         if "tools" in row:
-            raise InvalidRequestError("tools: a chat template reads them, so they go with `messages`, not `prompt`")
+            raise InvalidRequestError("tools: only a chat template reads tools; give `messages` instead of `prompt`")
         return Prompt(line=number, id=name, digest=digest, text=row["prompt"], metadata=metadata)
     tools = row.get("tools")
     if "tools" in row and not isinstance(tools, list):
@@ -125,7 +128,7 @@ def _chat(messages: Any) -> Chat:
         raise InvalidRequestError(f"messages: {error}") from error
     largest = max((token for message in chat for token in message.token_ids or ()), default=0)
     if largest >= ANY_VOCABULARY:
-        raise InvalidRequestError(f"messages: token_ids has {largest}, which no vocabulary holds")
+        raise InvalidRequestError(f"messages: token_ids has {largest}, which is larger than any vocabulary")
     return chat
 
 
@@ -134,7 +137,9 @@ def _canonical(value: Any) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{text[error.start]!r} is half of a surrogate pair, which is no text") from error
+        raise InvalidRequestError(
+            f"{text[error.start]!r} is a lone surrogate, which cannot be encoded as UTF-8"
+        ) from error
 
 
 def _depth(value: Any) -> int:
