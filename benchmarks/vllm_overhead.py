@@ -101,5 +101,5 @@ def directly(backend: Backend, prompts: list[list[int]], new: int, **options: An
     async def together() -> list[Any]:
         return await asyncio.gather(*(one(row, prompt) for row, prompt in enumerate(prompts)))
 
-    found: list[Any] = engine._loop.run(together())
+    found: list[Any] = engine.loop.run(together())
     return found

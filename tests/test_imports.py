@@ -74,6 +74,7 @@ SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 THIRD_PARTY = {
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
+    "corelm.tensors: _pytree": "torch has no public module to register a class with its pytrees",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _forward_pre_hooks": "as _forward_hooks",
@@ -84,9 +85,7 @@ THIRD_PARTY = {
     "transformers_backend: _checkpoint_wrapped_module": "torch has no public mark of activation checkpointing",
 }
 #: Known uses of another package's private names, as "file: name". Each is to be removed; add none.
-KNOWN_USES: set[str] = {
-    "benchmarks/vllm_overhead.py: _loop",
-}
+KNOWN_USES: set[str] = set()
 
 
 class Module:
