@@ -10,8 +10,7 @@ from vllm_backend.engine_sync import SyncEngine
 
 def plugin_engine(backend: Backend) -> AsyncEngine | SyncEngine:
     """Return the plugin's engine in this process."""
-    # The only use of a private attribute of another package in these tests.
-    plugin = backend._engine
+    plugin = backend.engine.plugin
     assert isinstance(plugin, VLLMBackend) and isinstance(plugin.engine, (AsyncEngine, SyncEngine))
     return plugin.engine
 
