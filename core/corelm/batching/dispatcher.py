@@ -57,6 +57,14 @@ class Dispatcher:
         queue: decides which requests go next.
         workers: most threads that call the engine; they are started when needed.
         clock: returns seconds and never goes back.
+
+    Attributes:
+        batches: calls to the engine so far.
+        settled: requests answered, failed or cancelled so far.
+        in_flight: requests in the engine.
+        pending: the requests that have no result yet, by their future.
+        closed: whether the dispatcher refuses new requests.
+        lock: protects all of these; hold it to read several of them together.
     """
 
     def __init__(
@@ -65,13 +73,13 @@ class Dispatcher:
         self.engine, self.queue = engine, queue
         self.batches = self.settled = 0
         self.in_flight: set[QueuedCall] = set()
+        self.pending: dict[Future[Any], QueuedCall] = {}
         # The last thread has to clean up by itself.
         self.closed = self._unattended = False
         self.lock = threading.RLock()
         self.clock, self._workers = clock, workers
         self._work = threading.Condition(self.lock)
         self._room = threading.Condition(self.lock)
-        self._calls: dict[Future[Any], QueuedCall] = {}
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
         # Callers' threads that have a turn, and so must not wait for another one.
@@ -101,7 +109,7 @@ class Dispatcher:
                 raise QueueFullError(f"{limits.max_queue} requests are waiting, which is max_queue", usable=True)
             self._staff()
             self.queue.add(call, now)
-            self._calls[call.future] = call
+            self.pending[call.future] = call
             if call.timeout is not None:
                 call.end = now + call.timeout
                 call.timer = self._timers.call_at(call.end, partial(self._expire, call.future))
@@ -188,7 +196,7 @@ class Dispatcher:
             dropped = [] if flush else self.queue.clear()
             self.queue.rush()
             running = [] if flush else list(self.in_flight)
-            pending, threads = list(self._calls), set(self._threads)
+            pending, threads = list(self.pending), set(self._threads)
             self._notify_all()
         for call in dropped:
             settle(
@@ -348,7 +356,7 @@ class Dispatcher:
     def _gone(self, future: Future[Any]) -> None:
         """Clean up after a future that a worker, its timer, or its caller (by cancelling it) has settled."""
         with self.lock:
-            call = self._calls.pop(future, None)
+            call = self.pending.pop(future, None)
             if call is None:
                 return
             self.settled += 1
