@@ -40,7 +40,7 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_give_what_they_say(name):
+def test_docstring_examples_give_the_output_they_show(name):
     if name.startswith(TORCHRL):
         skip_without_torchrl()
     module = importlib.import_module(name)
@@ -54,7 +54,7 @@ def test_there_are_docstring_examples():
     assert found >= 10
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_have_a_target():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"

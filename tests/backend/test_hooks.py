@@ -1,4 +1,4 @@
-"""How an engine's hooks are called: retried, in turn, with new weights between calls and not in them; and its end."""
+"""How an engine's hooks are called: with retries, in turn, new weights only between calls, until it is closed."""
 
 import threading
 from dataclasses import replace
@@ -19,9 +19,9 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
-from helpers.fakes import SHORT, Fake, fake, sent
+from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
-# Retries, turns, life ------------------------------------------------------------------------------------------------
+# Retries, turns, closing ---------------------------------------------------------------------------------------------
 
 
 def failing(times: int, error: Exception):
@@ -35,17 +35,15 @@ def failing(times: int, error: Exception):
     return bend
 
 
-def test_a_failed_call_is_repeated_as_often_as_asked():
-    patient = tenacity.Retrying(stop=tenacity.stop_after_attempt(3), reraise=True)
-    assert (
-        len(Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT).ids)
-        == 1
-    )
+def test_a_failed_call_is_retried_as_often_as_asked():
+    three_attempts = tenacity.Retrying(stop=tenacity.stop_after_attempt(3), reraise=True)
+    backend = Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=three_attempts)
+    assert len(backend.generate([[1]], SHORT).ids) == 1
     with pytest.raises(EngineError, match="lost"):
-        Backend.from_plugin(Fake(failing(3, OSError("lost"))), "fake", retry=patient).generate([[1]], SHORT)
+        Backend.from_plugin(Fake(failing(3, OSError("lost"))), "fake", retry=three_attempts).generate([[1]], SHORT)
 
 
-def test_an_engine_that_is_gone_is_not_asked_again():
+def test_an_unusable_engine_is_not_called_again():
     engine = Fake(failing(1, EngineError("dead", usable=False)))
     with pytest.raises(EngineError, match="dead"):
         Backend.from_plugin(engine, "fake", retry=3).generate([[1]], SHORT)
@@ -53,7 +51,7 @@ def test_an_engine_that_is_gone_is_not_asked_again():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_an_engine_changes_no_setting_of_its_callers_thread(grad):
+def test_an_engine_cannot_change_the_callers_grad_mode(grad):
     def careless(batch):
         torch.set_grad_enabled(not grad)
         return batch
@@ -63,7 +61,7 @@ def test_an_engine_changes_no_setting_of_its_callers_thread(grad):
         assert torch.is_grad_enabled() is grad
 
 
-def test_one_thread_at_a_time_unless_the_engine_takes_several():
+def test_one_thread_at_a_time_enters_an_engine_without_concurrent_calls():
     inside, together = threading.Event(), threading.Barrier(2)
 
     def hold(batch):
@@ -85,12 +83,12 @@ def test_one_thread_at_a_time_unless_the_engine_takes_several():
     for thread in threads:
         thread.start()
     for thread in threads:
-        # Both must be inside at once to pass the barrier.
+        # Both calls must be in the engine at once to pass the barrier.
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in threads) and len(sent(shared)) == 2
 
 
-def test_a_closed_backend_says_so_and_closes_twice():
+def test_a_closed_backend_refuses_calls_and_can_be_closed_again():
     with fake() as backend:
         assert backend.health()
     backend.close()
@@ -111,7 +109,7 @@ def test_waiting_and_running_share_one_timeout():
     assert 0 < sent(backend)[-1].timeout <= 5
 
 
-def test_a_callers_retrying_ends_with_the_last_error_itself():
+def test_a_tenacity_retrying_raises_the_last_error_itself():
     twice = tenacity.Retrying(stop=tenacity.stop_after_attempt(2))
     with pytest.raises(EngineError, match="lost"):
         Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
@@ -123,18 +121,18 @@ def test_health_does_not_wait_for_a_call_under_way():
         def health(self, request):
             return True
 
-    inside, go_on = threading.Event(), threading.Event()
-    backend = Backend.from_plugin(Healthy(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1]), "fake")
+    gate = Gate()
+    backend = Backend.from_plugin(Healthy(gate), "fake")
     thread = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     thread.start()
-    assert inside.wait(timeout=10)
+    gate.wait_for_call()
     assert backend.health()
-    go_on.set()
+    gate.opened.set()
     thread.join(timeout=10)
 
 
 @pytest.mark.parametrize("lacks", ["capabilities", "tokenizer"])
-def test_an_engine_without_what_the_specification_names_is_refused(lacks):
+def test_an_engine_without_capabilities_or_tokenizer_and_a_wrapper_without_hooks_are_refused(lacks):
     engine = type("Bare", (), {"capabilities": Fake.capabilities, "tokenizer": Fake.tokenizer, lacks: None})()
     if lacks == "tokenizer":
         del type(engine).tokenizer
@@ -144,7 +142,7 @@ def test_an_engine_without_what_the_specification_names_is_refused(lacks):
         Backend.from_plugin(Fake(), "fake", wrappers=[object()])
 
 
-def test_a_timeout_inside_the_engine_is_typed():
+def test_a_timeout_in_the_engine_becomes_a_backend_timeout_error():
     with pytest.raises(BackendTimeoutError, match="too slow"):
         fake(failing(1, TimeoutError("too slow"))).generate([[1]], SHORT)
 
@@ -161,7 +159,7 @@ def test_wrappers_see_and_replace_results():
 
 
 @pytest.mark.parametrize("hook", ["genrate", "score"])
-def test_a_misspelt_hook_is_an_error_and_not_silence(hook):
+def test_a_misspelt_hook_is_an_error(hook):
     def method(self, request):
         return None
 
@@ -170,7 +168,7 @@ def test_a_misspelt_hook_is_an_error_and_not_silence(hook):
         Backend.from_plugin(Fake(), "fake", wrappers=[plugin])
 
 
-def test_a_hook_with_another_signature_is_an_error():
+def test_a_hook_with_the_wrong_signature_is_an_error():
     class Wrong:
         @hookimpl
         def generate(self, prompts): ...
@@ -182,7 +180,7 @@ def test_a_hook_with_another_signature_is_an_error():
 # Weights and provenance ----------------------------------------------------------------------------------------------
 
 
-def test_a_weight_version_counts_up_or_is_the_callers():
+def test_weight_versions_count_up_unless_the_caller_names_them():
     backend = fake()
     assert backend.generate([[1]], SHORT).weight_versions == ("0",)
     assert backend.update_weights({"w": torch.zeros(1)}) == "1"
@@ -197,7 +195,7 @@ def test_a_weight_version_counts_up_or_is_the_callers():
         fake(update_weights=False).update_weights({})
 
 
-def test_raw_log_probs_have_temperature_one_whatever_they_were_sampled_with():
+def test_raw_log_probs_are_labelled_with_temperature_one():
     backend = Backend.from_plugin(Fake(), "fake", model_name="m")
     sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
     made = backend.provenance(backend.generate([[1]], sampling), sampling)
@@ -205,72 +203,61 @@ def test_raw_log_probs_have_temperature_one_whatever_they_were_sampled_with():
     assert (made.backend, made.model, made.weight_version) == ("fake", "m", "0")
 
 
-def test_rows_of_different_weights_have_different_provenance():
+def test_rows_from_different_weights_have_different_provenance():
     backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
     made = backend.provenance(backend.generate([[1], [3]], SHORT))
     assert [p.weight_version for p in made] == ["7", "8"]
 
 
-def test_a_call_that_waited_behind_an_update_has_the_new_version():
-    inside, go_on = threading.Event(), threading.Event()
-
-    def hold(batch):
-        inside.set()
-        assert go_on.wait(timeout=10)
-        return batch
-
-    backend = fake(hold)
+def test_a_call_that_waited_for_an_update_carries_the_new_version():
+    gate = Gate()
+    backend = fake(gate)
     results = {}
-    first = threading.Thread(target=lambda: results.update(a=backend.generate([[1]], SHORT)))
+    first = threading.Thread(target=lambda: results.update(first=backend.generate([[1]], SHORT)))
     first.start()
-    assert inside.wait(timeout=10)
-    # The update waits for the first call, and the second call behind the update or before it: its label must be true.
+    gate.wait_for_call()
+    # The update waits for the first call. The second call may enter before or after the update: its label must be true.
     engine = backend.engine.plugin
     engine.bend = lambda batch: batch
     update = threading.Thread(target=backend.update_weights, args=({},))
-    second = threading.Thread(target=lambda: results.update(c=backend.generate([[1]], SHORT)))
+    second = threading.Thread(target=lambda: results.update(second=backend.generate([[1]], SHORT)))
     update.start()
     second.start()
-    go_on.set()
+    gate.opened.set()
     for thread in (first, update, second):
         thread.join(timeout=10)
     updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
-    assert results["a"].weight_versions == ("0",)
-    assert results["c"].weight_versions == (("1",) if updated_before else ("0",))
+    assert results["first"].weight_versions == ("0",)
+    assert results["second"].weight_versions == (("1",) if updated_before else ("0",))
 
 
-def test_an_update_waits_for_calls_in_flight_or_ends_them():
+def test_an_update_waits_for_calls_in_flight_or_aborts_them():
     """An engine that takes several calls at once must not load weights into one of them."""
-    inside, ended = threading.Event(), threading.Event()
+    gate = Gate()
 
     class Abortable(Fake):
         @hookimpl
         def abort(self, request):
             self.requests.append(request)
-            ended.set()
+            gate.opened.set()
             return True
 
-    def hold(batch):
-        inside.set()
-        assert ended.wait(timeout=10)
-        return batch
-
-    engine = Abortable(hold, concurrent_calls=True, abort=True)
+    engine = Abortable(gate, concurrent_calls=True, abort=True)
     backend, answers = Backend.from_plugin(engine, "fake"), []
     for drain in (True, False):
-        inside.clear()
-        ended.clear()
+        gate.entered.clear()
+        gate.opened.clear()
         call = threading.Thread(target=lambda: answers.append(backend.generate([[1]], SHORT, request_ids=["mine"])))
         update = threading.Thread(target=backend.update_weights, args=({},), kwargs={"drain": drain})
         call.start()
-        assert inside.wait(timeout=10)
+        gate.wait_for_call()
         update.start()
         if drain:
             assert not any(isinstance(request, WeightUpdate) for request in engine.requests)
-            ended.set()
+            gate.opened.set()
         for thread in (call, update):
             thread.join(timeout=10)
-    # The abort is repeated for as long as it takes.
+    # Core repeats the abort until the call has ended.
     assert [name for name, _ in groupby(type(request).__name__ for request in engine.requests)] == [
         *("GenerateRequest", "WeightUpdate"),
         *("GenerateRequest", "AbortRequest", "WeightUpdate"),
@@ -280,37 +267,32 @@ def test_an_update_waits_for_calls_in_flight_or_ends_them():
 
 
 def test_an_abort_that_came_too_early_is_repeated():
-    """Between its listing and the engine an answer cannot be aborted: here the engine knows none of it at first."""
-    inside, ended = threading.Event(), threading.Event()
+    """An engine cannot abort a request that has not reached it yet. This engine ignores the first two aborts."""
+    gate = Gate()
 
-    class Deaf(Fake):
+    class LateAbort(Fake):
         @hookimpl
         def abort(self, request):
             self.requests.append(request)
             if len(self.requests) > 3:
-                ended.set()
+                gate.opened.set()
             return True
 
-    def hold(batch):
-        inside.set()
-        assert ended.wait(timeout=10)
-        return batch
-
-    backend = Backend.from_plugin(Deaf(hold, concurrent_calls=True, abort=True), "fake")
+    backend = Backend.from_plugin(LateAbort(gate, concurrent_calls=True, abort=True), "fake")
     call = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     call.start()
-    assert inside.wait(timeout=10)
+    gate.wait_for_call()
     assert backend.update_weights({}, drain=False) == "1"
     call.join(timeout=10)
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_core_does_itself_does_not_wait_for_the_engine(watched):
-    """Callers tokenize and build containers while another one's answers are made, unless a plugin looks on."""
-    inside, go_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_wrapped(wrapped):
+    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are wrapped."""
+    gate = Gate()
 
-    class Watcher:
+    class Wrapper:
         @hookimpl(wrapper=True)
         def tokenize(self, request):
             return (yield)
@@ -319,43 +301,41 @@ def test_what_core_does_itself_does_not_wait_for_the_engine(watched):
         def to_containers(self, request):
             return (yield)
 
-    engine = Fake(lambda batch: (inside.set(), go_on.wait(timeout=10), batch)[-1])
-    backend = Backend.from_plugin(engine, "fake", wrappers=[Watcher()] if watched else [])
+    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=[Wrapper()] if wrapped else [])
     results, done = [], threading.Event()
 
-    def own():
+    def call_core_hooks():
         results.append(backend.tokenize(["12"]).ids.tolist())
         tokens = Parts(None, None, Ragged.from_list([[1, 2]]))
         found = backend.to_containers(ContainerRequest(batch_size=(1,), fields=frozenset({"tokens"}), tokens=tokens))
         results.append(found["tokens", "full"])
         done.set()
 
-    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=own)]
+    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=call_core_hooks)]
     threads[0].start()
-    assert inside.wait(timeout=10)
+    gate.wait_for_call()
     threads[1].start()
-    assert done.wait(timeout=0.2 if watched else 10) is not watched
-    go_on.set()
+    assert done.wait(timeout=0.2 if wrapped else 10) is not wrapped
+    gate.opened.set()
     for thread in threads:
         thread.join(timeout=10)
     assert done.is_set() and results[0] == [[1, 2]]
 
 
-def test_closing_an_engine_that_takes_several_calls_does_not_wait_for_them():
-    inside, closed = threading.Event(), threading.Event()
+def test_closing_an_engine_with_concurrent_calls_does_not_wait_for_them():
+    gate = Gate()
 
     class Closable(Fake):
         @hookimpl
         def close(self, request):
-            closed.set()
+            gate.opened.set()
             return True
 
-    def hold(batch):
-        inside.set()
-        assert closed.wait(timeout=10)
+    def fail_once_closed(batch):
+        gate(batch)
         raise OSError("the engine is gone")
 
-    backend, errors = Backend.from_plugin(Closable(hold, concurrent_calls=True), "fake"), []
+    backend, errors = Backend.from_plugin(Closable(fail_once_closed, concurrent_calls=True), "fake"), []
 
     def call():
         with pytest.raises(EngineError) as error:
@@ -364,13 +344,13 @@ def test_closing_an_engine_that_takes_several_calls_does_not_wait_for_them():
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert inside.wait(timeout=10)
+    gate.wait_for_call()
     backend.close()
     thread.join(timeout=10)
     assert "the engine is gone" in str(errors[0])
 
 
-def test_an_update_that_did_not_happen_is_an_error():
+def test_an_update_that_returns_false_is_an_error():
     engine = Fake()
     engine.updated = False
     with pytest.raises(EngineError, match="returned False: the new weights are not in force"):

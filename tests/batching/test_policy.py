@@ -1,4 +1,4 @@
-"""`LLMPolicy(batching=True)` and `aforward`: policies that share a batcher, and tasks that share its calls."""
+"""`LLMPolicy(batching=True)` and `aforward`: policies share a batcher, and threads and tasks share its calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import Backend, LLMPolicy
-from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
-from helpers.batching_fakes import LONG, Held, answer, can, until
+from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, join_threads, lone_answer, wait_until
 from helpers.fakes import SHORT
 
 QUESTIONS = ["Where is the cat?", "Is the tea hot?", "Who sings in the tree?", "When is it dark?"]
@@ -24,21 +23,19 @@ QUESTIONS = ["Where is the cat?", "Is the tea hot?", "Who sings in the tree?", "
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    """Allow threads some time to end: a backend without a batcher answers before its thread has ended."""
     before = set(threading.enumerate())
     yield
-    left = [each for each in threading.enumerate() if each not in before and each.name.startswith("corelm")]
-    for thread in left:
-        thread.join(LONG)
-        assert not thread.is_alive()
+    join_threads(each for each in threading.enumerate() if each not in before and each.name.startswith("corelm"))
 
 
 def run(main):
     return asyncio.run(asyncio.wait_for(main, LONG))
 
 
-def held_policy(engine, **options):
+def gated_policy(engine, **options):
     return LLMPolicy(
-        Backend.from_plugin(engine, "held"), input_mode="tokens", sampling_params=SHORT, inplace=False, **options
+        Backend.from_plugin(engine, "gated"), input_mode="tokens", sampling_params=SHORT, inplace=False, **options
     )
 
 
@@ -46,19 +43,15 @@ def tokens(*rows):
     return TensorDict(tokens=torch.tensor(rows), batch_size=[len(rows)])
 
 
-def said(td):
+def responses(td):
     return corelm.ragged(td, ("tokens", "response")).tolist()
-
-
-def expected(prompt, seed):
-    return answer(prompt, int(answer_seeds(seed, [0])), 2, 1.0)
 
 
 # Threads -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_threads_get_the_answers_they_would_get_alone(mode):
+def test_threads_get_the_same_results_as_without_a_batcher(mode):
     with corelm.get_backend("toy") as backend:
         alone = LLMPolicy(backend, input_mode=mode, sampling_params={"max_new_tokens": 8}, num_samples=2)
         shared = alone.replace(batching=Limits(max_batch_size=16))
@@ -72,7 +65,7 @@ def test_threads_get_the_answers_they_would_get_alone(mode):
             outs = list(pool.map(lambda n: shared(prompt(n), seed=n), range(48)))
         for n, out in enumerate(outs):
             own = alone(prompt(n), seed=n)
-            assert said(out) == said(own)
+            assert responses(out) == responses(own)
             assert set(out.keys(include_nested=True)) == set(own.keys(include_nested=True))
             torch.testing.assert_close(
                 corelm.ragged(out, ("log_probs", "full")).values, corelm.ragged(own, ("log_probs", "full")).values
@@ -96,15 +89,15 @@ def test_gradients_reach_the_model_through_a_batcher():
         assert policy.get_dist(TensorDict(tokens=torch.tensor([[65, 66]]), batch_size=[1])).logits.shape[-1] == 260
 
 
-def test_variants_share_the_batcher():
-    engine = Held(permits=0)
-    policy = held_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))
+def test_policies_made_by_replace_share_the_batcher():
+    engine = GatedEngine(permits=0)
+    policy = gated_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))
     other = policy.replace(on_error="skip").get_new_version(pad_output=True)
     assert isinstance(policy.backend, DynamicBatcher) and other.backend is policy.backend
     with ThreadPoolExecutor(2) as pool:
         outs = [pool.submit(each, tokens([n, 5]), seed=n) for n, each in ((3, policy), (4, other))]
         engine.free()
-        assert [said(out.result(LONG)) for out in outs] == [[expected([3, 5], 3)], [expected([4, 5], 4)]]
+        assert [responses(out.result(LONG)) for out in outs] == [[lone_answer([3, 5], 3)], [lone_answer([4, 5], 4)]]
     assert [len(call.prompts) for call in engine.calls] == [2]
     plain = policy.replace(batching=False)
     assert plain.backend is policy.backend.backend and plain.get_batching_state() is None
@@ -115,36 +108,36 @@ def test_variants_share_the_batcher():
             each(tokens([3]))
 
 
-def test_an_illegal_batching_argument_is_named_and_nothing_is_opened():
-    for make in (partial(LLMPolicy, "a backend that is not there"), partial(held_policy, Held())):
+def test_an_illegal_batching_argument_is_refused_by_name_before_a_backend_is_opened():
+    for make in (partial(LLMPolicy, "a backend that is not there"), partial(gated_policy, GatedEngine())):
         with pytest.raises(InvalidRequestError) as error:
             make(batching="yes")
         assert error.value.field == "batching"
 
 
-def test_a_limit_outside_of_limits_is_refused_with_the_line_to_type():
+def test_a_limit_passed_as_a_policy_option_is_refused_with_the_argument_to_type():
     with pytest.raises(TypeError, match=r"no option 'min_batch_size'; give batching=Limits\(min_batch_size=…\)"):
         LLMPolicy("a backend that is not there", min_batch_size=2)
 
 
-def test_a_batcher_that_was_given_keeps_its_limits():
-    with DynamicBatcher(Backend.from_plugin(Held(), "held")) as made:
+def test_a_batcher_passed_as_the_backend_keeps_its_limits():
+    with DynamicBatcher(Backend.from_plugin(GatedEngine(), "gated")) as batcher:
         options = {"input_mode": "tokens", "sampling_params": SHORT}
-        for policy in (LLMPolicy(made, **options), LLMPolicy(made, batching=True, **options)):
-            assert policy.backend is made and policy.get_batching_state().queued == 0
+        for policy in (LLMPolicy(batcher, **options), LLMPolicy(batcher, batching=True, **options)):
+            assert policy.backend is batcher and policy.get_batching_state().queued == 0
         with pytest.raises(InvalidRequestError, match="already has a batcher") as error:
-            LLMPolicy(made, batching=Limits(max_batch_size=3), **options)
+            LLMPolicy(batcher, batching=Limits(max_batch_size=3), **options)
         assert error.value.field == "batching"
 
 
-def test_cleanup_answers_or_refuses_what_waits():
-    engine = Held(permits=0)
-    policy = held_policy(engine, batching=True)
+def test_cleanup_without_flush_fails_waiting_calls_and_finishes_running_ones():
+    engine = GatedEngine(permits=0)
+    policy = gated_policy(engine, batching=True)
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(policy, tokens([3]))
         engine.wait_for_calls(1)
         waiting = pool.submit(policy, tokens([4]))
-        until(lambda: policy.get_batching_state().queued > 0)
+        wait_until(lambda: policy.get_batching_state().queued > 0)
         assert policy.get_batching_state().to_dict()["in_flight"] == 1
         cleaning = pool.submit(policy.cleanup_batching, flush=False)
         with pytest.raises(BackendClosedError):
@@ -160,9 +153,9 @@ def test_cleanup_answers_or_refuses_what_waits():
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 
-def test_tasks_share_calls_and_no_thread_waits_for_each():
-    engine = Held(permits=0)
-    policy = held_policy(engine, batching=True)
+def test_tasks_share_calls_and_one_thread_serves_them_all():
+    engine = GatedEngine(permits=0)
+    policy = gated_policy(engine, batching=True)
 
     async def main():
         tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9, n % 7]), seed=n)) for n in range(64)]
@@ -175,15 +168,15 @@ def test_tasks_share_calls_and_no_thread_waits_for_each():
 
     outs = run(main())
     for n, out in enumerate(outs):
-        assert said(out) == [expected([3 + n % 9, n % 7], n)]
+        assert responses(out) == [lone_answer([3 + n % 9, n % 7], n)]
     assert len(engine.calls) <= 4
     policy.close()
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_sixty_four_tasks_are_in_an_engine_with_batching_of_its_own_at_once(batching):
-    engine = Held(permits=0, **can(concurrent_calls=True))
-    policy = held_policy(engine, batching=batching)
+def test_sixty_four_tasks_enter_an_engine_with_concurrent_calls_at_once(batching):
+    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
+    policy = gated_policy(engine, batching=batching)
 
     async def main():
         tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9]), seed=n)) for n in range(64)]
@@ -192,14 +185,14 @@ def test_sixty_four_tasks_are_in_an_engine_with_batching_of_its_own_at_once(batc
         return await asyncio.gather(*tasks)
 
     for n, out in enumerate(run(main())):
-        assert said(out) == [expected([3 + n % 9], n)]
+        assert responses(out) == [lone_answer([3 + n % 9], n)]
     policy.close()
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_cancelling_a_task_aborts_its_request_in_an_engine_that_can(batching):
-    engine = Held(permits=0, **can(concurrent_calls=True))
-    policy = held_policy(engine, batching=batching)
+def test_cancelling_a_task_aborts_its_request_in_an_engine_that_can_abort(batching):
+    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
+    policy = gated_policy(engine, batching=batching)
 
     async def main():
         dropped = asyncio.create_task(policy.aforward(tokens([3], [4])))
@@ -213,14 +206,14 @@ def test_cancelling_a_task_aborts_its_request_in_an_engine_that_can(batching):
         engine.free()
         return await kept
 
-    assert said(run(main())) == [expected([5], 1)]
+    assert responses(run(main())) == [lone_answer([5], 1)]
     assert engine.aborted == set(engine.calls[0].request_ids)
     policy.close()
 
 
-def test_cancelling_a_task_takes_its_request_out_of_the_queue():
-    engine = Held(permits=0)
-    policy = held_policy(engine, batching=True)
+def test_cancelling_a_task_removes_its_request_from_the_queue():
+    engine = GatedEngine(permits=0)
+    policy = gated_policy(engine, batching=True)
 
     async def main():
         running = asyncio.create_task(policy.aforward(tokens([3]), seed=0))
@@ -236,15 +229,15 @@ def test_cancelling_a_task_takes_its_request_out_of_the_queue():
         engine.free()
         return await running
 
-    assert said(run(main())) == [expected([3], 0)]
+    assert responses(run(main())) == [lone_answer([3], 0)]
     assert len(engine.calls) == 1
     policy.close()
 
 
 @pytest.mark.parametrize("on_full", ["block", "raise"])
-def test_a_full_queue_keeps_tasks_waiting_or_refuses_them_and_never_blocks_their_loop(on_full):
-    engine = Held(permits=0)
-    policy = held_policy(engine, batching=Limits(max_queue=1, on_full=on_full))
+def test_a_full_queue_delays_or_refuses_tasks_without_blocking_their_event_loop(on_full):
+    engine = GatedEngine(permits=0)
+    policy = gated_policy(engine, batching=Limits(max_queue=1, on_full=on_full))
 
     async def main():
         first = asyncio.create_task(policy.aforward(tokens([3]), seed=0))
@@ -265,7 +258,7 @@ def test_a_full_queue_keeps_tasks_waiting_or_refuses_them_and_never_blocks_their
     policy.close()
 
 
-def test_a_task_scores_and_its_mistakes_are_its_own():
+def test_a_scoring_task_with_bad_input_fails_alone():
     with LLMPolicy("toy", input_mode="tokens", generate=False, batching=True) as policy:
         td = TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1])
 

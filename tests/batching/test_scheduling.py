@@ -1,4 +1,4 @@
-"""The rules of batching, without threads and without a clock: the tests say what time it is."""
+"""The rules of batching, tested without threads and without a clock: each test passes the time."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ def ticket(key="k", rows=1, tokens=1, barrier=False):
     return Ticket(key=key, rows=rows, tokens=tokens, barrier=barrier)
 
 
-def together(*tickets, now=0.0, **limits):
+def grouping_queue(*tickets, now=0.0, **limits):
     queue = GroupingQueue(Limits(**limits))
     for each in tickets:
         queue.add(each, now)
     return queue
 
 
-# GroupingQueue --------------------------------------------------------------------------------------------------------
+# GroupingQueue -------------------------------------------------------------------------------------------------------
 
 
-def test_equal_keys_share_and_the_oldest_group_goes_first():
+def test_tickets_with_equal_keys_go_together_and_the_oldest_group_goes_first():
     a1, b1, a2, b2 = (ticket(key) for key in "abab")
-    queue = together(a1, b1, a2, b2)
+    queue = grouping_queue(a1, b1, a2, b2)
     assert queue.take(0.0) == [a1, a2]
     assert queue.take(0.0) == [b1, b2]
     assert queue.take(0.0) == [] and queue.wait(0.0) is None and len(queue) == 0
 
 
-def test_while_the_engine_works_nothing_is_sent():
-    queue = together(ticket())
+def test_nothing_is_sent_while_the_engine_is_busy():
+    queue = grouping_queue(ticket())
     assert queue.take(99.0, rows=1, tokens=1) == []
     assert len(queue.take(99.0)) == 1
 
 
 def test_a_ticket_without_a_key_goes_alone_in_its_turn():
     a1, alone, a2 = ticket("a"), ticket(None), ticket("a")
-    queue = together(a1, alone, a2, min_batch_size=2)
+    queue = grouping_queue(a1, alone, a2, min_batch_size=2)
     assert queue.take(0.0) == [a1, a2]
     assert queue.take(0.0) == [alone]
 
 
-def test_rows_are_counted_and_not_requests():
+def test_max_batch_size_counts_rows_and_not_requests():
     tickets = [ticket(rows=3), ticket(rows=4), ticket(rows=1)]
-    queue = together(*tickets, max_batch_size=7)
+    queue = grouping_queue(*tickets, max_batch_size=7)
     assert queue.take(0.0) == tickets[:2]
     assert queue.take(0.0) == tickets[2:]
 
 
-def test_what_exceeds_a_budget_goes_alone_and_is_not_overtaken():
+def test_a_ticket_that_exceeds_a_limit_goes_alone_and_keeps_its_place():
     small, large, later = ticket(tokens=5), ticket(tokens=50), ticket(tokens=5)
-    queue = together(small, large, later, max_batch_tokens=10)
+    queue = grouping_queue(small, large, later, max_batch_tokens=10)
     assert [queue.take(0.0) for _ in range(3)] == [[small], [large], [later]]
     wide = ticket(rows=9)
-    queue = together(small, wide, later, max_batch_size=4)
+    queue = grouping_queue(small, wide, later, max_batch_size=4)
     assert [queue.take(0.0) for _ in range(3)] == [[small], [wide], [later]]
 
 
-def test_too_few_rows_wait_for_the_oldest_ones_timeout_and_then_go_as_they_are():
+def test_too_few_rows_are_sent_once_the_oldest_has_waited_batching_timeout():
     first, second = ticket(), ticket()
-    queue = together(first, min_batch_size=3, batching_timeout=2.0, now=10.0)
+    queue = grouping_queue(first, min_batch_size=3, batching_timeout=2.0, now=10.0)
     queue.add(second, 11.5)
     assert queue.take(11.9) == [] and queue.wait(11.5) == 0.5
     assert queue.take(12.0) == [first, second]
@@ -81,53 +81,53 @@ def test_too_few_rows_wait_for_the_oldest_ones_timeout_and_then_go_as_they_are()
 
 @pytest.mark.parametrize("arrived", [0.1, 1e9 / 3, 12345.678])
 @pytest.mark.parametrize("timeout", [0.1, 1 / 3, 7.7])
-def test_after_the_wait_it_said_there_is_something_to_take(arrived, timeout):
-    queue = together(ticket(), min_batch_size=2, batching_timeout=timeout, now=arrived)
+def test_a_batch_is_ready_after_the_seconds_that_wait_returned(arrived, timeout):
+    queue = grouping_queue(ticket(), min_batch_size=2, batching_timeout=timeout, now=arrived)
     now = arrived
     for _ in range(3):
         if batch := queue.take(now):
             break
         wait = queue.wait(now)
-        assert wait > 0, "a wait of nothing for nothing would never end"
+        assert wait > 0, "a wait of zero seconds that leads to no batch would loop forever"
         now = max(now + wait, math.nextafter(now, math.inf))
     assert batch
 
 
-def test_min_batch_size_is_reached_by_rows_or_by_what_cannot_grow():
-    assert together(ticket(rows=3), min_batch_size=3).take(0.0)
-    # The second does not fit, so the first will never have company.
-    assert len(together(ticket(tokens=6), ticket(tokens=6), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
-    assert len(together(ticket(tokens=10), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
+def test_a_batch_is_ready_with_min_batch_size_rows_or_if_it_cannot_grow():
+    assert grouping_queue(ticket(rows=3), min_batch_size=3).take(0.0)
+    # The second ticket does not fit next to the first, so waiting longer could not make the batch larger.
+    assert len(grouping_queue(ticket(tokens=6), ticket(tokens=6), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
+    assert len(grouping_queue(ticket(tokens=10), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
 
 
-def test_a_group_that_is_ready_does_not_wait_for_an_older_one_that_is_not():
+def test_a_ready_group_does_not_wait_for_an_older_group_that_is_not_ready():
     old = ticket("old")
-    queue = together(old, ticket("new"), ticket("new"), min_batch_size=2, batching_timeout=1.0)
+    queue = grouping_queue(old, ticket("new"), ticket("new"), min_batch_size=2, batching_timeout=1.0)
     assert [each.key for each in queue.take(0.5)] == ["new", "new"]
     queue.add(ticket("new"), 0.6)
     queue.add(ticket("new"), 0.6)
-    assert queue.take(1.0) == [old], "its time has come, and it is the oldest"
+    assert queue.take(1.0) == [old], "it has waited batching_timeout, and it is the oldest"
 
 
-def test_nothing_passes_a_barrier_and_what_is_before_it_does_not_wait():
+def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     before, barrier, after = ticket(), ticket(None, barrier=True), ticket()
-    queue = together(before, barrier, after, min_batch_size=2, batching_timeout=9.0)
+    queue = grouping_queue(before, barrier, after, min_batch_size=2, batching_timeout=9.0)
     assert queue.take(0.0) == [before]
     assert queue.take(0.0) == [barrier]
-    assert queue.take(0.0) == [], "what comes later is under the ordinary rules again"
+    assert queue.take(0.0) == [], "after the barrier min_batch_size applies again"
     assert queue.take(9.0) == [after]
 
 
-def test_a_barrier_that_leaves_lets_the_others_go():
+def test_removing_a_barrier_releases_the_tickets_after_it():
     barrier, after = ticket(None, barrier=True), ticket()
-    queue = together(barrier, after)
+    queue = grouping_queue(barrier, after)
     assert queue.remove(barrier) and not queue.remove(barrier)
     assert queue.take(0.0) == [after]
 
 
-def test_those_beyond_max_queue_stand_outside_and_enter_in_order():
+def test_tickets_beyond_max_queue_wait_outside_and_enter_in_order():
     tickets = [ticket() for _ in range(5)]
-    queue = together(*tickets, max_queue=2)
+    queue = grouping_queue(*tickets, max_queue=2)
     assert len(queue) == 5 and list(queue.outside.values()) == tickets[2:] and queue.full
     assert queue.remove(tickets[3])
     assert queue.take(0.0) == tickets[:2]
@@ -135,8 +135,8 @@ def test_those_beyond_max_queue_stand_outside_and_enter_in_order():
     assert queue.take(0.0) == [tickets[4]]
 
 
-def test_a_rush_sends_what_is_there_and_no_more():
-    queue = together(ticket(), min_batch_size=2, batching_timeout=9.0)
+def test_rush_sends_only_the_tickets_that_are_already_queued():
+    queue = grouping_queue(ticket(), min_batch_size=2, batching_timeout=9.0)
     assert queue.take(0.0) == []
     queue.rush()
     assert len(queue.take(0.0)) == 1
@@ -144,19 +144,19 @@ def test_a_rush_sends_what_is_there_and_no_more():
     assert queue.take(0.0) == []
 
 
-def test_clear_gives_back_everything_once():
+def test_clear_returns_every_ticket_once():
     tickets = [ticket(), ticket(None), ticket("b"), ticket(None, barrier=True)]
-    queue = together(*tickets, max_queue=2)
+    queue = grouping_queue(*tickets, max_queue=2)
     assert queue.clear() == tickets
     assert len(queue) == 0 and queue.take(0.0) == [] and queue.wait(0.0) is None
 
 
-# Who comes back ------------------------------------------------------------------------------------------------------
+# Waiting for callers to come back ------------------------------------------------------------------------------------
 
 
 def after_a_call(*waiting, served=3, took=1.0):
     """A queue whose call of `served` tickets came back at time 10."""
-    queue = together(*(ticket() for _ in range(served)), now=9.0, batching_timeout=0.3)
+    queue = grouping_queue(*(ticket() for _ in range(served)), now=9.0, batching_timeout=0.3)
     batch = queue.take(9.0)
     for each in waiting:
         queue.add(each, 9.5)
@@ -164,7 +164,7 @@ def after_a_call(*waiting, served=3, took=1.0):
     return queue
 
 
-def test_those_who_were_just_answered_are_waited_for_until_all_are_back():
+def test_the_queue_waits_until_all_callers_of_the_last_call_are_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.01)
     queue.add(ticket(), 10.02)
@@ -173,15 +173,15 @@ def test_those_who_were_just_answered_are_waited_for_until_all_are_back():
     assert len(queue.take(10.03)) == 3
 
 
-def test_those_who_waited_meanwhile_are_joined_by_those_who_come_back():
+def test_requests_queued_during_a_call_wait_for_the_callers_that_come_back():
     queue = after_a_call(ticket(), ticket(), served=2)
-    assert queue.take(10.0) == [], "their batching_timeout has passed, and yet they go better together"
+    assert queue.take(10.0) == [], "they wait for the others although their batching_timeout has passed"
     queue.add(ticket(), 10.0)
     queue.add(ticket(), 10.0)
     assert len(queue.take(10.0)) == 4
 
 
-def test_patience_ends_when_nobody_comes():
+def test_the_queue_stops_waiting_when_no_caller_comes_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.0)
     assert queue.take(10.0 + PATIENCE * 0.9) == []
@@ -192,17 +192,17 @@ def test_patience_ends_when_nobody_comes():
     assert len(queue.take(10.0)) == 1
 
 
-def test_those_who_come_after_a_pause_are_gathered_too():
+def test_callers_that_come_back_after_a_pause_are_grouped_too():
     queue = after_a_call(served=3)
     queue.add(ticket(), 50.0)
     assert queue.take(50.0) == [] and queue.wait(50.0) == pytest.approx(PATIENCE)
     queue.add(ticket(), 50.0 + PATIENCE / 2)
-    assert queue.take(50.0 + PATIENCE) == [], "everybody who comes keeps the door open"
+    assert queue.take(50.0 + PATIENCE) == [], "each new request prolongs the wait"
     queue.add(ticket(), 50.0 + PATIENCE)
     assert len(queue.take(50.0 + PATIENCE)) == 3
 
 
-def test_a_caller_who_stays_alone_is_kept_waiting_a_few_times_only():
+def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
     queue = after_a_call(served=3)
     waited = []
     for now in range(50, 60):
@@ -214,7 +214,7 @@ def test_a_caller_who_stays_alone_is_kept_waiting_a_few_times_only():
     assert waited == [True] * REMEMBERED + [False] * (10 - REMEMBERED)
 
 
-def test_one_who_was_late_does_not_make_the_next_gathering_smaller():
+def test_a_late_caller_does_not_lower_the_number_of_requests_expected_next():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.0)
     late = queue.take(10.0 + PATIENCE * 1.1)
@@ -226,7 +226,7 @@ def test_one_who_was_late_does_not_make_the_next_gathering_smaller():
     assert sizes == [0, 0, 3]
 
 
-def test_patience_is_short_and_ends_for_all():
+def test_waiting_for_callers_ends_after_batching_timeout():
     queue = after_a_call(served=99, took=1000.0)
     now = 10.0
     for _ in range(50):
@@ -235,12 +235,12 @@ def test_patience_is_short_and_ends_for_all():
             break
         assert queue.wait(now) <= LONGEST_PATIENCE
         now += LONGEST_PATIENCE / 2
-    # It is asked twice within a LONGEST_PATIENCE.
+    # The loop above takes two steps per LONGEST_PATIENCE, so the time may be off by one step.
     assert now == pytest.approx(10.0 + queue.limits.batching_timeout, abs=LONGEST_PATIENCE / 2 + 1e-6)
     assert len(batch) > 5
 
 
-def test_nobody_waits_for_others_than_their_own_group_nor_for_more_than_fit():
+def test_a_request_waits_only_for_callers_of_its_own_group_that_would_fit():
     queue = after_a_call(ticket("other"), served=3)
     assert [each.key for each in queue.take(10.0)] == ["other"]
     queue = after_a_call(ticket(rows=64), served=3)
@@ -249,25 +249,25 @@ def test_nobody_waits_for_others_than_their_own_group_nor_for_more_than_fit():
     assert len(queue.take(10.0)) == 1
 
 
-def test_a_caller_alone_waits_for_nobody():
+def test_a_lone_caller_does_not_wait():
     queue = after_a_call(served=1)
     queue.add(ticket(), 10.0)
     assert len(queue.take(10.0)) == 1
 
 
-# One by one ----------------------------------------------------------------------------------------------------------
+# PassThroughQueue ----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_batches_gets_requests_in_order_while_the_limits_are_kept():
+def test_requests_pass_through_in_order_within_the_limits():
     queue = PassThroughQueue(Limits(max_batch_size=4, max_batch_tokens=10))
     first, second, third = ticket(rows=3), ticket("b", rows=2), ticket(tokens=11)
     for each in (first, second, third):
         queue.add(each, 0.0)
     assert queue.take(0.0) == [first]
-    assert queue.take(0.0, rows=3, tokens=1) == [], "nobody overtakes"
+    assert queue.take(0.0, rows=3, tokens=1) == [], "no later ticket may overtake"
     assert queue.take(0.0, rows=2, tokens=1) == [second]
     assert queue.take(0.0, rows=1, tokens=1) == []
-    assert queue.take(0.0) == [third], "alone it may exceed"
+    assert queue.take(0.0) == [third], "a ticket that is alone may exceed a limit"
 
 
 def test_a_barrier_waits_until_the_engine_is_empty():
@@ -293,13 +293,13 @@ def test_a_barrier_waits_until_the_engine_is_empty():
         ("on_full", "wait"),
     ],
 )
-def test_a_limit_that_is_not_legal_is_named(field, value):
+def test_an_illegal_limit_is_named(field, value):
     with pytest.raises(InvalidRequestError, match=field) as error:
         Limits(**{field: value})
     assert error.value.field == field
 
 
-# Whatever happens ----------------------------------------------------------------------------------------------------
+# Random operations ---------------------------------------------------------------------------------------------------
 
 STEPS = st.lists(
     st.one_of(
@@ -334,8 +334,8 @@ def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most,
         if len(batch) > 1:
             assert limits.fits(sum(each.rows for each in batch), sum(each.tokens for each in batch))
         older = [each for each in queue.inside.values() if each.number < batch[-1].number]
-        assert not any(each.barrier for each in older), "it has passed a barrier"
-        assert batch[0].key is None or all(each.key != batch[0].key for each in older), "it has overtaken its group"
+        assert not any(each.barrier for each in older), "it has overtaken a barrier"
+        assert batch[0].key is None or all(each.key != batch[0].key for each in older), "it has overtaken its own group"
         if batch[0].barrier:
             assert not older
         gone.extend(batch)
@@ -359,6 +359,6 @@ def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most,
         assert len(added) == len(gone) + len(queue)
     while len(queue):
         if not take():
-            # Nobody is waited for without an end.
+            # Every wait must end.
             now = max(now + queue.wait(now), math.nextafter(now, math.inf))
     assert sorted(each.number for each in gone) == list(range(len(added)))

@@ -1,4 +1,4 @@
-"""Requests share calls to the engine, each gets its own answer, and nobody another's parameters."""
+"""Requests share calls to the engine; each gets its own answer, sampled with its own parameters."""
 
 from __future__ import annotations
 
@@ -12,31 +12,43 @@ from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher
 from corelm.errors import InvalidRequestError
-from helpers.batching_fakes import LONG, SEEDED, Held, answer, batcher, can, hold_one, ids, rows_of, until
+from helpers.batching_fakes import (
+    LONG,
+    SEEDED,
+    GatedEngine,
+    all_capabilities,
+    answer,
+    hold_one,
+    ids,
+    lone_answer,
+    open_batcher,
+    rows_of,
+    wait_until,
+)
 from helpers.fakes import SHORT
 
-# Sharing --------------------------------------------------------------------------------------------------------------
+# Sharing -------------------------------------------------------------------------------------------------------------
 
 
 def test_requests_with_equal_parameters_share_a_call_and_each_gets_its_own_answer():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        first = hold_one(engine, made)
-        others = [made.submit_generate([[3, n], [4, n]], {**SHORT, "seed": n}) for n in range(5)]
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        first = hold_one(engine, batcher)
+        others = [batcher.submit_generate([[3, n], [4, n]], {**SHORT, "seed": n}) for n in range(5)]
         engine.release(2)
         for n, future in enumerate(others):
             seeds = answer_seeds(n, range(2)).tolist()
             assert ids(future) == [answer([3 + row, n], seeds[row], 2, 1.0) for row in range(2)]
-        assert ids(first) == [answer([3], int(answer_seeds(7, [0])), 2, 1.0)]
+        assert ids(first) == [lone_answer([3])]
     assert [len(call.prompts) for call in engine.calls] == [1, 10]
     assert engine.calls[1].sampling.seed is None and len({*engine.calls[1].request_ids}) == 10
 
 
 def test_samples_stay_with_their_prompt():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        futures = [made.submit_generate([[n], [n + 1]], {**SEEDED, "num_samples": 3}) for n in (4, 8)]
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[n], [n + 1]], {**SEEDED, "num_samples": 3}) for n in (4, 8)]
         engine.free()
         seeds = answer_seeds(7, range(2), 3).tolist()
         for n, future in zip((4, 8), futures, strict=True):
@@ -48,47 +60,48 @@ def test_samples_stay_with_their_prompt():
     "other",
     [{"temperature": 0.5}, {"max_new_tokens": 3}, {"stop": "7"}, {"stop_token_ids": [9]}, {"ignore_eos": True}],
 )
-def test_another_callers_parameters_are_never_applied(other):
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        one, two = (made.submit_generate([[5]], {**SEEDED, **more}) for more in ({}, other))
+def test_requests_with_different_parameters_do_not_share_a_call(other):
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        one, two = (batcher.submit_generate([[5]], {**SEEDED, **more}) for more in ({}, other))
         engine.free()
-        seed = int(answer_seeds(7, [0]))
-        assert ids(one) == [answer([5], seed, 2, 1.0)]
-        assert ids(two) == [answer([5], seed, other.get("max_new_tokens", 2), other.get("temperature", 1.0))]
+        assert ids(one) == [lone_answer([5])]
+        assert ids(two) == [
+            lone_answer([5], new=other.get("max_new_tokens", 2), temperature=other.get("temperature", 1.0))
+        ]
     assert [len(call.prompts) for call in engine.calls] == [1, 1, 1]
 
 
-def test_engine_arguments_are_nobody_elses():
-    engine = Held(permits=0, sampling={"engine_kwargs": None})
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        # Equal for Python, and two things for an engine.
-        futures = [made.submit_generate([[5]], {**SEEDED, "engine_kwargs": {"x": x}}) for x in (1, True)]
+def test_requests_with_engine_kwargs_do_not_share_a_call():
+    engine = GatedEngine(permits=0, sampling={"engine_kwargs": None})
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        # Python finds 1 and True equal, but an engine may tell them apart.
+        futures = [batcher.submit_generate([[5]], {**SEEDED, "engine_kwargs": {"x": x}}) for x in (1, True)]
         engine.free()
         wait(futures, LONG)
     assert [call.sampling.engine_kwargs for call in engine.calls] == [{}, {"x": 1}, {"x": True}]
 
 
-def test_log_probs_wanted_and_not_wanted_are_two_calls_and_both_are_labelled():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        futures = {mode: made.submit_generate([[5]], SEEDED, logprobs=mode) for mode in ("none", "raw", "processed")}
+def test_requests_with_and_without_log_probs_make_two_calls_with_their_own_labels():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = {mode: batcher.submit_generate([[5]], SEEDED, logprobs=mode) for mode in ("none", "raw", "processed")}
         engine.free()
         batches = {mode: future.result(LONG) for mode, future in futures.items()}
     assert batches["none"].logprobs is None
     assert batches["raw"].mode == "raw" and batches["processed"].mode == "processed"
-    assert len(engine.calls) == 3, "at temperature 1 raw and processed are the same numbers, and share a call"
+    assert len(engine.calls) == 3, "raw and processed log-probs at temperature 1 are equal and share a call"
 
 
-def test_scores_share_a_call_too():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        one = made.submit_score_logprobs([[1, 2, 3], [4]], score_from=2)
-        two = made.submit_score_logprobs([[5, 6]])
+def test_scoring_requests_share_a_call():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        one = batcher.submit_score_logprobs([[1, 2, 3], [4]], score_from=2)
+        two = batcher.submit_score_logprobs([[5, 6]])
         engine.free()
         assert one.result(LONG).logprobs.tolist() == [[0.0, 0.0, -3.0], [0.0]]
         assert one.result().scored.tolist() == [[False, False, True], [False]]
@@ -96,11 +109,11 @@ def test_scores_share_a_call_too():
     assert rows_of(engine.calls[1]) == [[1, 2, 3], [4], [5, 6]]
 
 
-def test_scores_at_different_temperatures_are_different_calls():
-    engine = Held(permits=0, score_temperature=True)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        futures = {t: made.submit_score_logprobs([[5, 6]], temperature=t) for t in (1.0, 2.0, 0.5)}
+def test_scoring_requests_at_different_temperatures_make_separate_calls():
+    engine = GatedEngine(permits=0, score_temperature=True)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = {t: batcher.submit_score_logprobs([[5, 6]], temperature=t) for t in (1.0, 2.0, 0.5)}
         engine.free()
         for temperature, future in futures.items():
             batch = future.result(LONG)
@@ -108,12 +121,12 @@ def test_scores_at_different_temperatures_are_different_calls():
     assert len(engine.calls) == 4
 
 
-def test_a_result_owns_its_storage_and_a_request_is_a_copy():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
+def test_results_share_no_storage_and_requests_are_copied():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
         mine = torch.tensor([[5, 6]])
-        futures = [made.submit_generate(mine, SEEDED), made.submit_generate([[7]], SEEDED)]
+        futures = [batcher.submit_generate(mine, SEEDED), batcher.submit_generate([[7]], SEEDED)]
         mine.fill_(9)
         engine.free()
         one, two = (future.result(LONG) for future in futures)
@@ -122,72 +135,72 @@ def test_a_result_owns_its_storage_and_a_request_is_a_copy():
     assert not one.ids.values.is_inference()
 
 
-def test_it_has_the_facade_of_its_backend():
-    engine = Held()
-    with batcher(engine) as made:
-        assert isinstance(made, Backend) and made.name == "held" and made.capabilities is engine.capabilities
-        assert made.tokenize(["3a"]).ids.tolist() == [[3, 10]] and made.detokenize([[3, 10]]) == ["3a"]
-        batch = made.generate([[1]], SHORT)
-        assert made.provenance(batch).backend == "held" and made.health() and made.pad_id == 0
-        assert made.generate([], SHORT).finish_reasons == ()
+def test_a_batcher_can_be_used_like_its_backend():
+    engine = GatedEngine()
+    with open_batcher(engine) as batcher:
+        assert isinstance(batcher, Backend) and batcher.name == "gated" and batcher.capabilities is engine.capabilities
+        assert batcher.tokenize(["3a"]).ids.tolist() == [[3, 10]] and batcher.detokenize([[3, 10]]) == ["3a"]
+        batch = batcher.generate([[1]], SHORT)
+        assert batcher.provenance(batch).backend == "gated" and batcher.health() and batcher.pad_id == 0
+        assert batcher.generate([], SHORT).finish_reasons == ()
         with pytest.raises(InvalidRequestError, match="not batched"):
-            DynamicBatcher(made)
-    assert made.closed and made.backend.closed and not made.health()
+            DynamicBatcher(batcher)
+    assert batcher.closed and batcher.backend.closed and not batcher.health()
 
 
-def test_many_threads_with_little_time_each():
+def test_threads_that_switch_often_get_their_own_answers():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with batcher(Held(), max_batch_size=7) as made, ThreadPoolExecutor(16) as pool:
+        with open_batcher(GatedEngine(), max_batch_size=7) as batcher, ThreadPoolExecutor(16) as pool:
             asked = [([3 + n % 9, n % 5], n, 1.0 + n % 3 / 10) for n in range(400)]
 
             def ask(one):
                 prompt, seed, temperature = one
-                return ids(made.generate([prompt], {**SHORT, "seed": seed, "temperature": temperature}))
+                return ids(batcher.generate([prompt], {**SHORT, "seed": seed, "temperature": temperature}))
 
             for (prompt, seed, temperature), got in zip(asked, pool.map(ask, asked), strict=True):
-                assert got == [answer(prompt, int(answer_seeds(seed, [0])), 2, temperature)]
+                assert got == [lone_answer(prompt, seed, temperature=temperature)]
     finally:
         sys.setswitchinterval(before)
 
 
-# Engines that batch by themselves -------------------------------------------------------------------------------------
+# Engines with `concurrent_calls` -------------------------------------------------------------------------------------
 
 
-def test_an_engine_with_batching_of_its_own_is_called_directly_with_a_bound():
-    engine = Held(permits=0, **can(concurrent_calls=True))
-    with batcher(engine, max_batch_size=5) as made:
-        futures = [made.submit_generate([[3 + n % 9]], {**SHORT, "seed": n}) for n in range(12)]
+def test_an_engine_with_concurrent_calls_gets_each_request_alone_up_to_max_batch_size():
+    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
+    with open_batcher(engine, max_batch_size=5) as batcher:
+        futures = [batcher.submit_generate([[3 + n % 9]], {**SHORT, "seed": n}) for n in range(12)]
         engine.wait_for(lambda: engine.inside == 5)
-        assert made.state().in_flight == 5 and made.state().queued == 7
-        assert futures[-1].cancel() and made.state().queued == 6
+        assert batcher.state().in_flight == 5 and batcher.state().queued == 7
+        assert futures[-1].cancel() and batcher.state().queued == 6
         engine.free()
         for n, future in enumerate(futures[:-1]):
-            assert ids(future) == [answer([3 + n % 9], int(answer_seeds(n, [0])), 2, 1.0)]
+            assert ids(future) == [lone_answer([3 + n % 9], n)]
     assert engine.most_inside == 5 and len(engine.calls) == 11
     assert all(len(call.prompts) == 1 for call in engine.calls)
 
 
-def test_there_an_update_is_alone_in_the_engine():
-    engine = Held(permits=0, **can(concurrent_calls=True))
-    with batcher(engine) as made, ThreadPoolExecutor(1) as pool:
-        before = [made.submit_generate([[n]], SEEDED) for n in (4, 5)]
+def test_an_update_is_alone_in_an_engine_with_concurrent_calls():
+    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
+    with open_batcher(engine) as batcher, ThreadPoolExecutor(1) as pool:
+        before = [batcher.submit_generate([[n]], SEEDED) for n in (4, 5)]
         engine.wait_for(lambda: engine.inside == 2)
-        update = pool.submit(made.update_weights, {}, "new")
-        until(lambda: made.state().queued >= 1)
-        after = made.submit_generate([[6]], SEEDED)
+        update = pool.submit(batcher.update_weights, {}, "new")
+        wait_until(lambda: batcher.state().queued >= 1)
+        after = batcher.submit_generate([[6]], SEEDED)
         engine.free()
         assert update.result(LONG) == "new"
         assert [future.result(LONG).weight_versions[0] for future in (*before, after)] == ["0", "0", "new"]
 
 
-def test_there_an_update_that_does_not_drain_does_not_queue():
-    engine = Held(permits=0, **can(concurrent_calls=True))
-    with batcher(engine, max_batch_size=1) as made:
-        running = hold_one(engine, made)
-        queued = made.submit_generate([[4]], SEEDED)
-        made.update_weights({}, "new", drain=False)
+def test_an_update_without_drain_does_not_wait_in_the_queue():
+    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
+    with open_batcher(engine, max_batch_size=1) as batcher:
+        running = hold_one(engine, batcher)
+        queued = batcher.submit_generate([[4]], SEEDED)
+        batcher.update_weights({}, "new", drain=False)
         engine.free()
         assert running.result(LONG).finish_reasons == ("abort",)
         assert queued.result(LONG).weight_versions == ("new",)

@@ -1,4 +1,4 @@
-"""Random callers of a batcher: whatever they do, every request is answered exactly once, with its own answer."""
+"""Random operations on a batcher: every request is settled exactly once, with its own answer or its own error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from helpers.batching_fakes import LONG, POISON, Clock, Held, answer, can, rows_of
+from helpers.batching_fakes import LONG, POISON, Clock, GatedEngine, all_capabilities, answer, rows_of
 
 PROMPTS = st.lists(st.lists(st.sampled_from([3, 4, 5, 6]), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 class Callers(RuleBasedStateMachine):
-    """The engine serves only when a rule lets it, and the clock moves only when a rule moves it."""
+    """Callers of one batcher. The engine answers only when a rule permits it, and only a rule moves the clock."""
 
     @initialize(
         least=st.integers(1, 3),
@@ -31,10 +31,10 @@ class Callers(RuleBasedStateMachine):
     )
     def open(self, least, most, tokens, room, concurrent, abort):
         self.threads = set(threading.enumerate())
-        self.engine = Held(permits=0, **can(concurrent_calls=concurrent, abort=abort))
+        self.engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=concurrent, abort=abort))
         self.clock = Clock()
         self.batcher = DynamicBatcher(
-            Backend.from_plugin(self.engine, "held"),
+            Backend.from_plugin(self.engine, "gated"),
             Limits(
                 min_batch_size=least,
                 max_batch_size=most,
@@ -80,7 +80,7 @@ class Callers(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.asked))[0].cancel()
 
     @rule(seconds=st.sampled_from([1.0, 6.0]))
-    def wait_a_little(self, seconds):
+    def advance_the_clock(self, seconds):
         self.clock.now += seconds
 
     @precondition(lambda self: not self.closed)
@@ -99,7 +99,7 @@ class Callers(RuleBasedStateMachine):
         assert all(future.done() for future, *_ in self.asked)
 
     @invariant()
-    def nothing_is_answered_twice(self):
+    def no_request_is_settled_twice(self):
         settled = list(getattr(self, "settled", ()))
         assert len({id(future) for future in settled}) == len(settled)
 
@@ -125,7 +125,7 @@ class Callers(RuleBasedStateMachine):
             except (BackendClosedError, BackendTimeoutError, QueueFullError):
                 continue
             except EngineError as error:
-                assert prompts[0] == [POISON], f"poisoned by somebody else: {error}"
+                assert prompts[0] == [POISON], f"failed because of another request: {error}"
                 continue
             assert prompts[0] != [POISON]
             got = batch.ids.tolist()

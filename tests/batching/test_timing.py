@@ -1,4 +1,4 @@
-"""When a batch is sent, and when a request's time is over."""
+"""When a batch is sent, and when a request times out."""
 
 from __future__ import annotations
 
@@ -6,78 +6,88 @@ from concurrent.futures import wait
 
 import pytest
 
-from corelm.backend.seeds import answer_seeds
 from corelm.errors import BackendTimeoutError
-from helpers.batching_fakes import LONG, SEEDED, Clock, Held, answer, batcher, hold_one, ids, until
+from helpers.batching_fakes import (
+    LONG,
+    SEEDED,
+    Clock,
+    GatedEngine,
+    hold_one,
+    ids,
+    lone_answer,
+    open_batcher,
+    wait_until,
+)
 
 
-def test_a_batch_starts_once_enough_rows_are_there():
-    engine, clock = Held(), Clock()
-    with batcher(engine, min_batch_size=3, batching_timeout=60.0, clock=clock) as made:
-        futures = [made.submit_generate([[n]], SEEDED) for n in (3, 4)]
-        assert made.state().queued == 2 and not engine.calls
-        futures.append(made.submit_generate([[5]], SEEDED))
+def test_a_batch_is_sent_once_min_batch_size_rows_are_waiting():
+    engine, clock = GatedEngine(), Clock()
+    with open_batcher(engine, min_batch_size=3, batching_timeout=60.0, clock=clock) as batcher:
+        futures = [batcher.submit_generate([[n]], SEEDED) for n in (3, 4)]
+        assert batcher.state().queued == 2 and not engine.calls
+        futures.append(batcher.submit_generate([[5]], SEEDED))
         wait(futures, LONG)
     assert [len(call.prompts) for call in engine.calls] == [3]
 
 
-def test_the_oldest_requests_timeout_sends_the_batch_as_it_is():
-    engine, clock = Held(), Clock()
-    with batcher(engine, min_batch_size=3, batching_timeout=60.0, clock=clock) as made:
-        first = made.submit_generate([[3]], SEEDED)
+def test_a_smaller_batch_is_sent_when_its_oldest_request_has_waited_batching_timeout():
+    engine, clock = GatedEngine(), Clock()
+    with open_batcher(engine, min_batch_size=3, batching_timeout=60.0, clock=clock) as batcher:
+        first = batcher.submit_generate([[3]], SEEDED)
         clock.now += 59.0
-        # Whatever comes in makes the thread look at the clock.
-        other = made.submit_generate([[4]], {**SEEDED, "temperature": 0.5})
-        assert made.state().oldest_wait == 59.0 and not engine.calls
+        # Each new request makes the thread read the clock.
+        other = batcher.submit_generate([[4]], {**SEEDED, "temperature": 0.5})
+        assert batcher.state().oldest_wait == 59.0 and not engine.calls
         clock.now += 1.0
-        second = made.submit_generate([[5]], {**SEEDED, "temperature": 0.7})
-        assert ids(first) == [answer([3], int(answer_seeds(7, [0])), 2, 1.0)]
+        second = batcher.submit_generate([[5]], {**SEEDED, "temperature": 0.7})
+        assert ids(first) == [lone_answer([3])]
         assert not other.done() and not second.done()
-        assert made.state().queued == 2
-        made.cleanup(flush=True)
+        assert batcher.state().queued == 2
+        batcher.cleanup(flush=True)
         assert other.done() and second.done()
 
 
-def test_a_real_clock_sends_a_lone_request_after_its_timeout():
-    with batcher(Held(), min_batch_size=9, batching_timeout=0.01) as made:
-        assert ids(made.generate([[3]], SEEDED))
+def test_a_lone_request_is_sent_after_batching_timeout_by_a_real_clock():
+    with open_batcher(GatedEngine(), min_batch_size=9, batching_timeout=0.01) as batcher:
+        assert ids(batcher.generate([[3]], SEEDED))
 
 
-def test_a_clock_that_stands_still_holds_up_nobody_who_has_enough():
-    engine, clock = Held(permits=0), Clock()
-    with batcher(engine, clock=clock) as made:
-        first = hold_one(engine, made)
-        second = made.submit_generate([[4]], SEEDED)
-        # A call of a minute: the first caller would be waited for, were it not for the second's own time.
+def test_a_stopped_clock_does_not_keep_a_request_waiting_for_other_callers():
+    engine, clock = GatedEngine(permits=0), Clock()
+    with open_batcher(engine, clock=clock) as batcher:
+        first = hold_one(engine, batcher)
+        second = batcher.submit_generate([[4]], SEEDED)
+        # After this call the batcher waits for the first caller to come back. On the stopped clock that wait would
+        # never end; the thread ends it by the real time that it has slept.
         clock.now += 60.0
         engine.free()
         assert ids(first) and ids(second)
 
 
-def test_the_time_of_a_request_is_over_in_the_queue_while_the_engine_works():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        first = hold_one(engine, made)
+def test_a_queued_request_times_out_while_the_engine_is_busy():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        first = hold_one(engine, batcher)
         with pytest.raises(BackendTimeoutError):
-            made.generate([[4]], SEEDED, timeout=0.01)
+            batcher.generate([[4]], SEEDED, timeout=0.01)
         with pytest.raises(BackendTimeoutError):
-            made.score_logprobs([[4, 5]], grad=False, timeout=0.01)
-        future = made.submit_generate([[4]], SEEDED, timeout=0.01)
+            batcher.score_logprobs([[4, 5]], grad=False, timeout=0.01)
+        future = batcher.submit_generate([[4]], SEEDED, timeout=0.01)
         assert isinstance(future.exception(LONG), BackendTimeoutError)
-        # Whoever waits is woken before the queue hears of it.
-        until(lambda: made.state().queued == 0)
+        # The waiting caller wakes up before the request leaves the queue.
+        wait_until(lambda: batcher.state().queued == 0)
         assert not first.done()
         engine.free()
         assert ids(first)
     assert len(engine.calls) == 1
 
 
-def test_a_request_whose_time_is_over_in_the_engine_leaves_its_company_alone():
-    engine = Held(permits=0)
-    with batcher(engine) as made:
-        hold_one(engine, made)
-        patient = made.submit_generate([[4]], SEEDED)
-        hasty = made.submit_generate([[5]], SEEDED, timeout=2.0)
+def test_a_request_that_times_out_in_the_engine_does_not_affect_the_rest_of_its_batch():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        patient = batcher.submit_generate([[4]], SEEDED)
+        hasty = batcher.submit_generate([[5]], SEEDED, timeout=2.0)
         engine.release()
         engine.wait_for_calls(2)
         assert isinstance(hasty.exception(LONG), BackendTimeoutError)
@@ -87,11 +97,11 @@ def test_a_request_whose_time_is_over_in_the_engine_leaves_its_company_alone():
     assert engine.calls[1].timeout is None and len(engine.calls[1].prompts) == 2
 
 
-def test_the_engine_gets_the_time_of_the_one_that_has_most():
-    engine, clock = Held(permits=0), Clock()
-    with batcher(engine, clock=clock) as made:
-        hold_one(engine, made)
-        futures = [made.submit_generate([[4]], SEEDED, timeout=t) for t in (100.0, 300.0)]
+def test_a_shared_call_gets_the_longest_time_left_among_its_requests():
+    engine, clock = GatedEngine(permits=0), Clock()
+    with open_batcher(engine, clock=clock) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[4]], SEEDED, timeout=t) for t in (100.0, 300.0)]
         clock.now += 50.0
         engine.free()
         wait(futures, LONG)

@@ -1,4 +1,4 @@
-"""What needs the engine for itself: new weights, gradients, callbacks."""
+"""Calls that need the engine to themselves (new weights, gradients), and calls made by callbacks and wrappers."""
 
 from __future__ import annotations
 
@@ -8,52 +8,63 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from corelm import Backend, hookimpl
-from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError, EngineError
-from helpers.batching_fakes import LONG, SEEDED, Held, answer, batcher, can, hold_one, ids, rows_of, until
+from helpers.batching_fakes import (
+    LONG,
+    SEEDED,
+    GatedEngine,
+    all_capabilities,
+    hold_one,
+    ids,
+    join_threads,
+    lone_answer,
+    open_batcher,
+    rows_of,
+    wait_until,
+)
 
 
-def test_new_weights_wait_for_what_came_before_and_rows_say_which_made_them():
-    engine = Held(permits=0)
-    with batcher(engine) as made, ThreadPoolExecutor(1) as pool:
-        first = hold_one(engine, made)
-        before = made.submit_generate([[4]], SEEDED)
-        update = pool.submit(made.update_weights, {}, "new")
-        until(lambda: made.state().queued >= 2)
-        after = made.submit_generate([[5]], SEEDED)
+def test_an_update_waits_for_earlier_requests_and_rows_carry_their_weight_version():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher, ThreadPoolExecutor(1) as pool:
+        first = hold_one(engine, batcher)
+        before = batcher.submit_generate([[4]], SEEDED)
+        update = pool.submit(batcher.update_weights, {}, "new")
+        wait_until(lambda: batcher.state().queued >= 2)
+        after = batcher.submit_generate([[5]], SEEDED)
         engine.free()
-        assert update.result(LONG) == "new" and made.weight_version == "new"
+        assert update.result(LONG) == "new" and batcher.weight_version == "new"
         versions = [future.result(LONG).weight_versions for future in (first, before, after)]
     assert versions == [("0",), ("0",), ("new",)]
     assert [type(each).__name__ for each in engine.requests] == ["WeightUpdate"]
     assert [rows_of(call) for call in engine.calls] == [[[3]], [[4]], [[5]]]
 
 
-def test_an_update_that_fails_lets_the_others_go_on():
-    engine = Held()
+def test_requests_are_answered_after_a_failed_update():
+    engine = GatedEngine()
     engine.updated = False
-    with batcher(engine) as made:
+    with open_batcher(engine) as batcher:
         with pytest.raises(EngineError, match="not in force"):
-            made.update_weights({})
-        assert ids(made.generate([[5]], SEEDED)) and made.weight_version == "0"
+            batcher.update_weights({})
+        assert ids(batcher.generate([[5]], SEEDED)) and batcher.weight_version == "0"
 
 
-def test_gradients_are_computed_on_their_callers_thread_in_turn():
+def test_gradients_are_computed_in_turn_on_the_callers_thread():
     threads = []
 
-    class Seen(Held):
-        def _pass(self, request):
+    class ThreadRecorder(GatedEngine):
+        def wait_for_permit(self, request):
             threads.append(threading.current_thread())
-            return super()._pass(request)
+            return super().wait_for_permit(request)
 
-    engine = Seen(permits=0, **can())
-    with batcher(engine) as made, ThreadPoolExecutor(1) as pool:
-        first = hold_one(engine, made)
-        mine = pool.submit(lambda: (threading.current_thread(), made.score_logprobs([[4, 5]], grad=True)))
-        until(lambda: made.state().queued >= 1)
-        later = made.submit_generate([[6]], SEEDED)
-        alone = made.submit_score_logprobs([[4, 5]], grad=True)
+    engine = ThreadRecorder(permits=0, **all_capabilities())
+    with open_batcher(engine) as batcher, ThreadPoolExecutor(1) as pool:
+        first = hold_one(engine, batcher)
+        mine = pool.submit(lambda: (threading.current_thread(), batcher.score_logprobs([[4, 5]], grad=True)))
+        wait_until(lambda: batcher.state().queued >= 1)
+        later = batcher.submit_generate([[6]], SEEDED)
+        alone = batcher.submit_score_logprobs([[4, 5]], grad=True)
         engine.free()
         thread, batch = mine.result(LONG)
         batch.logprobs.values.sum().backward()
@@ -61,38 +72,36 @@ def test_gradients_are_computed_on_their_callers_thread_in_turn():
     assert threads[1] is thread and threads[0] is threads[2] is not thread
 
 
-def test_a_turn_that_comes_too_late_is_a_timeout_and_blocks_nobody():
-    engine = Held(permits=0, **can())
-    with batcher(engine) as made:
-        first = hold_one(engine, made)
+def test_a_turn_that_comes_too_late_times_out_and_blocks_no_other_request():
+    engine = GatedEngine(permits=0, **all_capabilities())
+    with open_batcher(engine) as batcher:
+        first = hold_one(engine, batcher)
         with pytest.raises(BackendTimeoutError):
-            made.score_logprobs([[4, 5]], grad=True, timeout=0.01)
+            batcher.score_logprobs([[4, 5]], grad=True, timeout=0.01)
         engine.free()
-        assert ids(first) and ids(made.generate([[4]], SEEDED))
+        assert ids(first) and ids(batcher.generate([[4]], SEEDED))
 
 
-def test_a_callback_may_ask_and_close():
-    engine = Held(permits=0)
-    made = DynamicBatcher(Backend.from_plugin(engine, "held"))
-    first, seen = hold_one(engine, made), []
+def test_a_callback_may_make_calls_and_close_the_batcher():
+    engine = GatedEngine(permits=0)
+    batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
+    first, seen = hold_one(engine, batcher), []
 
     def back(future):
-        seen.append(ids(made.generate([[4]], SEEDED)))
-        seen.append(made.update_weights({}))
-        made.close()
+        seen.append(ids(batcher.generate([[4]], SEEDED)))
+        seen.append(batcher.update_weights({}))
+        batcher.close()
 
     first.add_done_callback(back)
-    threads = made.dispatcher.threads()
+    threads = batcher.dispatcher.threads()
     engine.free()
     assert ids(first)
-    for thread in threads:
-        thread.join(LONG)
-        assert not thread.is_alive()
-    assert seen == [[answer([4], int(answer_seeds(7, [0])), 2, 1.0)], "1"] and made.closed
+    join_threads(threads)
+    assert seen == [[lone_answer([4])], "1"] and batcher.closed
 
 
-def test_a_wrapper_may_ask_again_from_within_a_turn():
-    class Asking:
+def test_a_wrapper_may_make_a_call_during_a_turn():
+    class NestedCalls:
         batcher, asked = None, []
 
         @hookimpl(wrapper=True)
@@ -102,12 +111,12 @@ def test_a_wrapper_may_ask_again_from_within_a_turn():
                 self.asked.append(self.batcher.score_logprobs([[1, 2, 3]]).scored.tolist())
             return batch
 
-    wrapper = Asking()
-    engine = Held(**can())
+    wrapper = NestedCalls()
+    engine = GatedEngine(**all_capabilities())
     engine.free()
-    made = wrapper.batcher = DynamicBatcher(Backend.from_plugin(engine, "held", wrappers=[wrapper]))
-    done = threading.Thread(target=made.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
+    batcher = wrapper.batcher = DynamicBatcher(Backend.from_plugin(engine, "gated", wrappers=[wrapper]))
+    done = threading.Thread(target=batcher.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
     done.start()
     done.join(LONG)
     assert not done.is_alive() and wrapper.asked == [[[False, True, True]]]
-    made.close()
+    batcher.close()

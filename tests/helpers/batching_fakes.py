@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, Ragged, hookimpl
+from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits
 from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.fakes import SHORT, VOCAB, Fake
@@ -24,18 +25,30 @@ POISON = 13
 
 
 def answer(prompt: list[int], seed: int, new: int, temperature: float) -> list[int]:
-    """Return the answer of `Held`: ids that depend on prompt, seed and temperature; none is EOS."""
+    """Return the answer of `GatedEngine`: ids that depend on prompt, seed and temperature; none is EOS."""
     mixed = sum((i + 1) * token for i, token in enumerate(prompt)) + seed % 1009 + round(10 * temperature)
     return [3 + (mixed + step) % (VOCAB - 3) for step in range(new)]
 
 
-class Held(Fake):
+def lone_answer(prompt: list[int], seed: int = 7, new: int = 2, temperature: float = 1.0) -> list[int]:
+    """Return the answer of `GatedEngine` to a request with one prompt."""
+    return answer(prompt, int(answer_seeds(seed, [0])), new, temperature)
+
+
+class GatedEngine(Fake):
     """An engine whose calls each wait for a permit: `release` gives permits, `free` lets all later calls through.
+
+    Args:
+        permits: the number of calls to let through at first; None lets all through.
+        error: what a call raises that a poisoned prompt is in.
+        capabilities: replace those of `Fake`.
 
     Attributes:
         calls: the requests, in order of arrival.
         inside: how many calls are running now.
         most_inside: the largest number of calls that ran at the same time.
+        aborted: the request ids that the engine was told to abort.
+        alive: what the `health` hook returns.
     """
 
     def __init__(self, permits: int | None = None, error: Exception | None = None, **capabilities: Any) -> None:
@@ -50,7 +63,7 @@ class Held(Fake):
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        cut = self._pass(request)
+        cut = self.wait_for_permit(request)
         prompts, sampling = request.prompts.tolist(), request.sampling
         seeds = [0] * len(prompts) if request.seeds is None else request.seeds.tolist()
         new = sampling.max_new_tokens or 1
@@ -67,7 +80,7 @@ class Held(Fake):
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        self._pass(request)
+        self.wait_for_permit(request)
         rows = request.sequences
         scored = rows.positions >= request.score_from[rows.row_index]
         values = torch.where(scored, -rows.values.float() / request.temperature, 0.0)
@@ -108,7 +121,7 @@ class Held(Fake):
     def wait_for_calls(self, count: int) -> None:
         self.wait_for(lambda: len(self.calls) >= count)
 
-    def _pass(self, request: GenerateRequest | ScoreRequest) -> set[str]:
+    def wait_for_permit(self, request: GenerateRequest | ScoreRequest) -> set[str]:
         """Wait for a permit and return the request ids that were aborted meanwhile."""
         names = set(request.request_ids)
         rows = request.prompts if isinstance(request, GenerateRequest) else request.sequences
@@ -140,38 +153,49 @@ class Clock:
 
 
 @contextmanager
-def batcher(engine: Held, *, clock: Callable[[], float] = time.monotonic, **limits: Any) -> Iterator[DynamicBatcher]:
-    """A batcher in front of the engine. At the end no thread is left and no future is pending."""
-    with DynamicBatcher(Backend.from_plugin(engine, "held"), Limits(**limits), clock=clock) as made:
+def open_batcher(
+    engine: GatedEngine, *, clock: Callable[[], float] = time.monotonic, **limits: Any
+) -> Iterator[DynamicBatcher]:
+    """Yield a batcher in front of the engine. Afterwards, assert that no thread is left and no future is pending."""
+    with DynamicBatcher(Backend.from_plugin(engine, "gated"), Limits(**limits), clock=clock) as batcher:
         try:
-            yield made
+            yield batcher
         finally:
             engine.free()
-    assert not made.dispatcher.threads() and not made.dispatcher._calls and not made.dispatcher.in_flight
+    assert not batcher.dispatcher.threads() and not batcher.dispatcher.pending and not batcher.dispatcher.in_flight
 
 
 def ids(result: Future | object) -> list[list[int]]:
+    """Return the ids of a result, or of the result that a future will hold."""
     batch = result.result(LONG) if isinstance(result, Future) else result
     return batch.ids.tolist()
 
 
-def hold_one(engine: Held, made: DynamicBatcher) -> Future:
+def hold_one(engine: GatedEngine, batcher: DynamicBatcher) -> Future:
     """Submit a request that stays in the engine, so that later requests must queue."""
-    first = made.submit_generate([[3]], SEEDED)
+    first = batcher.submit_generate([[3]], SEEDED)
     engine.wait_for_calls(1)
     return first
 
 
+def join_threads(threads: Iterable[threading.Thread]) -> None:
+    """Wait until the threads have ended."""
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
 def rows_of(call: GenerateRequest | ScoreRequest) -> list[list[int]]:
+    """Return the token ids that the engine was sent."""
     return (call.prompts if isinstance(call, GenerateRequest) else call.sequences).tolist()
 
 
-def can(**capabilities: Any) -> dict[str, Any]:
-    """Return capabilities that declare everything `Held` can do."""
+def all_capabilities(**capabilities: Any) -> dict[str, Any]:
+    """Return capabilities that declare everything `GatedEngine` can do."""
     return {"abort": True, "gradients": True, "score_temperature": False, **capabilities}
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Wait until the condition holds, by polling."""
     end, pause = time.monotonic() + LONG, threading.Event()
     while not condition():

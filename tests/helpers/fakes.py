@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,26 @@ class Digits:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{i:x}" for i in ids if not (skip_special_tokens and i == EOS))
+
+
+class Gate:
+    """A `bend` for `Fake` that holds a call in the engine until `opened` is set.
+
+    Attributes:
+        entered: set as soon as a call is in the engine.
+        opened: set it to let calls end.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, result: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(timeout=10), "the test did not open the gate"
+        return result
+
+    def wait_for_call(self) -> None:
+        assert self.entered.wait(timeout=10), "no call reached the engine"
 
 
 class Fake:

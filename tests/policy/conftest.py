@@ -1,4 +1,4 @@
-"""One toy backend for the tests of a file."""
+"""Fixtures of the policy tests."""
 
 import pytest
 
@@ -7,5 +7,6 @@ import corelm
 
 @pytest.fixture(scope="module")
 def backend():
+    """Yield a toy backend that the tests of a file share."""
     with corelm.get_backend("toy") as opened:
         yield opened

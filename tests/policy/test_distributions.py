@@ -57,13 +57,13 @@ def test_log_prob_carries_gradients_and_equals_the_scores():
             assert not policy.replace(pad_output=True).log_prob(td).requires_grad
 
 
-def test_which_containers_are_written_changes_no_distribution(backend):
+def test_return_masks_changes_no_distribution(backend):
     told = [{"role": "user", "content": "Is the tea hot?"}, {"role": "assistant", "content": "The tea is hot."}]
     td = TensorDict(history=History.from_chats([told]))
     policy = LLMPolicy(backend, generate=False, inplace=False)
     masks, none = (policy.replace(return_masks=wanted).get_dist(td, mask="assistant") for wanted in (True, False))
     assert masks.mask.any() and torch.equal(masks.mask, none.mask)
-    # Nobody asks here whose words they are, so a template that cannot tell is no obstacle.
+    # Without mask="assistant" a template from which the assistant's tokens cannot be told is accepted.
 
     class NoPrefixes(ByteTokenizer):
         def apply_chat_template(self, conversation, **options):

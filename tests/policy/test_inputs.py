@@ -1,4 +1,4 @@
-"""What a policy reads: bare and nested, dense and ragged, with masks and without, and no rows at all."""
+"""What a policy reads: bare and nested values, dense and ragged tokens, with and without masks, and empty batches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from corelm.errors import InvalidRequestError
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
-def test_bare_and_nested_inputs_are_the_same_prompts(backend):
+def test_bare_and_nested_inputs_give_the_same_answers(backend):
     for mode, bare, inner in (
         ("text", QUESTIONS[:2], QUESTIONS[:2]),
         ("history", History.from_chats([chat(q) for q in QUESTIONS[:2]]), None),
@@ -26,13 +26,13 @@ def test_bare_and_nested_inputs_are_the_same_prompts(backend):
         assert one["text"].response == two["text"].response
 
 
-def test_a_single_prompt_has_no_batch(backend):
+def test_a_single_prompt_gives_an_output_without_batch_dimensions(backend):
     out = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(TensorDict(text=QUESTIONS[0]))
     assert out.batch_size == () and isinstance(out["text"].response, str) and out["tokens"].response.ndim == 1
     assert isinstance(out["finish_reason"], str)
 
 
-def test_tokens_with_a_mask_leave_the_pads_out(backend):
+def test_an_attention_mask_removes_the_pads(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
     td = TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): mask}, batch_size=[2])
@@ -43,7 +43,7 @@ def test_tokens_with_a_mask_leave_the_pads_out(backend):
     assert out["log_probs"].scored_mask.tolist() == [[False, False, False, True], [False, True, True, False]]
 
 
-def test_masks_of_zeros_and_ones_are_masks_and_others_are_refused(backend):
+def test_an_integer_mask_is_accepted_and_a_mask_of_another_shape_is_refused(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
     whole = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -55,7 +55,7 @@ def test_masks_of_zeros_and_ones_are_masks_and_others_are_refused(backend):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("generate", [True, False])
-def test_what_is_written_to_the_input_afterwards_does_not_show(backend, padded, generate):
+def test_later_writes_to_the_input_do_not_change_the_output(backend, padded, generate):
     ids = [[65, 66, 67], [70, 71]]
     given = TensorDict(tokens=torch.tensor([[65, 66, 67], [70, 71, 72]]), batch_size=[2])
     if not padded:
@@ -73,14 +73,14 @@ def test_what_is_written_to_the_input_afterwards_does_not_show(backend, padded, 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("pad", [True, False])
-def test_no_rows_stay_no_rows_in_every_mode(backend, shape, mode, pad):
+def test_an_empty_batch_gives_an_empty_output_in_every_mode(backend, shape, mode, pad):
     out = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
     scorer = LLMPolicy(backend, input_mode=mode, generate=False, pad_output=pad, inplace=False)
     assert tuple(scorer(out).batch_size) == shape
     assert tuple(scorer.get_dist(out).batch_shape[:-1]) == shape
 
 
-def test_bare_rows_of_different_lengths_are_read_in_place(backend):
+def test_bare_rows_of_different_lengths_are_accepted(backend):
     policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
     out = policy(TensorDict(tokens=[[72], [72, 105]]))
     assert tuple(out.batch_size) == (2,) and [len(p) for p in out["tokens"].prompt] == [1, 2]
@@ -90,7 +90,7 @@ def test_bare_rows_of_different_lengths_are_read_in_place(backend):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("generate", [True, False])
-def test_a_callers_inference_mode_changes_nothing(backend, mode, generate):
+def test_results_are_ordinary_tensors_in_the_callers_inference_mode(backend, mode, generate):
     with mode():
         out = LLMPolicy(backend, input_mode="text", generate=generate, sampling_params=SAMPLING)(
             TensorDict(text=["Hi"])

@@ -1,4 +1,4 @@
-"""What a policy refuses, by name and before anything is sampled, and what it skips."""
+"""What a policy refuses, naming the field, before anything is sampled; and which bad rows it can skip."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("generate", [True, False])
-def test_a_missing_key_is_named_beside_those_that_are_there(backend, mode, generate):
+def test_a_missing_key_is_named_together_with_the_existing_keys(backend, mode, generate):
     part = "prompt" if generate else "full"
     policy = LLMPolicy(backend, input_mode=mode, generate=generate)
     with pytest.raises(MissingKeyError, match=rf"no '{mode}.{part}'; it has: reward") as error:
@@ -43,7 +43,7 @@ def test_a_missing_key_is_named_beside_those_that_are_there(backend, mode, gener
         ({"sampling_params": {"temprature": 1}}, "temprature"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_by_name(backend, arguments, field):
+def test_illegal_arguments_are_refused_by_name(backend, arguments, field):
     with pytest.raises(InvalidRequestError) as error:
         LLMPolicy(backend, **arguments)
     assert error.value.field == field
@@ -53,12 +53,12 @@ def test_arguments_that_make_no_sense_are_refused_by_name(backend, arguments, fi
     ("mode", "value"),
     [("text", [3]), ("text", torch.zeros(2)), ("history", ["hello"]), ("tokens", torch.zeros(2, 2)), ("tokens", ["a"])],
 )
-def test_a_value_of_another_kind_is_refused(backend, mode, value):
+def test_a_value_of_the_wrong_type_is_refused(backend, mode, value):
     with pytest.raises(InvalidRequestError, match=mode):
         LLMPolicy(backend, input_mode=mode)(TensorDict({mode: value}))
 
 
-def test_a_batch_that_contradicts_the_tensordict_is_refused(backend):
+def test_a_batch_size_that_contradicts_the_tensordict_is_refused(backend):
     td = TensorDict(history=History.from_chats([[chat(q)] for q in QUESTIONS[:2]]), batch_size=[2])
     with pytest.raises(InvalidRequestError, match=r"its batch is \(2, 1\), but the TensorDict's is \(2,\)"):
         LLMPolicy(backend)(td)
@@ -67,14 +67,14 @@ def test_a_batch_that_contradicts_the_tensordict_is_refused(backend):
         LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(bare)
 
 
-def test_unknown_arguments_are_errors(backend):
+def test_unknown_options_are_refused(backend):
     with pytest.raises(TypeError, match="pad_outputs"):
         LLMPolicy(backend, pad_outputs=True)
     with pytest.raises(TypeError, match="pad_outputs"):
         LLMPolicy(backend).replace(pad_outputs=True)
 
 
-def test_a_bad_row_is_skipped_in_place_and_the_others_are_served(backend):
+def test_a_bad_row_is_skipped_and_the_others_keep_their_places(backend):
     tokens = TensorDict(tokens=torch.tensor([[72, 105], [72, 999], [72, 111]]), batch_size=[3])
     policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING, inplace=False)
     with pytest.raises(InvalidRequestError, match="row 1: id 999"):
@@ -89,7 +89,7 @@ def test_a_bad_row_is_skipped_in_place_and_the_others_are_served(backend):
     assert "999" in list(scored["errors"])[1]
 
 
-def test_skipping_serves_the_rows_that_can_be_read(backend):
+def test_rows_that_cannot_be_read_are_skipped(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
     mixed = TensorDict(text=NonTensorStack("Hi", 3, "Ho"))
     with pytest.raises(InvalidRequestError, match="row 1: expected a str, got int"):
@@ -98,13 +98,13 @@ def test_skipping_serves_the_rows_that_can_be_read(backend):
     assert out["finish_reason"][1] == "error" and "expected a str" in out["errors"][1]
     assert out["text"].response[2] and out["errors"][0] == out["errors"][2] == ""
 
-    class Picky(ByteTokenizer):
+    class TokenizerWithoutEmptyChats(ByteTokenizer):
         def apply_chat_template(self, conversation, **options):
             if not conversation:
                 raise ValueError("nothing was said")
             return super().apply_chat_template(conversation, **options)
 
-    with corelm.get_backend("toy", tokenizer=Picky()) as picky:
+    with corelm.get_backend("toy", tokenizer=TokenizerWithoutEmptyChats()) as picky:
         chats = TensorDict(history=History.of([chat("Hi"), [], chat("Ho")], (3,)))
         out = LLMPolicy(picky, sampling_params=SAMPLING, inplace=False, on_error="skip")(chats)
         assert out["finish_reason"][1] == "error" and "nothing was said" in out["errors"][1]
@@ -113,7 +113,7 @@ def test_skipping_serves_the_rows_that_can_be_read(backend):
         assert "nothing was said" in scored["errors"][1] and scored["log_probs"].scored_mask[2].any()
 
 
-def test_a_parser_that_fails_loses_no_answer_when_rows_are_skipped(backend):
+def test_a_failing_response_parser_loses_no_answer_when_rows_are_skipped(backend):
     def parser(text):
         if not text:
             raise KeyError("empty")
@@ -129,16 +129,16 @@ def test_a_parser_that_fails_loses_no_answer_when_rows_are_skipped(backend):
     assert [c[-1].content for c in out["history"].full.chats] == out["text"].response
 
 
-def test_nothing_is_sampled_for_results_that_have_no_place(backend):
+def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):
     calls = []
 
-    class Watch:
+    class GenerateRecorder:
         @corelm.hookimpl(wrapper=True)
         def generate(self, request):
             calls.append(request)
             return (yield)
 
-    with corelm.get_backend("toy", wrappers=[Watch()]) as watched:
+    with corelm.get_backend("toy", wrappers=[GenerateRecorder()]) as watched:
         policy = LLMPolicy(watched, input_mode="text", sampling_params=SAMPLING)
         with pytest.raises(InvalidRequestError, match="locked"):
             policy(TensorDict(text=["Hi"]).lock_())
@@ -153,14 +153,14 @@ def test_nothing_is_sampled_for_results_that_have_no_place(backend):
         assert calls == []
 
 
-def test_it_keeps_what_it_was_given_and_not_what_became_of_it(backend):
+def test_later_changes_to_a_dict_of_sampling_params_do_not_change_the_policy(backend):
     sampling = {"max_new_tokens": 3}
     policy = LLMPolicy(backend, sampling_params=sampling)
     sampling["max_new_tokens"] = 7
     assert policy.replace(pad_output=True).options.sampling.max_new_tokens == 3
 
 
-def test_an_open_engine_is_not_copied(backend):
+def test_a_policy_cannot_be_copied_or_pickled(backend):
     for copier in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copier(LLMPolicy(backend))

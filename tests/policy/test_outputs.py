@@ -1,4 +1,4 @@
-"""What a policy writes and where, what its options change, and what it is among other modules."""
+"""What a policy writes and where, what its options change, and how it composes with other modules."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from corelm.policy.inputs import Keys
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
 
 
-def test_it_writes_beside_what_is_there(backend):
+def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
     td = TensorDict(
         history=History.from_chats([chat(q) for q in QUESTIONS[:2]]),
         reward=torch.ones(2),
@@ -34,7 +34,7 @@ def test_it_writes_beside_what_is_there(backend):
     assert "reward" not in empty.keys() and empty.batch_size == td.batch_size
 
 
-def test_keys_can_be_elsewhere(backend):
+def test_keys_say_where_containers_are_read_and_written(backend):
     keys = Keys(text=("agent", "text"), log_probs="ref_log_probs")
     td = TensorDict({("agent", "text"): TensorDict(prompt=QUESTIONS[:2], batch_size=[2])}, batch_size=[2])
     policy = LLMPolicy(backend, input_mode="text", keys=keys, sampling_params=SAMPLING)
@@ -43,7 +43,7 @@ def test_keys_can_be_elsewhere(backend):
     assert len(out["agent", "text"].response) == 2 and out["ref_log_probs"].scored_mask is not None
 
 
-def test_it_is_a_module_among_modules(backend):
+def test_a_policy_works_in_a_tensordict_sequential(backend):
     policy = LLMPolicy(backend, sampling_params=SAMPLING)
     scorer = policy.replace(input_mode="tokens", generate=False, keys=Keys(log_probs="ref_log_probs"))
     out = TensorDictSequential(policy, scorer)(
@@ -53,7 +53,7 @@ def test_it_is_a_module_among_modules(backend):
     assert "LLMPolicy" in repr(policy)
 
 
-def test_replace_shares_the_engine_and_mutates_nothing(backend):
+def test_replace_shares_the_engine_and_leaves_the_policy_unchanged(backend):
     policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=2)
     other = policy.get_new_version(sampling_params={"max_new_tokens": 5, "n": 4})
     assert other.backend is policy.backend
@@ -61,7 +61,7 @@ def test_replace_shares_the_engine_and_mutates_nothing(backend):
     assert other.options.sampling == SamplingParams(max_new_tokens=5, num_samples=4)
 
 
-def test_closing_is_for_everyone():
+def test_closing_a_policy_closes_the_engine_for_all_policies_on_it():
     policy = LLMPolicy("toy", input_mode="text", sampling_params=SAMPLING)
     other = policy.replace(pad_output=True)
     with policy:
@@ -70,7 +70,7 @@ def test_closing_is_for_everyone():
         other(TensorDict(text=["Hi"]))
 
 
-def test_it_can_be_awaited(backend):
+def test_aforward_gives_the_same_answers_as_forward(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
 
     async def both():
@@ -80,7 +80,7 @@ def test_it_can_be_awaited(backend):
         assert out["text"].response == policy(TensorDict(text=[question]), seed=2)["text"].response
 
 
-def test_a_prompt_that_is_too_long_can_be_cut_from_the_left(backend):
+def test_truncation_left_cuts_a_prompt_that_is_too_long(backend):
     limit = backend.capabilities.max_context
     text = "x" * limit + "Where is the cat?"
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
@@ -103,8 +103,8 @@ def test_a_stop_string_ends_the_text_and_stays_in_the_ids(backend):
         assert out["finish_reason"][row] == "stop" and len(out["log_probs"].response[row]) == len(whole)
 
 
-def test_text_ends_where_the_stop_string_that_ended_it_begins(backend):
-    # " " occurs before min_new_tokens, and the long one never: neither may cut the text of an answer that EOS ended.
+def test_a_stop_string_cuts_no_text_that_eos_ended(backend):
+    # " " occurs only before min_new_tokens, and the long stop string never: neither may cut the text.
     sampling = {"max_new_tokens": 40, "min_new_tokens": 12, "stop": [" ", "z" * 25]}
     policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, inplace=False)
     out = policy(TensorDict(text=["The tea"] * 16), seed=1)
@@ -127,7 +127,7 @@ def test_a_stop_string_of_several_bytes_is_cut_off(backend):
     assert out["text"].response == [""]
 
 
-def test_a_stop_string_that_could_do_nothing_is_refused(backend):
+def test_a_stop_string_that_can_never_match_is_refused(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 4, "stop": "<|im_start|>"})
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         policy(TensorDict(text=["a"]))
@@ -135,7 +135,7 @@ def test_a_stop_string_that_could_do_nothing_is_refused(backend):
     assert policy.replace(sampling_params=allowed)(TensorDict(text=["a"]))["finish_reason"]
 
 
-def test_processed_log_probs_are_of_what_was_sampled_from(backend):
+def test_processed_log_probs_come_from_the_distribution_sampled_from(backend):
     sampling = {"max_new_tokens": 8, "temperature": 0.5, "top_k": 3}
     policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, log_probs_mode="processed")
     out = policy(TensorDict(text=["Is"]), seed=1)
@@ -146,7 +146,7 @@ def test_processed_log_probs_are_of_what_was_sampled_from(backend):
     assert out["log_probs"].provenance.distribution == ("processed", 0.5, "truncated", ())
 
 
-def test_scoring_at_a_temperature_is_processed(backend):
+def test_scoring_at_a_temperature_gives_processed_log_probs(backend):
     policy = LLMPolicy(
         backend, input_mode="text", generate=False, log_probs_mode="processed", sampling_params={"temperature": 2.0}
     )
@@ -159,7 +159,7 @@ def test_scoring_at_a_temperature_is_processed(backend):
         policy.replace(sampling_params={"top_k": 3})(TensorDict(text=["cat"]))
 
 
-def test_a_response_parser_makes_the_message(backend):
+def test_a_response_parser_turns_text_into_the_message(backend):
     parser = lambda text: {"role": "assistant", "content": text.upper(), "tool_calls": [{"name": "look"}]}  # noqa: E731
     out = LLMPolicy(backend, sampling_params=SAMPLING, response_parser=parser)(
         TensorDict(history=History.from_chats([chat("Who?")]))
@@ -169,10 +169,10 @@ def test_a_response_parser_makes_the_message(backend):
     assert list(message.token_ids) == out["tokens"].response[0].tolist()
 
 
-def test_seeds_belong_to_answers(backend):
+def test_a_seed_fixes_each_answer_independently_of_the_other_rows(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
     read = lambda out: corelm.ragged(out, ("tokens", "response")).tolist()  # noqa: E731
-    starts = [question[:-1] + " " for question in QUESTIONS]  # after "?" the bigram always ends
+    starts = [question[:-1] + " " for question in QUESTIONS]  # after "?" the bigram model always ends
     three = read(policy(TensorDict(text=starts[:3]), seed=9))
     assert read(policy(TensorDict(text=starts[:3]), seed=9)) == three
     assert read(policy(TensorDict(text=starts[:3]), seed=10)) != three

@@ -1,4 +1,4 @@
-"""A policy that scores what a policy sampled: the same ids in the same places, turn after turn."""
+"""A policy scores what another one sampled: ids, their positions and log-probs stay the same, turn after turn."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from helpers.toy_prompts import QUESTIONS, SAMPLING, chat, prompts
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("samples", [None, 2])
-def test_what_was_generated_is_what_is_scored(backend, pad, samples):
+def test_scoring_sampled_rows_gives_the_same_ids_and_log_probs(backend, pad, samples):
     td, _ = prompts("history", (3,))
     policy = LLMPolicy(backend, pad_output=pad, num_samples=samples, sampling_params=SAMPLING)
     out = policy(td, seed=1)
@@ -24,7 +24,7 @@ def test_what_was_generated_is_what_is_scored(backend, pad, samples):
         again = corelm.ragged(scored, ("log_probs", "full"))
         torch.testing.assert_close(again.values[answered.values], sampled.values[answered.values], atol=1e-5, rtol=0)
         assert corelm.ragged(scored, ("masks", "all_assistant_mask")).tolist() == answered.tolist()
-    # A history that stands beside its own tokens keeps their split and, if they are dense, their columns.
+    # A history next to its own tokens keeps their split into prompt and response and, if they are dense, their columns.
     for scored in (by_tokens, by_history):
         assert scored["log_probs"].prompt is not None
         if pad:
@@ -53,7 +53,7 @@ def test_scoring_in_place_keeps_what_generation_wrote(backend):
     assert torch.equal(dist.mask, out["masks"].all_response_mask)
 
 
-def test_three_turns_never_change_an_id(backend):
+def test_ids_do_not_change_over_three_turns(backend):
     policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 20}, inplace=False)
     history = History.from_chats([chat(q) for q in QUESTIONS])
     before = [[]] * len(QUESTIONS)
@@ -68,7 +68,7 @@ def test_three_turns_never_change_an_id(backend):
         history = out["history"].full.append({"role": "user", "content": "And then?"})
 
 
-def test_rendering_sampled_turns_from_their_text_is_said(backend):
+def test_prefer_tokens_false_reports_the_rows_rendered_from_text(backend):
     policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 4, "ignore_eos": True}, inplace=False)
     first = policy(TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS[:2]])), seed=1)
     assert "retokenized" not in first.keys() and "retokenized" not in policy.out_keys

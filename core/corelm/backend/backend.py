@@ -1,4 +1,4 @@
-"""`Backend`: one opened engine behind a typed façade. It takes what users write and returns records."""
+"""`Backend`: one opened engine behind a typed façade. It accepts plain Python values and returns records."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Backend:
         return call.run()
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
-        """Start a prepared call and return its future at once. This backend makes the call on a thread of its own.
+        """Start a prepared call and return its future at once. This backend makes the call on a new thread.
 
         Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
         is dropped.
@@ -321,21 +321,22 @@ class Backend:
         }
         return made[versions[0]] if len(made) == 1 else tuple(made[version] for version in versions)
 
-    # Its life --------------------------------------------------------------------------------------------------------
+    # Weights, health, closing ----------------------------------------------------------------------------------------
 
     def update_weights(
         self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None = None, drain: bool = True
     ) -> str:
-        """Load a state dict or the weights at a path. Returns the version that every later row carries.
+        """Load a state dict or the weights at a path, and return the version that every later row carries.
 
         Args:
-            version: its label; by default the number of updates so far.
+            weights: a state dict, or a path that the engine can read.
+            version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
-                engine that can. Either way no row is made of two weights.
+                engine that can. Either way no answer mixes two sets of weights.
         """
         self.engine.require("update_weights", "its weights cannot be changed")
         if version is None:
-            # Whatever the caller named the last one, the next one has another name.
+            # The caller may have chosen the last label; the next one must differ from it.
             version = (
                 str(int(self.weight_version) + 1) if self.weight_version.isdecimal() else f"{self.weight_version}+1"
             )
@@ -358,11 +359,15 @@ class Backend:
         return loaded
 
     def health(self) -> bool:
-        """Whether the engine can serve. An engine that does not say is healthy while it is open."""
+        """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
         return self.engine.health()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; they return what they have with the finish reason `abort`."""
+        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
+
+        Raises:
+            CapabilityError: the engine cannot abort.
+        """
         self.engine.abort(request_ids)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from corelm.spec.records import ContainerRequest, TokenizeRequest, TokenizeResul
 
 
 class DefaultHooks:
-    """Registered with every backend, as the last to be tried."""
+    """Core's hooks. Every engine has them, and they run only if the plugin implements none."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._encode = Encoder(tokenizer)

@@ -106,7 +106,7 @@ class OpenEngine:
         return not self.hooks.implements("health") or bool(self.hooks.call("health", HealthRequest()))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. They return what they have, with the finish reason `abort`.
+        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
 
         Raises:
             CapabilityError: the engine cannot abort.

@@ -35,7 +35,7 @@ from corelm.tensors.modes import no_inference_mode
 
 #: Hooks that may be repeated: repeating them changes nothing but the time taken.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
-#: Hooks about a call that is under way. They do not wait for that call.
+#: Hooks that do not wait for the calls under way: `abort` ends one of them, and `health` must answer at any time.
 OUT_OF_TURN = frozenset({"abort", "health"})
 
 
@@ -96,11 +96,14 @@ class EngineHooks:
         }
 
     def implements(self, hook: str) -> bool:
+        """Return whether the engine, core or a wrapper implements the hook."""
         return bool(getattr(self._hooks, hook).get_hookimpls())
 
     def require_open(self) -> None:
-        """Raises:
-        BackendClosedError: the engine is closed.
+        """Refuse a call to a closed engine.
+
+        Raises:
+            BackendClosedError: the engine is closed.
         """
         if self.closed:
             raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
@@ -130,7 +133,8 @@ class EngineHooks:
     def close(self) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
-        An engine that takes one call at a time finishes that call first. Other engines end what is under way.
+        An engine that takes one call at a time finishes that call first. An engine with `concurrent_calls` ends the
+        calls under way.
         """
         with nullcontext() if self._concurrent else self._lock.exclusive():
             with self._closing:
@@ -219,7 +223,7 @@ def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetryin
         return retry.copy(reraise=True)
     if not isinstance(retry, int) or retry < 1:
         raise InvalidRequestError(
-            f"retry: expected a count from 1 or a tenacity.Retrying, got {retry!r}", field="retry"
+            f"retry: expected an integer of at least 1 or a tenacity.Retrying, got {retry!r}", field="retry"
         )
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(retry),

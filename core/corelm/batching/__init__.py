@@ -1,9 +1,9 @@
-"""Callers on many threads and in many tasks share an engine's calls.
+"""Let callers on many threads and in many tasks share an engine's calls.
 
-- `scheduling.py`: which requests go next, as rules without threads.
+- `scheduling.py`: the rules that say which requests go next, without threads.
 - `merging.py`: how requests become one call, and how its result is taken apart.
 - `dispatcher.py`: the threads that take requests to the engine.
-- `timers.py`: when a request's time is over.
+- `timers.py`: a thread that fails requests when they time out.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 

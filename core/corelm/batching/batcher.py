@@ -67,14 +67,15 @@ class DynamicBatcher(Backend):
     """A backend in front of an opened `Backend`, whose callers share the engine's calls.
 
     Requests with equal execution parameters (all but prompts and seeds) share a call, first in, first out, within the
-    `Limits`. A request's own mistakes are found before it is queued, and a request that fails in the engine fails
-    alone. Sharing changes no answer in float32: the seeds are those that the request would have had by itself. In lower
-    precision the other rows of a batch can change the last bits of a sum.
+    `Limits`. An invalid request is refused before it is queued, and a request that fails in the engine fails alone.
+    Sharing changes no answer in float32: every answer keeps the seed that it has without sharing. In lower precision
+    the other rows of a batch can change the last bits of a sum.
 
     One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
-    itself: there every request is a call of its own, and the limits bound what is in flight.
+    itself: it gets one call per request, and the limits bound the rows and tokens in flight.
 
-    Scoring with gradients or logits goes alone, in its turn, on its caller's own thread, where autograd's settings are.
+    Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
+    settings belong to a thread.
     `update_weights` waits for the requests before it, and later requests wait for it; with ``drain=False`` it does not
     wait in the queue.
 
@@ -83,13 +84,13 @@ class DynamicBatcher(Backend):
 
     Args:
         backend: an opened backend that is not batched.
-        limits: how requests are put together; None for the defaults.
+        limits: how requests are combined; None for the defaults.
         clock: returns seconds and never goes back.
 
     Attributes:
         backend: the backend behind this one.
-        limits: how requests are put together.
-        dispatcher: the queue and the threads, to be looked at and not to be called.
+        limits: how requests are combined.
+        dispatcher: the queue and the threads. Read its attributes, but do not call it.
 
     Raises:
         InvalidRequestError: an illegal argument; `field` names it.
@@ -119,7 +120,7 @@ class DynamicBatcher(Backend):
     def run(self, call: PreparedCall[R]) -> R:
         """Make a prepared call in its turn, together with others where they may share, and return its result."""
         if call.nothing is not None or self.dispatcher.mine:
-            # A callback or a wrapper asks, on a thread that would wait for itself.
+            # A callback or a wrapper makes this call, and its thread would wait for itself.
             return call.run()
         if call.on_caller_thread:
             turn = self._ticket(call, prepared=None)
@@ -129,7 +130,7 @@ class DynamicBatcher(Backend):
         try:
             return future.result()
         finally:
-            # An interrupted wait leaves a request that has no caller any more.
+            # After an interrupted wait no caller needs the result any more.
             future.cancel()
             del future
 
@@ -160,7 +161,7 @@ class DynamicBatcher(Backend):
             prepared=prepared, owner=self, rows=call.rows, tokens=call.tokens, key=key, timeout=call.request.timeout
         )
 
-    # Its life --------------------------------------------------------------------------------------------------------
+    # Weights, aborting, closing --------------------------------------------------------------------------------------
 
     def update_weights(
         self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None = None, drain: bool = True
@@ -173,9 +174,9 @@ class DynamicBatcher(Backend):
             return super().update_weights(weights, version, drain)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. Answers return what they have, with the finish reason `abort`.
+        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
 
-        A request that still waits is ended if all of its rows are named; a request to score fails.
+        A request that is still queued ends only if all of its rows are named. A queued scoring request then fails.
 
         Raises:
             CapabilityError: the engine cannot abort.

@@ -31,7 +31,7 @@ class QueuedCall(Ticket):
     Attributes:
         prepared: the call to make; None for a turn, in which the engine is the caller's until `released` is set.
         owner: an object that must not be garbage-collected before the request is answered.
-        timeout: seconds after its submission at which the request fails, whether it waits or is in the engine.
+        timeout: seconds after which the request fails, whether it is queued or in the engine; None for never.
         future: gets the result, or becomes ready when the turn has come.
         released: set by the caller at the end of a turn.
         end: the time at which the request fails; None for never.
@@ -55,8 +55,16 @@ class Dispatcher:
     Args:
         engine: the engine to call.
         queue: decides which requests go next.
-        workers: most threads that call the engine; they are started when needed.
+        workers: the largest number of threads that call the engine; they are started when needed.
         clock: returns seconds and never goes back.
+
+    Attributes:
+        batches: calls to the engine so far.
+        settled: requests answered, failed or cancelled so far.
+        in_flight: requests in the engine.
+        pending: the requests that have no result yet, by their future.
+        closed: whether the dispatcher refuses new requests.
+        lock: protects all of these; hold it to read several of them together.
     """
 
     def __init__(
@@ -65,13 +73,13 @@ class Dispatcher:
         self.engine, self.queue = engine, queue
         self.batches = self.settled = 0
         self.in_flight: set[QueuedCall] = set()
-        # The last thread has to clean up by itself.
+        self.pending: dict[Future[Any], QueuedCall] = {}
+        # Whether the last worker has to stop the timers, because no caller will.
         self.closed = self._unattended = False
         self.lock = threading.RLock()
         self.clock, self._workers = clock, workers
         self._work = threading.Condition(self.lock)
         self._room = threading.Condition(self.lock)
-        self._calls: dict[Future[Any], QueuedCall] = {}
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
         # Callers' threads that have a turn, and so must not wait for another one.
@@ -92,16 +100,17 @@ class Dispatcher:
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
         if os.getpid() != self._process:
-            raise BackendClosedError("this batcher belongs to another process; open the backend where it is needed")
+            raise BackendClosedError("this batcher belongs to another process; open the backend here with get_backend")
         with self.lock:
             if self.closed:
-                raise BackendClosedError("this batcher is closed")
+                raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
             limits, now = self.queue.limits, self.clock()
             if self.queue.full and limits.on_full == "raise":
-                raise QueueFullError(f"{limits.max_queue} requests are waiting, which is max_queue", usable=True)
+                full = f"the queue is full, as max_queue={limits.max_queue} requests wait; send this one again later"
+                raise QueueFullError(full, usable=True)
             self._staff()
             self.queue.add(call, now)
-            self._calls[call.future] = call
+            self.pending[call.future] = call
             if call.timeout is not None:
                 call.end = now + call.timeout
                 call.timer = self._timers.call_at(call.end, partial(self._expire, call.future))
@@ -188,17 +197,14 @@ class Dispatcher:
             dropped = [] if flush else self.queue.clear()
             self.queue.rush()
             running = [] if flush else list(self.in_flight)
-            pending, threads = list(self._calls), set(self._threads)
+            pending, threads = list(self.pending), set(self._threads)
             self._notify_all()
+        advice = "open the backend again with get_backend" if final else "send it again"
         for call in dropped:
-            settle(
-                call.future,
-                error=BackendClosedError(
-                    "the batcher was stopped before this request reached the engine; send it again"
-                ),
-            )
+            why = f"the batcher was stopped before this request reached the engine; {advice}"
+            settle(call.future, error=BackendClosedError(why))
         if self.mine:
-            # A request's callback asks. The threads end once the queue is empty.
+            # A request's callback calls this. The threads end once the queue is empty.
             self._unattended = final
             return
         for call in running:
@@ -208,7 +214,7 @@ class Dispatcher:
         with self.lock:
             for call in list(self.queue):
                 if call.future.done():
-                    # Its caller has cancelled it at this moment.
+                    # Its caller has just cancelled it.
                     self.queue.remove(call)
             self._generation += 1
             threads |= self._threads
@@ -278,7 +284,7 @@ class Dispatcher:
                 self._idle += 1
                 try:
                     if not self._work.wait(self.queue.wait(now)):
-                        # This also holds where a test's clock stands still.
+                        # The time has passed even if a test's clock stands still.
                         self.queue.lose_patience()
                 finally:
                     self._idle -= 1
@@ -343,12 +349,12 @@ class Dispatcher:
         for call in calls:
             settle(call.future, error=own(self._failure(error)))
 
-    # What happens to a request from outside --------------------------------------------------------------------------
+    # Requests that are settled by others -----------------------------------------------------------------------------
 
     def _gone(self, future: Future[Any]) -> None:
         """Clean up after a future that a worker, its timer, or its caller (by cancelling it) has settled."""
         with self.lock:
-            call = self._calls.pop(future, None)
+            call = self.pending.pop(future, None)
             if call is None:
                 return
             self.settled += 1

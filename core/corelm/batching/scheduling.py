@@ -25,15 +25,15 @@ PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How requests are put together. A row is an answer, or a sequence to score; a request may have many rows.
+    """How requests are combined. A row is an answer, or a sequence to score; a request may have many rows.
 
     Attributes:
         min_batch_size: rows that the batcher waits for before it calls the engine.
-        max_batch_size: most rows in the engine at once. A request with more rows goes alone.
+        max_batch_size: the largest number of rows in the engine at once. A request with more rows goes alone.
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
             request with more tokens goes alone.
         batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
-        max_queue: most requests that may wait.
+        max_queue: the largest number of requests that may wait.
         on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 
     Raises:
@@ -60,6 +60,7 @@ class Limits:
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
     def fits(self, rows: int, tokens: int) -> bool:
+        """Return whether so many rows and tokens may be in the engine at once."""
         return rows <= self.max_batch_size and (self.max_batch_tokens is None or tokens <= self.max_batch_tokens)
 
 
@@ -259,7 +260,7 @@ class GroupingQueue(TicketQueue[T]):
         return [next(iter(group.values())) for group in self._groups.values()]
 
     def _group(self, ticket: T) -> Hashable:
-        # A ticket that shares with none gets a key that no other ticket has.
+        # A ticket without a key goes alone, so its group is its own number.
         return ticket.number if ticket.key is None else (ticket.key,)
 
     def add(self, ticket: T, now: float) -> None:
@@ -268,7 +269,7 @@ class GroupingQueue(TicketQueue[T]):
         if group == self._awaited and now < self._at_last:
             self._until = min(now + self._patience, self._at_last)
         elif next(iter(self._groups.get(group, ())), None) == ticket.number and now >= self._until:
-            # The first request of a group that has been away for longer.
+            # The first request of a group that has been absent for longer.
             self._await(group, now)
 
     def _enter(self, ticket: T) -> None:
@@ -287,4 +288,5 @@ class GroupingQueue(TicketQueue[T]):
 
 
 def queue_for(limits: Limits, concurrent_calls: bool) -> TicketQueue[Any]:
+    """Return the queue for an engine with or without `concurrent_calls`."""
     return PassThroughQueue(limits) if concurrent_calls else GroupingQueue(limits)

@@ -310,7 +310,7 @@ def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
 
 
 def _entry(td: TensorDictBase, key: NestedKey) -> Any:
-    """What stands at the key, None if nothing does; a list where bare rows of different lengths are stacked lazily."""
+    """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
     if key not in td.keys(include_nested=True):
         return None
     try:
@@ -320,7 +320,7 @@ def _entry(td: TensorDictBase, key: NestedKey) -> Any:
 
 
 def _two_dimensional(tensor: Tensor) -> Tensor:
-    """Reshape ``[*batch, width]`` to ``[rows, width]``, also without rows."""
+    """Reshape ``[*batch, width]`` to ``[rows, width]``, even if there are no rows."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 

@@ -27,7 +27,7 @@ class PolicyOptions:
 
     Attributes:
         input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to
-            generate and its ``full`` to score; a bare History, list of strings or token tensor at the top key will do.
+            generate and its ``full`` to score; a bare History, list of strings or token tensor at the top key is fine.
         generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
@@ -40,12 +40,13 @@ class PolicyOptions:
             written elsewhere.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
             scores at the temperature of `sampling_params`.
-        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the output
-            says of which rows: bool `retokenized`.
+        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the bool
+            output `retokenized` marks the rows in which that happened.
         inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and impossible
             with it. False returns a new TensorDict with the outputs alone; it is the default with `num_samples`.
             "empty" returns an empty copy of the one passed, filled with the outputs.
-        on_error: "raise" refuses a call with a bad row; "skip" serves the others and says what was wrong in `errors`.
+        on_error: "raise" refuses a call with a bad row; "skip" serves the other rows and says in `errors`
+            what was wrong.
         truncation: what happens to a prompt that does not fit: "error", or "left" to drop its first tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
         keys: where the containers are read and written.
@@ -89,10 +90,14 @@ class PolicyOptions:
         validate.one_of("truncation", self.truncation, ("error", "left"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
         if self.return_history and self.input_mode != "history":
-            raise validate.invalid("return_history", f"{self.input_mode} mode reads no history that could be returned")
+            raise validate.invalid(
+                "return_history", f"{self.input_mode} mode reads no history; leave return_history out"
+            )
         if not self.generate and not self.return_log_probs:
-            raise validate.invalid("return_log_probs", "scoring without log-probs returns nothing")
-        # Copies: what the caller does later with the dicts that were passed changes no policy.
+            raise validate.invalid(
+                "return_log_probs", "scoring returns nothing but log-probs; leave out return_log_probs=False"
+            )
+        # Copies, so that the caller's later changes to these dicts do not reach the policy.
         known = ("add_special_tokens", "parse_special")
         self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
         self._set("template_kwargs", dict(self.template_kwargs or {}))
@@ -100,17 +105,22 @@ class PolicyOptions:
         self._settle_samples(SamplingParams.make(self.sampling_params))
 
     def _settle_samples(self, sampling: SamplingParams) -> None:
-        """Give `num_samples` one home, whichever of the two places it was passed in."""
+        """Keep `num_samples` in one place. It may be passed as an option or inside `sampling_params`."""
         samples = self.num_samples
         if samples is not None:
             if sampling.num_samples not in (None, samples):
-                raise validate.invalid("num_samples", f"given twice, as {samples} and {sampling.num_samples}")
+                raise validate.invalid(
+                    "num_samples",
+                    f"given twice, as {samples} and in sampling_params as {sampling.num_samples}; leave one out",
+                )
             sampling = SamplingParams.make(sampling, num_samples=samples)
         samples = sampling.num_samples
         if samples is not None and not self.generate:
-            raise validate.invalid("num_samples", "scoring samples nothing")
+            raise validate.invalid("num_samples", "scoring samples nothing; leave it out, or pass generate=True")
         if samples is not None and self.inplace is True:
-            raise validate.invalid("inplace", "num_samples adds a batch dimension, which the input does not have")
+            raise validate.invalid(
+                "inplace", "num_samples adds a batch dimension that the input does not have; pass inplace=False"
+            )
         self._set("num_samples", samples)
         self._set("sampling_params", SamplingParams.make(sampling, num_samples=None))
 

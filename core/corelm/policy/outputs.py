@@ -36,7 +36,7 @@ def generated(
     on_error: OnError = "raise",
     **layout: Any,
 ) -> ContainerRequest:
-    """Return prompts and their answers. All of an answer is scored and the assistant's; nothing of a prompt is."""
+    """Return prompts and their answers. Every token of an answer is scored and the assistant's; no prompt is scored."""
     if sampling.num_samples is not None:
         rows = rows.repeat(sampling.num_samples)
     texts = chats = None

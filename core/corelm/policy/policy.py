@@ -32,12 +32,12 @@ Positions = Literal["attention", "assistant", "response"]
 class LLMPolicy(TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
 
-    ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` say the same.
+    ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` do the same.
 
     Args:
         backend: an opened `Backend`, or its name together with `model`.
-        options: what to read, ask and write; None for the defaults.
-        model: what to open a backend on that is given by its name.
+        options: what to read, ask of the engine and write; None for the defaults.
+        model: the model to open, if `backend` is a name.
         batching: True or `Limits` let callers on several threads or in several tasks share the engine's calls (see
             `DynamicBatcher`).
         changes: options of `PolicyOptions` by name, on top of `options`.
@@ -81,7 +81,7 @@ class LLMPolicy(TensorDictModuleBase):
             # Opened last, so that a wrong argument leaves no engine open.
             backend = get_backend(backend, model)
         elif model is not None:
-            raise validate.invalid("model", "goes with a backend's name, not with a backend that is already open")
+            raise validate.invalid("model", "this backend is already open; leave the model out, or pass a name")
         self.backend = _batched(backend, batching) if batching else backend
 
     # Calling it ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class LLMPolicy(TensorDictModuleBase):
         if not isinstance(td, TensorDictBase):
             raise validate.invalid("tensordict", f"expected a TensorDict, got {type(td).__name__}")
         if seed is not None and not options.generate:
-            raise validate.invalid("seed", "scoring samples nothing")
+            raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._read(td, "prompt" if options.generate else "full", want_assistant="masks" in self._fields)
         samples = options.num_samples
         self._must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples))
@@ -146,7 +146,8 @@ class LLMPolicy(TensorDictModuleBase):
             room = context - (sampling.max_new_tokens or 1)
             if room < 1:
                 raise validate.invalid(
-                    "max_new_tokens", f"{sampling.max_new_tokens} leave no room for a prompt in {context}"
+                    "max_new_tokens",
+                    f"{sampling.max_new_tokens} leave no room for a prompt in a context of {context}; lower it",
                 )
             rows = truncate_left(rows, room, self.backend)
         return rows, prepare_generation(
@@ -189,7 +190,7 @@ class LLMPolicy(TensorDictModuleBase):
         restricted = sampling.truncates_support or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
-                "given tokens can be scored at a temperature, not under truncation or penalties; score raw log-probs",
+                "scores cannot reflect truncation or penalties, only a temperature; pass log_probs_mode='raw'",
                 capability="score",
             )
         temperature = sampling.temperature if self.options.log_probs_mode == "processed" else 1.0
@@ -212,7 +213,8 @@ class LLMPolicy(TensorDictModuleBase):
             rest.batch_size = torch.Size(batch_size)
         except RuntimeError as error:
             raise validate.invalid(
-                "inplace", f"the results have batch {batch_size}, which does not fit the input: {error}"
+                "inplace",
+                f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
             ) from error
 
     def _deliver(self, td: TensorDictBase, request: ContainerRequest) -> TensorDictBase:
@@ -354,6 +356,6 @@ def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:
         return DynamicBatcher(backend, limits)
     if limits is not None and limits != backend.limits:
         raise validate.invalid(
-            "batching", "this backend already has a batcher, which other policies share; set its limits there"
+            "batching", "this backend already has a batcher with other limits; pass batching=True to share it as it is"
         )
     return backend

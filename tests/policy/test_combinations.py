@@ -1,4 +1,4 @@
-"""LLMPolicy on the toy backend: every cell filled the same way, and every number what the bigram table says."""
+"""LLMPolicy on the toy backend: the fields and numbers that every combination of options must give."""
 
 import itertools
 
@@ -19,7 +19,7 @@ GENERATED = {
 
 
 def fields_of(td):
-    """What is really there, by container; `padded` and `provenance` describe and are not keys of their own."""
+    """Return the fields that are set, by container, with `padded` and `provenance`, which are not keys."""
     names = [n for n in td.keys() if n in GENERATED]
     return {name: {f for f in GENERATED[name] if getattr(td[name], f) is not None} for name in names}
 
@@ -33,7 +33,7 @@ def expected_fields(mode, generate, log_probs, count):
             fields["masks"].add("all_assistant_mask")
             fields["history"] = {"full"}
     if count == 0:
-        # No rows have no provenance.
+        # A batch without rows has no provenance.
         fields.get("log_probs", set()).discard("provenance")
     if mode != "history":
         fields.pop("history", None)
@@ -42,12 +42,14 @@ def expected_fields(mode, generate, log_probs, count):
     return fields
 
 
-CELLS = list(itertools.product(["history", "text", "tokens"], [False, True], [None, 1, 2], [(), (0,), (3,), (2, 2)]))
+COMBINATIONS = list(
+    itertools.product(["history", "text", "tokens"], [False, True], [None, 1, 2], [(), (0,), (3,), (2, 2)])
+)
 
 
-@pytest.mark.parametrize(("mode", "pad", "samples", "shape"), CELLS)
+@pytest.mark.parametrize(("mode", "pad", "samples", "shape"), COMBINATIONS)
 @pytest.mark.parametrize("log_probs", [True, False])
-def test_generating_fills_every_cell_the_same_way(backend, mode, pad, samples, shape, log_probs):
+def test_generating_gives_the_expected_fields_and_numbers(backend, mode, pad, samples, shape, log_probs):
     td, ids = prompts(mode, shape)
     policy = LLMPolicy(
         backend,
@@ -93,8 +95,8 @@ def test_generating_fills_every_cell_the_same_way(backend, mode, pad, samples, s
             start = len(ids_) - len(logp)
             assert full == [0.0] * start + logp
             torch.testing.assert_close(torch.tensor(logp).double(), oracle(ids_)[start - 1 :], atol=1e-5, rtol=0)
-        made = out["log_probs"].provenance
-        assert count == 0 or made.distribution == ("raw", 1.0, "full", ())
+        provenance = out["log_probs"].provenance
+        assert count == 0 or provenance.distribution == ("raw", 1.0, "full", ())
     if pad and count:
         width = out["tokens"].prompt.shape[-1] + out["tokens"].response.shape[-1]
         for name in ("tokens", "masks", "log_probs") if log_probs else ("tokens", "masks"):
@@ -103,8 +105,8 @@ def test_generating_fills_every_cell_the_same_way(backend, mode, pad, samples, s
                     assert getattr(out[name], field).shape == (*shape, width), (name, field)
 
 
-@pytest.mark.parametrize(("mode", "pad", "shape"), [(m, p, s) for m, p, n, s in CELLS if n is None])
-def test_scoring_fills_every_cell_the_same_way(backend, mode, pad, shape):
+@pytest.mark.parametrize(("mode", "pad", "shape"), [(m, p, s) for m, p, n, s in COMBINATIONS if n is None])
+def test_scoring_gives_the_expected_fields_and_numbers(backend, mode, pad, shape):
     td, ids = prompts(mode, shape)
     if mode == "history":
         ids = [
