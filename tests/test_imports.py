@@ -75,6 +75,7 @@ THIRD_PARTY = {
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
+    "corelm.tensors: _pytree": "torch has no public module for registering classes with its tree functions",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _forward_pre_hooks": "as _forward_hooks",
     "transformers_backend: _backward_hooks": "as _forward_hooks",
