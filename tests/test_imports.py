@@ -77,7 +77,6 @@ SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 THIRD_PARTY = {
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
-    "corelm.tensors: _pytree": "torch has no public module to register a class with its pytrees",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
