@@ -34,3 +34,13 @@ def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> 
 def answer_logprobs(model: nn.Module, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
     """Return float32[len(answer)]: the log-probability of every answer token given the tokens before it."""
     return logprobs(model, [*prompt, *answer], temperature)[len(prompt) :]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Assert that two tensors of log-probs differ by at most 1e-5."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def first_greedy_id(model: nn.Module, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the id that greedy decoding samples first after the first prompt."""
+    return int(next_logits(model, prompts[0])[-1].argmax())

@@ -1,0 +1,111 @@
+"""When an answer of the transformers backend ends: at the limit, at a stop id, or at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import Backend
+from corelm.backend.seeds import answer_seeds
+from corelm.errors import InvalidRequestError
+from corelm.spec.sampling import SamplingParams
+from helpers import oracle
+from helpers.oracle import close, first_greedy_id
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
+from transformers_backend.ending import AnswerEnding
+
+Open = Callable[..., Backend]
+PAD, EOS = 0, 2
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
+def test_without_a_limit_every_row_fills_the_context(open_model: Open, family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=32)
+    prompts = random_rows(30, 1, 31, 12)
+    out = open_model(model).generate(prompts, {"max_new_tokens": None, "ignore_eos": True, "seed": 0})
+    assert out.ids.lengths.tolist() == [2, 31, 1, 20] and set(out.finish_reasons) == {"length"}
+    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        close(found, oracle.answer_logprobs(model, prompt, answer))
+
+
+def test_a_model_without_a_context_needs_a_limit(open_model: Open) -> None:
+    backend = open_model(tiny_model("bloom"))
+    assert backend.capabilities.max_context is None
+    with pytest.raises(InvalidRequestError, match="max_new_tokens"):
+        backend.generate([[5]], {"max_new_tokens": None})
+
+
+def test_no_stop_id_before_min_new_tokens(open_model: Open) -> None:
+    model, prompts = tiny_model(), random_rows(7, 20)
+    stop = first_greedy_id(model, prompts)
+    sampling = {"max_new_tokens": 8, "temperature": 0, "stop_token_ids": [stop], "min_new_tokens": 3}
+    out = open_model(model).generate(prompts, sampling, logprobs="processed")
+    for answer in out.ids.tolist():
+        assert not {stop, EOS} & set(answer[:3]) and len(answer) > 3
+    assert out.support == "truncated"
+
+
+def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(open_model: Open) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    prompts, seeds = random_rows(6, 25, 3), answer_seeds(2, range(3))
+    backend = open_model(model)
+    free = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True}, seeds=seeds)
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in free.ids.tolist()]
+    # Six characters that straddle tokens, from the middle of one row's answer.
+    stop = texts[1][20:26]
+    out = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True, "stop": ["@@@@", stop]}, seeds=seeds)
+    for text, whole, cut, reason in zip(texts, free.ids.tolist(), out.ids.tolist(), out.finish_reasons, strict=True):
+        assert whole[: len(cut)] == cut
+        if stop in text:
+            assert reason == "stop" and stop in tokenizer.decode(cut, skip_special_tokens=True)
+            assert stop not in tokenizer.decode(cut[:-1], skip_special_tokens=True)
+        else:
+            assert reason == "length" and cut == whole
+    assert "stop" in out.finish_reasons
+    close(out.logprobs.split()[1], free.logprobs.split()[1][: len(out.ids.tolist()[1])])
+
+
+def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
+    """Return how many of `ids` are sampled up to the stop; None if nothing stops them."""
+    ending = AnswerEnding(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
+    for step, token in enumerate(ids, 1):
+        if ending(torch.tensor([token])).get(0):
+            return step
+    return None
+
+
+def encode(text: str) -> list[int]:
+    return tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_stop_string_of_half_characters() -> None:
+    ids = encode("zwölf €")
+    assert len(encode("ö")) == 2 and len(encode("€")) == 3
+    assert steps_until_stop(ids, stop="ö") == len(encode("zwö"))
+    assert steps_until_stop(ids, stop="wölf €") == len(ids)
+    assert steps_until_stop(encode("😀" * 9 + "🙃"), stop="🙃") == len(encode("😀" * 9 + "🙃"))
+    assert steps_until_stop(ids, stop="x") is None
+
+
+def test_a_stop_string_is_found_across_hidden_tokens_and_in_shown_ones() -> None:
+    ids = [*encode("moo"), *[1] * 20, *encode("n"), *encode(" over")]
+    before = len(encode("moo"))
+    assert steps_until_stop(ids, stop="moon") == before + 21
+    assert steps_until_stop(ids, stop="<|im_start|>", skip_special_tokens=False) == before + 1
+    assert steps_until_stop(ids, stop="moon", skip_special_tokens=False) is None
+
+
+def test_a_stop_string_in_the_first_min_new_tokens_does_not_count() -> None:
+    ids = encode("abcabc")
+    first, both = steps_until_stop(ids, stop="abc"), len(ids)
+    assert first is not None and first < both
+    assert steps_until_stop(ids, stop="abc", min_new_tokens=first) == first
+    assert steps_until_stop(ids, stop="abc", min_new_tokens=first + 1) == both
