@@ -63,7 +63,7 @@ def test_flags_choices_and_keys():
     given = {"a": 1}
     assert validate.subset("size", given, ("a", "b")) == given and validate.subset("size", given, ("a",)) is not given
     assert validate.subset("size", None, ("a",)) == {}
-    message = "size: unknown: 'widht'; it takes width, height; did you mean 'width'?"
+    message = "size: unknown keys: 'widht'; known keys: width, height; did you mean 'width'?"
     assert refused(validate.subset, {"widht": 1}, ("width", "height")) == message
 
 

@@ -72,7 +72,7 @@ def subset(field: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) 
     unknown = [key for key in given or {} if key not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known)
-        raise invalid(field, f"unknown: {', '.join(map(repr, unknown))}; it takes {', '.join(known)}{hint}")
+        raise invalid(field, f"unknown keys: {', '.join(map(repr, unknown))}; known keys: {', '.join(known)}{hint}")
     return dict(given or {})
 
 

@@ -114,7 +114,7 @@ class Backend:
         return self.engine.hooks.closed
 
     def __reduce__(self) -> Any:
-        raise TypeError("an open engine cannot be copied or pickled; open it where it is needed with get_backend")
+        raise TypeError("an open engine cannot be copied or pickled; call get_backend where you need it")
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self.closed else ''})"

@@ -208,7 +208,7 @@ class EngineHooks:
     def _left(self, end: float) -> float:
         left = end - time.monotonic()
         if left <= 0:
-            raise BackendTimeoutError(f"backend {self._name!r}: the timeout passed before the engine could be asked")
+            raise BackendTimeoutError(f"backend {self._name!r}: the timeout passed before the engine was called")
         return left
 
     def _misfit(self, what: str) -> BackendIncompatibleError:

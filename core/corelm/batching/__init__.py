@@ -1,7 +1,7 @@
 """Let callers on many threads and in many tasks share an engine's calls.
 
 - `scheduling.py`: the rules that say which requests go next, without threads.
-- `merging.py`: how requests become one call, and how its result is taken apart.
+- `merging.py`: how requests are merged into one call, and how its result is split.
 - `dispatcher.py`: the threads that take requests to the engine.
 - `timers.py`: a thread that fails requests when they time out.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.

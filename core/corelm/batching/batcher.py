@@ -33,7 +33,7 @@ PATIENCE_AT_EXIT = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingState:
-    """What a batcher is doing at one moment.
+    """The state of a batcher at one moment.
 
     Attributes:
         queued: requests that wait.

@@ -100,13 +100,13 @@ class Dispatcher:
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
         if os.getpid() != self._process:
-            raise BackendClosedError("this batcher belongs to another process; open the backend here with get_backend")
+            raise BackendClosedError("this batcher belongs to another process; call get_backend in this one")
         with self.lock:
             if self.closed:
                 raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
             limits, now = self.queue.limits, self.clock()
             if self.queue.full and limits.on_full == "raise":
-                full = f"the queue is full, as max_queue={limits.max_queue} requests wait; send this one again later"
+                full = f"the queue is full: max_queue={limits.max_queue} requests are waiting; retry later"
                 raise QueueFullError(full, usable=True)
             self._staff()
             self.queue.add(call, now)
@@ -171,9 +171,7 @@ class Dispatcher:
             latest = max(latest, call.end)
         left = latest - self.clock()
         if left <= 0:
-            raise BackendTimeoutError(
-                f"backend {self.engine.name!r}: the timeout passed before the engine could be asked"
-            )
+            raise BackendTimeoutError(f"backend {self.engine.name!r}: the timeout passed before the engine was called")
         return left
 
     def threads(self) -> list[threading.Thread]:

@@ -96,7 +96,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     names = tuple(name for request in requests for name in request.request_ids)
     if len({*names}) != len(names):
         # `bisect` then sends the requests one after another.
-        raise EngineError("two requests give their rows the same request_ids", usable=True)
+        raise EngineError("two requests use the same name in request_ids", usable=True)
     if isinstance(first, GenerateRequest):
         seeds = None if first.seeds is None else torch.cat([request.seeds for request in requests])
         return replace(

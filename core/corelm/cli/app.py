@@ -71,7 +71,9 @@ def backends(
 def generate(
     backend: Annotated[str, typer.Option(help="Name of the backend, as listed by `corelm backends`.")],
     input: Annotated[Path, typer.Option(help="JSONL file or pipe with the prompts, in the format described above.")],
-    output: Annotated[Path, typer.Option(help="JSONL file to append answers to. Prompts answered in it are skipped.")],
+    output: Annotated[
+        Path, typer.Option(help="JSONL file to append answers to. Prompts it already answers are skipped.")
+    ],
     model: Annotated[str | None, typer.Option(help="Path of the model, or a name that the engine knows.")] = None,
     base_url: Annotated[str | None, typer.Option(help="URL of a running server to use instead of a model.")] = None,
     option: Annotated[
@@ -83,12 +85,13 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer. Default: 256.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total mass.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the top probability.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Can be repeated.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Make answers reproducible: each depends only on the seed and its line number.")
+        int | None,
+        typer.Option(help="Make answers reproducible: each depends only on the seed and its prompt's line number."),
     ] = None,
     num_samples: Annotated[int | None, typer.Option(help="Answers per prompt, each on its own line.")] = None,
     retry: Annotated[int | None, typer.Option(min=1, help="Attempts per engine call, including the first.")] = None,

@@ -37,7 +37,7 @@ class _Field:
 
     def __get__(self, container: Any, owner: type | None = None) -> Any:
         if container is None:
-            raise AttributeError(f"{self._name!r} is a field of the instances of {owner}")
+            raise AttributeError(f"{self._name!r} is a field of instances of {owner}, not of the class")
         return self._reader(container, self._name)
 
 

@@ -73,7 +73,9 @@ class AdaptiveKLController(FixedKLController):
         """
         measured = number("kl", kl)
         if not 0 < n_steps * self.MAX_ERROR < self.horizon:
-            raise invalid("n_steps", f"expected above 0 and below {self.horizon / self.MAX_ERROR:g}, got {n_steps}")
+            raise invalid(
+                "n_steps", f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {n_steps}"
+            )
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
         self._value *= 1 + error * n_steps / self.horizon
         return self._value

@@ -115,7 +115,7 @@ def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, Tenso
     container, here = find_entry(td, path)
     if not isinstance(container, LogProbs):
         raise InvalidRequestError(
-            f"{path!r}: expected a LogProbs, got {type(container).__name__}; wrap log-probs of your own in "
+            f"{path!r}: expected a LogProbs, got {type(container).__name__}; wrap your own log-probs in "
             "LogProbs(full=tensor, batch_size=[...])",
             field=str(key),
         )
@@ -247,8 +247,8 @@ def _check_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: TokenLayout) 
     marks = layout.ragged((ref & ~gen.to(ref.device)).cpu())
     first = marks.row_index[marks.values & (marks.positions == 0)]
     what = (
-        f"{key} is scored at the first token, so its columns are shifted against those of the masks; score the tokens "
-        "of this batch, id for id"
+        f"{key} is scored at the first token, so its columns are shifted relative to those of the masks; score the "
+        "tokens of this batch, id for id"
     )
     refuse(dict.fromkeys(first.tolist(), what), str(key))
 

@@ -1,1 +1,1 @@
-"""What decides which engine `get_backend` opens, and where it lives."""
+"""The code that decides which engine `get_backend` opens, and where that engine runs."""

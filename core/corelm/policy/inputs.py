@@ -47,7 +47,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRows:
-    """What was read, one row per prompt or sequence, in C order of `batch_size`.
+    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
 
     Attributes:
         batch_size: the shape of the batch.

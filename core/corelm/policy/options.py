@@ -23,7 +23,7 @@ Inplace = bool | Literal["empty"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What a policy reads, asks of the engine and writes.
+    """The options of a policy: what it reads, asks of the engine and writes.
 
     Attributes:
         input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to

@@ -1,4 +1,4 @@
-"""`LLMPolicy`: the TensorDictModule that people call. Conversations, texts or tokens go in; containers come out."""
+"""`LLMPolicy`: the TensorDictModule that users call. Conversations, texts or tokens go in; containers come out."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class LLMPolicy(TensorDictModuleBase):
             if room < 1:
                 raise validate.invalid(
                     "max_new_tokens",
-                    f"{sampling.max_new_tokens} leave no room for a prompt in a context of {context}; lower it",
+                    f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
                 )
             rows = truncate_left(rows, room, self.backend)
         return rows, prepare_generation(

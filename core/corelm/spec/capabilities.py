@@ -1,4 +1,4 @@
-"""What a backend can do. The plugin declares it when its engine is open; core refuses every other request."""
+"""`Capabilities`: what a backend can do. A plugin declares it when its engine opens; core refuses any other request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GenerationMode = Literal["raw", "processed", "scaled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. Every field defaults to "no"; a plugin sets what its engine supports.
+    """The capabilities of an engine. Every field defaults to "no"; a plugin sets what its engine supports.
 
     Attributes:
         vocab_size: legal ids are in ``[0, vocab_size)``.

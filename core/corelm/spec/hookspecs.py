@@ -17,7 +17,7 @@ A backend is a class with three attributes and the hooks below, found through th
 
 A tokenizer is a callable ``tokenizer(texts, add_special_tokens=…)`` that returns a mapping with ``input_ids``, and has
 a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `pad_token_id` and `all_special_tokens` if
-it has them. Chats need its ``apply_chat_template``. Core passes ``split_special_tokens=True`` for a text in which a
+it has them, and ``apply_chat_template`` for chats. Core passes ``split_special_tokens=True`` for a text in which a
 user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs character offsets.
 
 Core checks every request before it calls a hook (`corelm/backend/check_requests.py`) and every result before it returns
@@ -83,7 +83,10 @@ class BackendSpec:
 
     @hookspec(firstresult=True)
     def update_weights(self, request: WeightUpdate) -> bool:
-        """Load new weights and drop everything computed with the old ones. True: every later result uses them."""
+        """Load new weights and drop everything computed with the old ones.
+
+        Return True if every later result uses the new weights.
+        """
 
     @hookspec(firstresult=True)
     def health(self, request: HealthRequest) -> bool:
@@ -91,7 +94,7 @@ class BackendSpec:
 
     @hookspec(firstresult=True)
     def abort(self, request: AbortRequest) -> bool:
-        """End the named requests and no others. True even if they have already ended."""
+        """End the named requests and no others. Return True even if they have already ended."""
 
     @hookspec(firstresult=True)
     def close(self, request: CloseRequest) -> bool:

@@ -109,7 +109,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     except TypeError:
         raise _type_error("token_ids", "a sequence of ids or None", value) from None
     if ids and min(ids) < 0:
-        raise invalid("token_ids", f"expected ids from 0, got {min(ids)}")
+        raise invalid("token_ids", f"expected ids of at least 0, got {min(ids)}")
     return ids
 
 

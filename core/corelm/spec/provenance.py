@@ -48,7 +48,7 @@ class Provenance:
 
     @staticmethod
     def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:
-        """Return the label of sampled tokens' log-probs that are what a request asks for.
+        """Return the label of sampled tokens' log-probs, as a request asks for them.
 
         This is the one place where a label is made. A plugin puts it into its results, and core compares the results
         it gets with it.
@@ -80,8 +80,9 @@ class Provenance:
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:
-        """What must agree. At temperature 1 with full support and no penalties, raw and processed are the same
-        numbers.
+        """The attributes that must agree.
+
+        At temperature 1 with full support and no penalties, raw and processed are the same numbers.
         """
         untouched = self.temperature == 1.0 and self.support == "full" and not self.penalties
         return ("raw" if untouched else self.mode, self.temperature, self.support, self.penalties)

@@ -37,7 +37,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample an answer. Every default but `max_new_tokens` leaves the model's own distribution alone.
+    """How to sample an answer. Every default except `max_new_tokens` leaves the model's own distribution alone.
 
     Attributes:
         max_new_tokens: answer length limit in tokens; None fills the model's context.

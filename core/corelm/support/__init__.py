@@ -1,8 +1,8 @@
-"""What several plugins need, written once. All of it is public.
+"""Code that several plugins need, written once. All of it is public.
 
 - `StopStrings`, `text_before_stop`: which token completes a stop string, and the text before it.
 - `Deadline`: how much time a call has left.
-- `generate_result`, `score_result`, `RowFailure`: the result of a call from what became of its rows.
+- `generate_result`, `score_result`, `RowFailure`: the result of a call, built from the outcome of each row.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `did_you_mean`: a hint for an error message about an unknown name.

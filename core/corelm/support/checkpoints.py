@@ -1,4 +1,4 @@
-"""Do new weights fit the model that is open? Compared by name and shape, before the engine sees any of them.
+"""Compare new weights with the open model by name and shape, before the engine sees any of them.
 
 Many engines load what they are given name by name and in place: a tensor that does not fit stops them half way, and the
 model is then part old and part new. So a plugin compares first.
@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @contextmanager
 def weights_folder(request: WeightUpdate, checkpoint: Path | None) -> Iterator[Path]:
-    """Give the folder with the safetensors of `request`, once they have been found to fit.
+    """Yield the folder with the safetensors of `request`, once they have been found to fit.
 
     A state dict is written to a temporary folder, which is deleted at the end of the ``with`` block. The second name of
     a tied tensor is left out, as in a checkpoint.
@@ -105,7 +105,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise InvalidRequestError(
-            f"path: no safetensors checkpoint can be read in {folder} ({type(error).__name__}: {error}); "
+            f"path: found no readable safetensors checkpoint in {folder} ({type(error).__name__}: {error}); "
             "save the model with save_pretrained and give that folder",
             field="path",
         ) from error

@@ -10,7 +10,7 @@ class Deadline:
     """The end of one call, counted from the moment this is made.
 
     A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of its own
-    work, or passes `left` on to whatever it waits for.
+    work, or passes `left` as the timeout of a call that it waits for.
 
     >>> now = iter([100.0, 101.5])
     >>> Deadline(2.0, clock=lambda: next(now)).left()

@@ -1,4 +1,4 @@
-"""Which ids a model ends an answer with, from the files that say so."""
+"""The ids with which a model ends an answer, read from the files that name them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def eos_token_ids(*sources: Any, vocab_size: int) -> frozenset[int]:
     """Return every EOS id that the sources name, for `Capabilities.eos_token_ids`.
 
-    The field has three places for it, and models fill in different ones: the generation config (often a list: the end
+    EOS ids can be in three places, and models use different ones: the generation config (often a list: the end
     of a text and the end of a turn), the model's configuration, and the tokenizer. Pass those that the engine itself
     honours.
 

@@ -1,4 +1,4 @@
-"""What becomes of a request that a server did not answer: the errors, and how they are read from its response.
+"""Errors for requests that a server did not answer, and how they are read from its response.
 
 Importing this module does not import httpx.
 """

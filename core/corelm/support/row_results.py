@@ -1,6 +1,6 @@
-"""From what became of each row to the result of the whole call.
+"""Build the result of a call from the outcome of each of its rows.
 
-Many engines answer row by row, and a row may fail alone. A plugin turns what came back for a row into a `RowAnswer`
+Many engines answer row by row, and a row may fail alone. A plugin turns the reply for a row into a `RowAnswer`
 (or, of a scored row, its log-probs) or a `RowFailure`. These functions then lay out the tensors and label them.
 """
 
@@ -71,7 +71,7 @@ def raise_if_none_was_served(entries: Sequence[Any]) -> None:
 
 
 def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
-    """Return the result of `request` from what became of each of its rows, in their order.
+    """Return the result of `request` from the outcome of each of its rows, in their order.
 
     A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted.
     """

@@ -29,7 +29,7 @@ class MaskedCategorical(Distribution):
         mask: bool[*batch, time].
 
     Raises:
-        InvalidRequestError: the mask has another shape than the positions of the logits, or holds floats.
+        InvalidRequestError: the mask does not have the shape of the positions of the logits, or holds floats.
     """
 
     arg_constraints: ClassVar = {"logits": constraints.independent(constraints.real, 1)}
