@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-import tenacity
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -53,19 +52,9 @@ class Backend:
         self.engine = engine
 
     @classmethod
-    def from_plugin(
-        cls,
-        plugin: Any,
-        name: str,
-        *,
-        model_name: str = "",
-        wrappers: Sequence[object] = (),
-        retry: int | tenacity.BaseRetrying | None = None,
-        timeout: float | None = None,
-    ) -> Backend:
-        """Return a backend for a plugin object that is already open, under any name. Arguments as for `OpenEngine`."""
-        engine = OpenEngine(plugin, name, model_name=model_name, wrappers=wrappers, retry=retry, timeout=timeout)
-        return cls(engine)
+    def from_plugin(cls, plugin: Any, name: str, **options: Any) -> Backend:
+        """Return a backend for a plugin object that is already open. Arguments and errors are those of `OpenEngine`."""
+        return cls(OpenEngine(plugin, name, **options))
 
     # What it is ------------------------------------------------------------------------------------------------------
 
