@@ -12,7 +12,7 @@ METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/t
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# The interpreter that was named, or a line that says what to type.
+# Check the chosen interpreter's version, and say what to type if it is too old.
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
@@ -20,53 +20,53 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 .PHONY: help demo test lint types unit test-tensordict test-vllm test-sglang bench bench-quick install drawings wheels
 .PHONY: pins format clean
 
-help: ## this list
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
 
-demo: install ## train a tiny model in seconds, chat with it, score the chat
+demo: install ## train a tiny model in seconds, chat with it and score the chat
 	$(BIN)/python examples/demo.py
 
-test: lint types unit ## everything a change must pass
+test: lint types unit ## run everything that a change must pass
 
-lint: install ## style, and which module may import which
+lint: install ## check the style, and which module imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: install ## mypy, strict
+types: install ## run mypy in strict mode
 	$(BIN)/mypy
 
-unit: install ## the tests, the README's and the docstrings' examples among them
+unit: install ## run the tests, including the examples in the README and in docstrings
 	$(BIN)/python -m pytest
 
-test-tensordict: .venv-tensordict/.installed ## what holds tensors, on the newest tensordict; TorchRL does not support it yet
+test-tensordict: .venv-tensordict/.installed ## test everything that holds tensors on the newest tensordict, which TorchRL does not support yet
 	.venv-tensordict/bin/python -m pytest \
 		tests/tensors tests/containers tests/kl tests/policy tests/backend tests/interop tests/test_docs.py
 
-test-vllm: .venv-vllm/.installed ## the vLLM plugin on a real vLLM: it runs on a CPU, and takes minutes
+test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU; takes minutes
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
 
-test-sglang: .venv-sglang/.installed ## the SGLang plugin on a real SGLang server: it runs on a CPU, and takes minutes
+test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU; takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
 
-bench: install ## what everything costs beside the engines themselves and TorchRL, into benchmarks/results/; most of an hour
+bench: install ## compare the cost with that of the bare engines and of TorchRL; takes most of an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
-bench-quick: install ## the same, smaller and fewer, in under three minutes
+bench-quick: install ## run fewer and smaller benchmarks, in under three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
 
-format: install ## rewrite the code in the house's format
+format: install ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 drawings: ## remake the pictures in docs/drawings from their .dot files; needs graphviz
 	for drawing in docs/drawings/*.dot; do dot -Tsvg $$drawing -o $${drawing%.dot}.svg || exit 1; done
 
-wheels: install ## build what is published, into wheels/
+wheels: install ## build the published packages into wheels/
 	rm -rf wheels
 	for package in $(PACKAGES); do $(BIN)/python -m build --no-isolation --outdir wheels $$package || exit 1; done
 
-pins: ## write down the versions that the environments hold
+pins: ## write the versions in the environments into constraints/
 	$(BIN)/python .ci/pins.py > constraints/cpu.new && mv constraints/cpu.new constraints/cpu.txt
 	for engine in vllm sglang; do \
 		.venv-$$engine/bin/python .ci/pins.py --all > constraints/$$engine.new && \
@@ -95,8 +95,8 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 		--editable ".[transformers,http,cli]" $(EDITABLE)
 	touch $@
 
-# An engine asks for a torch and for GPU libraries that a CPU has no use for, so its requirements are not looked at: the
-# constraints name everything. prepare.py mends what the engine's own wheels lack on a CPU.
+# The engines require GPU libraries that a CPU cannot use, so pip ignores their requirements (--no-deps), and the constraints
+# list everything. prepare.py adds what the engine's own wheels lack on a CPU.
 .venv-%/.installed: constraints/%-cpu.txt $(METADATA) $(wildcard tests/engines/*/cpu/prepare.py)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-$*
@@ -107,7 +107,7 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	if [ -f tests/engines/$*/cpu/prepare.py ]; then .venv-$*/bin/python tests/engines/$*/cpu/prepare.py; fi
 	touch $@
 
-clean: ## remove what was built, and the environments
+clean: ## remove build outputs and environments
 	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang wheels dist build demo-output grpo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
