@@ -273,7 +273,7 @@ def test_weights_that_do_not_fit_are_not_sent(backend: Backend, fake, tmp_path):
     messages = {
         "wide": r"mlp.*is \(64, 64\), expected \(96, 64\)",
         "short": "missing 'model.layers.1",
-        "broken": "can be read",
+        "broken": "no readable safetensors",
         "nowhere": "no folder",
     }
     for name, message in messages.items():
