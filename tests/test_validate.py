@@ -55,6 +55,40 @@ def test_a_count_has_a_lower_bound_unless_it_is_none():
     assert validate.count("size", -7, None) == -7
 
 
+def test_a_count_may_have_an_upper_bound():
+    assert validate.count("size", 9, 1, 9) == 9
+    assert refused(validate.count, 10, 1, 9) == "size: expected a whole number of at least 1 and at most 9, got 10"
+
+
+def test_a_value_whose_repr_fails_is_shown_by_its_type():
+    for check in (validate.number, validate.flag):
+        assert refused(check, 10**5000).endswith("got a value of type int")
+    assert refused(validate.count, 10**5000, 0, 9).endswith("got a value of type int")
+    assert refused(validate.one_of, torch.ones(2), ("a",)).startswith("size: expected one of 'a', got tensor(")
+
+
+def test_token_ids_are_ints_below_any_vocabulary():
+    for given in ([3, 4], (3, 4), torch.tensor([3, 4]), np.array([3, 4]), iter([3, 4]), [np.int64(3), torch.tensor(4)]):
+        found = validate.token_ids("size", given)
+        assert found == (3, 4) and set(map(type, found)) == {int}
+    assert validate.token_ids("size", [2**31 - 1]) == (2**31 - 1,) and validate.token_ids("size", []) == ()
+    for given in (5, "ab", ["a"], [1.0], [True], None, torch.tensor(3), [[1]]):
+        assert refused(validate.token_ids, given).startswith("size: expected a sequence of token ids, got ")
+
+
+def test_texts_that_no_tokenizer_can_encode():
+    assert all(validate.unencodable(text) is None for text in ("", "a", "\x00", "é", "\U0001f600", "\uffff", "\ue000"))
+    for text, at in (("\ud83d", 0), ("ab\udfff", 2), ("é\ud83d\ude00", 1)):
+        assert f"at character {at} is a lone surrogate" in str(validate.unencodable(text))
+
+
+def test_every_text_of_nested_values_is_found():
+    given = {"a": ["b", {"c": ("d", 5, None)}], "e": {}, 7: "f"}
+    assert sorted(validate.nested_texts("size", given)) == ["a", "b", "c", "d", "e", "f"]
+    given["e"] = given
+    assert "nested more than 100 levels deep, or hold themselves" in refused(validate.nested_texts, given)
+
+
 def test_flags_choices_and_keys():
     assert validate.flag("size", True) is True
     assert refused(validate.flag, 1) == "size: expected True or False, got 1"
@@ -63,6 +97,7 @@ def test_flags_choices_and_keys():
     given = {"a": 1}
     assert validate.subset("size", given, ("a", "b")) == given and validate.subset("size", given, ("a",)) is not given
     assert validate.subset("size", None, ("a",)) == {}
+    assert refused(validate.subset, ["a"], ("a",)) == "size: expected a mapping with keys of a; got ['a']"
     message = "size: unknown keys: 'widht'; known keys: width, height; did you mean 'width'?"
     assert refused(validate.subset, {"widht": 1}, ("width", "height")) == message
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,14 @@ from corelm.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Token ids are below this: no vocabulary is larger, and engines keep ids in 32 bits.
+ANY_VOCABULARY = 2**31
+#: How deep objects and lists may be nested. Deeper ones exhaust the stack of code that walks them later.
+DEEPEST = 100
+#: How many values nested objects and lists may hold. One that is in several places counts once for each.
+MOST_VALUES = 1_000_000
 
 
 def number(field: str, given: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> float:
@@ -29,11 +38,11 @@ def number(field: str, given: Any, low: float = -math.inf, high: float = math.in
     if hasattr(given, "__float__") and not isinstance(given, bool):
         try:
             value = float(given)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except Exception:  # whatever a strange object's own method raises
             value = math.nan
     # NaN fails every comparison, so it is refused here too.
     if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
-        raise invalid(field, f"expected {_range(low, high, above)}, got {reprlib.repr(given)}")
+        raise invalid(field, f"expected {_range(low, high, above)}, got {shown(given)}")
     return value
 
 
@@ -42,33 +51,107 @@ def positive(field: str, given: Any) -> float:
     return number(field, given, 0.0, above=True)
 
 
-def count(field: str, given: Any, low: int | None = 0) -> int:
-    """Return `given` as an int of at least `low`; None sets no bound. 3.0 is 3, True is refused."""
-    expected = "a whole number" if low is None else f"a whole number of at least {low}"
+def count(field: str, given: Any, low: int | None = 0, high: int | None = None) -> int:
+    """Return `given` as an int from `low` to `high`; None sets no bound. 3.0 is 3; True and texts are refused."""
+    expected = "a whole number" + ("" if low is None else f" of at least {low}")
+    expected += "" if high is None else f" and at most {high}"
     try:
         value = int(given)
-        if isinstance(given, bool) or value != given or (low is not None and value < low):
+        if isinstance(given, (bool, str, bytes)) or not bool(value == given):
             raise ValueError
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise invalid(field, f"expected {expected}, got {reprlib.repr(given)}") from None
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ValueError
+    except Exception:  # whatever a strange object's own method raises
+        raise invalid(field, f"expected {expected}, got {shown(given)}") from None
     return value
+
+
+def token_ids(field: str, given: Any) -> tuple[int, ...]:
+    """Return a sequence, tensor or array of token ids as ints from 0 to below `ANY_VOCABULARY`."""
+    try:
+        ids = tuple(given.tolist() if hasattr(given, "__array__") else given)
+        # Two passes in C for the usual case: a rollout's history has thousands of ids.
+        if not set(map(type, ids)) <= {int}:
+            if any(isinstance(one, (bool, str)) for one in ids):
+                raise TypeError
+            ids = tuple(map(operator.index, ids))
+    except Exception:  # whatever a strange object's own method raises
+        raise invalid(field, f"expected a sequence of token ids, got {type(given).__name__} {shown(given)}") from None
+    if ids and min(ids) < 0:
+        raise invalid(field, f"expected ids of at least 0, got {shown(min(ids))}")
+    if ids and max(ids) >= ANY_VOCABULARY:
+        raise invalid(field, f"{shown(max(ids))} is larger than any vocabulary")
+    return ids
 
 
 def flag(field: str, given: Any) -> bool:
     """Return `given` if it is True or False."""
     if not isinstance(given, bool):
-        raise invalid(field, f"expected True or False, got {reprlib.repr(given)}")
+        raise invalid(field, f"expected True or False, got {shown(given)}")
     return given
+
+
+def unencodable(text: str) -> str | None:
+    """Return what keeps a text from being encoded as UTF-8, as tokenizers do; None if nothing does.
+
+    >>> unencodable("a whole emoji: \\U0001f600") is None, "lone surrogate" in unencodable("a cut one: \\ud83d")
+    (True, True)
+    """
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"{text[error.start]!r} at character {error.start} is a lone surrogate, half of a character, which cannot "
+            "be encoded; remove it"
+        )
+    return None
+
+
+def nested_texts(field: str, given: Any) -> list[str]:
+    """Return every str in nested mappings, lists and tuples, keys included.
+
+    Raises:
+        InvalidRequestError: it is nested more than `DEEPEST` levels deep, as an object that holds itself is, or it
+            holds more than `MOST_VALUES` values.
+    """
+    found: list[str] = []
+    waiting: list[tuple[Any, int]] = [([given], -1)]
+    walked = 0
+    while waiting:
+        one, depth = waiting.pop()
+        if depth >= DEEPEST:
+            raise invalid(field, f"objects and lists are nested more than {DEEPEST} levels deep, or hold themselves")
+        # The check for Mapping alone takes ten times as long for a dict.
+        if isinstance(one, (dict, Mapping)):
+            found += [key for key in one if isinstance(key, str)]
+            one = one.values()
+        walked += len(one)
+        if walked > MOST_VALUES:
+            raise invalid(field, f"objects and lists hold more than {MOST_VALUES:,} values")
+        for part in one:
+            if isinstance(part, str):
+                found.append(part)
+            elif isinstance(part, (dict, Mapping, list, tuple)):
+                waiting.append((part, depth + 1))
+    return found
 
 
 def one_of(field: str, given: Any, legal: tuple[Any, ...]) -> None:
     """Refuse a value that is not among the `legal` ones."""
-    if given not in legal:
-        raise invalid(field, f"expected one of {', '.join(map(repr, legal))}, got {given!r}")
+    try:
+        known = given in legal
+    except Exception:  # a tensor's ==, for example, has no truth value
+        known = False
+    if not known:
+        raise invalid(field, f"expected one of {', '.join(map(repr, legal))}, got {shown(given)}")
 
 
 def subset(field: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, Any]:
-    """Return a copy of `given`, whose keys must all be among the `known` ones."""
+    """Return a copy of `given`, a mapping or None, whose keys must all be among the `known` ones."""
+    if given is not None and not isinstance(given, Mapping):
+        raise invalid(field, f"expected a mapping with keys of {', '.join(known)}; got {shown(given)}")
     unknown = [key for key in given or {} if key not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known)
@@ -82,8 +165,16 @@ def device(given: Any) -> torch.device | None:
 
     try:
         return None if given is None else torch.device(given)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise invalid("device", str(error)) from error
+
+
+def shown(given: Any) -> str:
+    """Return a short text for a message about `given`, also if its own `repr` fails, as that of a huge int does."""
+    try:
+        return reprlib.repr(given)
+    except Exception:
+        return f"a value of type {type(given).__name__}"
 
 
 def invalid(field: str, message: str) -> InvalidRequestError:

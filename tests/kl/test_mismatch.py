@@ -204,10 +204,10 @@ def test_invalid_arguments_and_inputs_are_refused():
     for options, message in (
         ({"level": "word"}, "'token', 'sequence'"),
         ({"how": "drop"}, "'truncate', 'mask'"),
-        ({"high": 0.5}, "0 <= low <= 1 <= high"),
-        ({"low": 1.5}, "0 <= low <= 1 <= high"),
-        ({"low": -0.1}, "0 <= low <= 1 <= high"),
-        ({"high": float("nan")}, "0 <= low <= 1 <= high"),
+        ({"high": 0.5}, "high: expected a finite number of at least 1"),
+        ({"low": 1.5}, "low: expected a number from 0 to 1"),
+        ({"low": -0.1}, "low: expected a number from 0 to 1"),
+        ({"high": float("nan")}, "high: expected a finite number of at least 1"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             ImportanceCorrection(**options)

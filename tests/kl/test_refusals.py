@@ -7,7 +7,7 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import LogProbs, Masks, Ragged
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
+from corelm.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from helpers.kl_cases import LAYOUTS, REF, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of, said
 
 gen, ref = gen_policy, ref_policy
@@ -30,6 +30,18 @@ def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison,
     ) as e:
         KLComputation(add_to_reward=False)(td)
     assert e.value.rows == (2,)
+
+
+@pytest.mark.parametrize("module", [RetrieveKL, KLRewardTransform])
+def test_modules_that_score_refuse_log_probs_that_are_not_finite(gen, ref, module):
+    td = rollout(gen, pad=True)
+    td["reward"] = torch.zeros(3)
+    last = td["masks"].all_assistant_mask[1].nonzero()[-1, 0]
+    td["log_probs"].full[1, last] = float("nan")
+    options = {"add_to_reward": True} if module is RetrieveKL else {}
+    with pytest.raises(InvalidRequestError, match=r"row 1: \('log_probs', 'full'\) is nan at position") as caught:
+        module(ref, **options)(td)
+    assert caught.value.rows == (1,) and "kl_penalty" not in td.keys() and not bool(td["reward"].any())
 
 
 @LAYOUTS

@@ -195,3 +195,50 @@ def test_no_tensor_as_large_as_the_logits_is_made_or_kept():
     assert max(t.numel() for t in kept if t.untyped_storage().data_ptr() != own) <= positions
     value.sum().backward()
     assert logits.grad.shape == logits.shape
+
+
+# Logits that are no distribution -------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+@kinds
+@pytest.mark.parametrize("row", [[NAN], [INF], [-INF] * V, [INF, -INF], [NAN, INF]], ids=str)
+def test_logits_that_are_no_distribution_give_nan_or_an_error_that_names_the_position(kind, row):
+    logits, mask, ids = example()
+    clean = kind(logits.clone(), mask)
+    logits[1, 1, : len(row)] = torch.tensor(row, dtype=logits.dtype)
+    dist = kind(logits.requires_grad_(), mask)
+    other = torch.ones_like(mask)
+    other[1, 1] = False
+    for token in range(V):
+        tokens = torch.full_like(ids, token)
+        found = dist.log_prob(tokens)
+        assert bool(found[1, 1].isnan()) and torch.equal(found[other], clean.log_prob(tokens)[other])
+    entropy = dist.entropy()
+    assert bool(entropy[1, 1].isnan()) and torch.equal(entropy[other], clean.entropy()[other])
+    (grad,) = torch.autograd.grad((found + entropy).sum(), logits)
+    assert bool(grad[1, 1].isnan().any()) and bool(torch.isfinite(grad[other]).all())
+    for draw in (lambda: dist.mode, dist.sample, lambda: dist.sample((2,))):
+        with pytest.raises(InvalidRequestError, match="logits: row 1: the logits at position 1 are not") as caught:
+            draw()
+        assert caught.value.rows == (1,) and caught.value.field == "logits"
+
+
+@kinds
+def test_logits_where_a_position_does_not_count_may_be_anything(kind):
+    logits, mask, ids = example()
+    clean = kind(logits.clone(), mask)
+    logits[~mask] = torch.tensor([NAN, INF, *[-INF] * (V - 2)], dtype=logits.dtype)
+    dist = kind(logits.requires_grad_(), mask)
+    assert torch.equal(dist.log_prob(ids), clean.log_prob(ids)) and torch.equal(dist.entropy(), clean.entropy())
+    assert torch.equal(dist.mode, clean.mode) and bool((dist.sample()[~mask] == -100).all())
+    (grad,) = torch.autograd.grad((dist.log_prob(ids) + dist.entropy()).sum(), logits)
+    assert bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any())
+
+
+def test_a_token_that_is_excluded_has_log_prob_minus_infinity():
+    logits = torch.tensor([[0.0, -INF]])
+    dist = MaskedCategorical(logits, torch.tensor([True]))
+    assert dist.log_prob(torch.tensor([1])).tolist() == [-INF] and dist.entropy().tolist() == [0.0]
+    assert dist.mode.tolist() == [0] and dist.sample().tolist() == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from corelm.errors import Problems, refuse
 from corelm.tensors.ragged import Ragged
-from corelm.validate import invalid
+from corelm.validate import invalid, shown, unencodable
 
 
 def rows_of_ids(ids: Any, field: str) -> Ragged:
@@ -27,13 +26,15 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
         InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
-        ids = torch.as_tensor(ids)
+        ids = _tensor(ids, field)
     if isinstance(ids, Tensor):
+        refuse_without_values(ids, field)
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
     if not isinstance(ids, Ragged):
         ids = _from_rows(ids, field)
+    refuse_without_values(ids.values, field)
     if not _is_integer(ids.values) or ids.values.ndim != 1:
         raise invalid(field, f"expected one integer per token, got {ids.values.dtype}{list(ids.values.shape)}")
     try:
@@ -45,16 +46,18 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
 
 def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise invalid(
-            field, f"expected rows of token ids, got {reprlib.repr(rows)}; backend.tokenize turns texts into ids"
-        )
+        raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
     tensors: list[Tensor] = []
     problems: Problems = {}
+    try:
+        rows = list(rows)
+    except Exception as error:  # whatever a strange object's own method raises
+        raise invalid(field, f"expected rows of token ids, and {type(rows).__name__} fails: {error!r}") from error
     for index, row in enumerate(rows):
         try:
             tensors.append(_row(row))
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            problems[index] = f"expected a list of token ids (int64), got {reprlib.repr(row)}"
+        except Exception:  # whatever a strange object's own method raises
+            problems[index] = f"expected a list of token ids (int64), got {shown(row)}"
     refuse(problems, field)
     return Ragged.from_list(tensors)
 
@@ -62,12 +65,30 @@ def _from_rows(rows: Any, field: str) -> Ragged:
 def _row(row: Any) -> Tensor:
     if hasattr(row, "__array__"):
         tensor = torch.as_tensor(row)
-        if tensor.ndim != 1 or not _is_integer(tensor):
+        if tensor.ndim != 1 or not _is_integer(tensor) or not _has_values(tensor):
             raise TypeError
         return tensor
     if not isinstance(row, (list, tuple)) or any(isinstance(token, bool) for token in row):
         raise TypeError
     return torch.tensor([operator.index(token) for token in row], dtype=torch.int64)
+
+
+def _tensor(array: Any, field: str) -> Tensor:
+    try:
+        return torch.as_tensor(array)
+    except Exception as error:  # an array of objects or texts, for example
+        raise invalid(field, f"expected integers, got an array that torch does not take: {error}") from error
+
+
+def refuse_without_values(tensor: Tensor, field: str) -> None:
+    """Refuse a tensor that does not store one value for each position."""
+    if not _has_values(tensor):
+        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else "sparse"
+        raise invalid(field, f"expected an ordinary tensor, got a {kind} one")
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -79,15 +100,20 @@ def texts(given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable):
-        raise invalid("texts", f"expected a str or a list of str, got {reprlib.repr(given)}")
+        raise invalid("texts", f"expected a str or a list of str, got {shown(given)}")
     found = tuple(given)
     refuse(not_texts(found), "texts")
     return found
 
 
 def not_texts(values: Sequence[Any]) -> Problems:
-    """Return a problem for every row that is not a str."""
-    return {row: f"expected a str, got {type(v).__name__}" for row, v in enumerate(values) if not isinstance(v, str)}
+    """Return a problem for every row that is not a str, or that no tokenizer can encode."""
+    found = ((row, _not_a_text(value)) for row, value in enumerate(values))
+    return {row: what for row, what in found if what}
+
+
+def _not_a_text(value: Any) -> str | None:
+    return unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}"
 
 
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
@@ -96,7 +122,7 @@ def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
         return tuple(uuid.uuid4().hex for _ in range(rows))
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
     if len(names) != rows or not all(isinstance(name, str) for name in names) or len({*names}) != rows:
-        raise invalid("request_ids", f"expected {rows} different names, got {reprlib.repr(given)}")
+        raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
     return tuple(name for name in names if name is not None)
 
 
@@ -122,9 +148,9 @@ def starts(given: Any, rows: int) -> Tensor:
 def _integers(given: Any, count: int, field: str) -> Tensor:
     try:
         found = torch.as_tensor(given if hasattr(given, "__array__") else [operator.index(value) for value in given])
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except Exception:  # whatever a strange object's own method raises
         found = torch.empty(0, 0)
     found = found.to(torch.int64) if found.numel() == 0 and count == 0 else found
-    if found.shape != (count,) or not _is_integer(found):
-        raise invalid(field, f"expected {count} integers, got {reprlib.repr(given)}")
+    if found.shape != (count,) or not _is_integer(found) or not _has_values(found):
+        raise invalid(field, f"expected {count} integers, got {shown(given)}")
     return found.to("cpu", torch.int64)

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
 from corelm.errors import InvalidRequestError
-from corelm.rendering.template import Template, map_chats
+from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
 from corelm.tensors.stacks import nested
@@ -111,14 +111,17 @@ class History(TensorClass["nocast"]):
         text, so sampled ids are not kept. `LLMPolicy` keeps them.
 
         Raises:
-            TemplateError: there is no template, or it fails; `rows` are the conversations at fault.
+            TemplateError: there is no template, or it fails, or is stopped; `rows` are the conversations at fault.
+            InvalidRequestError: text to be tokenized cannot be encoded; `rows` are the conversations at fault.
         """
         template = Template.find(tokenizer, chat_template, kwargs)
-
-        def apply(chat: Chat) -> Any:
-            return template([message.for_template() for message in chat], add_generation_prompt, tokenize)
-
-        return nested(iter(map_chats(apply, self.chats)), tuple(self.batch_size))
+        chats = [[message.for_template() for message in chat] for chat in self.chats]
+        if tokenize:
+            check_encodable(chats)
+        found = template.watch.run(
+            lambda: map_chats(lambda chat: template(chat, add_generation_prompt, tokenize), chats)
+        )
+        return nested(iter(found), tuple(self.batch_size))
 
     # Storage ---------------------------------------------------------------------------------------------------------
 

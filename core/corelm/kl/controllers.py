@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from corelm.validate import invalid, number, positive
+from corelm.validate import invalid, number, positive, shown
 
 
 class KLController(Protocol):
@@ -21,6 +21,11 @@ class FixedKLController:
     def __init__(self, coef: float) -> None:
         self._value = number("coef", coef)
 
+    @staticmethod
+    def _legal(value: Any) -> float:
+        """Return a coefficient that was saved."""
+        return number("value", value)
+
     @property
     def value(self) -> float:
         return self._value
@@ -33,7 +38,9 @@ class FixedKLController:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._value = number("value", state["value"])
+        if not isinstance(state, Mapping) or "value" not in state:
+            raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
+        self._value = self._legal(state["value"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(value={self._value:g})"
@@ -71,11 +78,16 @@ class AdaptiveKLController(FixedKLController):
             InvalidRequestError: `kl` is not finite, which would spoil the coefficient permanently, or `n_steps` is out
                 of range.
         """
-        measured = number("kl", kl)
-        if not 0 < n_steps * self.MAX_ERROR < self.horizon:
+        measured, steps = number("kl", kl), positive("n_steps", n_steps)
+        if not steps * self.MAX_ERROR < self.horizon:
             raise invalid(
-                "n_steps", f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {n_steps}"
+                "n_steps",
+                f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {shown(n_steps)}",
             )
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
-        self._value *= 1 + error * n_steps / self.horizon
+        self._value *= 1 + error * steps / self.horizon
         return self._value
+
+    @staticmethod
+    def _legal(value: Any) -> float:
+        return positive("value", value)

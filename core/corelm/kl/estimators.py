@@ -27,20 +27,21 @@ V. Shah et al., A Comedy of Estimators, arXiv:2512.21852: which of them are bias
 
 Every function returns a tensor of the shape of `mask`, float32 (float64 for float64 inputs). Where `mask` is False the
 result is 0.0 without a gradient, even if the inputs are NaN or infinite there. ``mask=None`` counts every position.
+`corelm.kl` says what NaN and infinity give where a position counts.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
 from corelm.tensors.ragged import Ragged
-from corelm.validate import count, one_of
+from corelm.validate import count, invalid, one_of
 
 Estimator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Reduction = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
@@ -64,6 +65,7 @@ def k1(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
 def k2(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``½ (gen − ref)²``: biased as a value, with low variance; as a loss its gradient is ∇ KL(gen‖ref).
 
+    The square overflows to +inf, in float32 beyond a gap of 1.8e19 nats; the gradient, ``gen − ref``, stays right.
     Sources: Schulman 2020; arXiv:2510.01555 for the gradient.
     """
     return 0.5 * _log_ratio(gen, ref, mask).square()
@@ -76,8 +78,9 @@ def k3(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     loss its expected gradient is that of KL(ref‖gen), which equals ∇ KL(gen‖ref) to first order; `k3_st` has the same
     value and the gradient of KL(gen‖ref).
     """
-    log_ratio = _log_ratio(gen, ref, mask)
-    return (torch.expm1((-log_ratio).clamp(max=MAX_LOG_RATIO)) + log_ratio).clamp(max=MAX_K3)
+    # Both terms take the clamped ratio: a far larger one would make the difference negative. MAX_K3 is reached earlier.
+    log_r = _at_most(-_log_ratio(gen, ref, mask), MAX_LOG_RATIO)
+    return _at_most(torch.expm1(log_r) - log_r, MAX_K3)
 
 
 def abs_kl(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -99,10 +102,13 @@ def exact(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None) ->
     """Return KL(gen‖ref) of the two next-token distributions, summed over the vocabulary; value and gradient are exact.
 
     Args:
-        gen_logits: ``[..., V]``, normalised or not. A token with logit −inf adds nothing.
+        gen_logits: float ``[..., V]``, normalised or not. A token with logit −inf adds nothing.
         ref_logits: ``[..., V]``, normalised or not. A token that has logit −inf here but not in `gen_logits` makes the
             KL infinite.
         mask: bool ``[...]``. Only positions that count are normalised.
+
+    Raises:
+        InvalidRequestError: the logits have different shapes or no vocabulary, or the mask does not fit.
     """
     return _of_logits(_exact, gen_logits, ref_logits, mask)
 
@@ -120,12 +126,9 @@ def top_k(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, *,
         k: at least 1.
 
     Raises:
-        InvalidRequestError: `k` is below 1.
+        InvalidRequestError: as in `exact`, or `k` is below 1.
     """
-    k = count("k", k, 1)
-    if k >= gen_logits.shape[-1]:
-        return exact(gen_logits, ref_logits, mask)
-    return _of_logits(functools.partial(_top_k, k=k), gen_logits, ref_logits, mask)
+    return _of_logits(functools.partial(_top_k, k=count("k", k, 1)), gen_logits, ref_logits, mask)
 
 
 #: The estimators of log-probabilities, by the names that `KLComputation` accepts.
@@ -143,7 +146,7 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
     ============================ ============================================================================
 
     A sequence without a token that counts is left out of the mean over sequences. If no token counts at all, the
-    result is 0.0.
+    result is 0.0. NaN in a value that counts makes the result NaN.
 
     >>> values, mask = torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     >>> [float(aggregate(values, mask, how)) for how in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")]
@@ -201,29 +204,55 @@ def _kept(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``gen − ref``, and 0.0 where the mask is False."""
+    """Return ``gen − ref``: 0.0 where the mask is False, and NaN where one of them is not a log-prob of the token."""
+    for field, given in (("gen", gen), ("ref", ref)):
+        _check_tensor(field, given)
     if gen.shape != ref.shape:
-        raise InvalidRequestError(
-            f"gen and ref must have one shape; got {tuple(gen.shape)} and {tuple(ref.shape)}",
-            field="ref",
-        )
+        raise invalid("ref", f"gen and ref must have one shape; got {tuple(gen.shape)} and {tuple(ref.shape)}")
     mask, dtype = _positions(mask, gen), _dtype(gen, ref)
+    gen, ref = gen.to(dtype), ref.to(dtype)
+    undefined = ~torch.isfinite(gen) | (ref == torch.inf)
+    # Add NaN instead of choosing it, which would hide it from the gradient.
+    difference = gen - ref + torch.zeros_like(gen).masked_fill(undefined, torch.nan)
     # Mask before any nonlinear step: otherwise masked positions could put NaN into the gradient.
-    return torch.where(mask, gen.to(dtype) - ref.to(dtype), 0.0)
+    return torch.where(mask, difference, 0.0)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The value of the first argument with the gradient of the second.
+
+    The usual ``value + (slope − slope.detach())`` is NaN where the slope is infinite.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, slope: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Nothing is needed for the gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 def _straight_through(value: Estimator, gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    slope = k2(gen, ref, mask)
-    # The parenthesis is exactly zero, so the value is bit for bit that of the estimator.
-    return value(gen.detach(), ref.detach(), mask) + (slope - slope.detach())
+    return _StraightThrough.apply(value(gen.detach(), ref.detach(), mask), k2(gen, ref, mask))
 
 
 def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
+    for field, given in (("gen_logits", gen), ("ref_logits", ref)):
+        _check_tensor(field, given)
+        if not given.ndim or not given.shape[-1]:
+            raise invalid(field, f"expected [..., vocabulary], got shape {tuple(given.shape)}")
     if gen.shape != ref.shape:
-        raise InvalidRequestError(
+        raise invalid(
+            "ref_logits",
             "gen_logits and ref_logits must have the same positions and one vocabulary; "
             f"got shapes {tuple(gen.shape)} and {tuple(ref.shape)}",
-            field="ref_logits",
         )
     mask, dtype = _positions(mask, gen[..., 0]), _dtype(gen, ref)
     found = divergence(gen[mask].to(dtype).log_softmax(-1), ref[mask].to(dtype).log_softmax(-1))
@@ -235,6 +264,8 @@ def _exact(gen: Tensor, ref: Tensor) -> Tensor:
 
 
 def _top_k(gen: Tensor, ref: Tensor, k: int) -> Tensor:
+    if k >= gen.shape[-1]:
+        return _exact(gen, ref)
     best = gen.detach().topk(k, -1).indices
     rest = [_total(table.scatter(-1, best, -torch.inf)) for table in (gen, ref)]
     buckets = [torch.cat([table.gather(-1, best), tail], -1) for table, tail in zip((gen, ref), rest, strict=True)]
@@ -243,20 +274,35 @@ def _top_k(gen: Tensor, ref: Tensor, k: int) -> Tensor:
 
 def _total(table: Tensor) -> Tensor:
     """Return the log of the summed probabilities, ``[..., 1]``. If all are 0 it is −inf, with gradient 0, not NaN."""
-    possible = (table > -torch.inf).any(-1, keepdim=True)
+    # Not `>`: NaN must reach the sum.
+    possible = (table != -torch.inf).any(-1, keepdim=True)
     return torch.where(possible, torch.where(possible, table, 0.0).logsumexp(-1, keepdim=True), -torch.inf)
 
 
 def _expected_log_ratio(gen: Tensor, ref: Tensor) -> Tensor:
     """Return ``p log (p / q)`` from the log-probabilities of p and q; 0 where p is 0."""
-    possible = gen > -torch.inf
+    # Not `>`: a NaN is not impossible, and a diverged model must not have a KL of 0.
+    possible = gen != -torch.inf
     gen, ref = torch.where(possible, gen, 0.0), torch.where(possible, ref, 0.0)
-    return torch.where(possible, gen.exp() * (gen - ref), 0.0)
+    gap = gen - ref
+    # A probability that rounds to 0 times an infinite gap would be NaN; the KL is infinite.
+    return torch.where(possible, torch.where(gap == torch.inf, gap, gen.exp() * gap), 0.0)
+
+
+def _at_most(values: Tensor, limit: float) -> Tensor:
+    """Clamp from above. The gradient of `clamp` is 0 where a value is NaN; this one is NaN."""
+    return torch.minimum(values, values.new_tensor(limit))
+
+
+def _check_tensor(field: str, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise invalid(field, f"expected a tensor, got {type(given).__name__}")
 
 
 def _positions(mask: Tensor | None, values: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(values, dtype=torch.bool)
+    _check_tensor("mask", mask)
     if mask.shape != values.shape or mask.dtype.is_floating_point:
         raise InvalidRequestError(
             f"mask: expected bool{list(values.shape)}, got {mask.dtype}{list(mask.shape)}", field="mask"

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, Problems
 from corelm.tensors.lazy_rows import lazy_rows
 from corelm.tensors.ragged import Ragged
 
@@ -67,6 +68,23 @@ class TokenLayout:
                 f"{key}: expected shape {list(wanted)}, as wide as the masks; got {found}", field=str(key)
             )
         return dense.reshape(self.columns.shape)[self.columns.to(dense.device)]
+
+    def not_finite(self, values: Tensor, mask: Tensor, name: Any) -> Problems:
+        """Return, for each row with a NaN or an infinity where `mask` is True, the first of them.
+
+        Args:
+            values: flat values.
+            mask: bool, as long as `values`.
+            name: what the values are called in the messages.
+        """
+        values = values.detach()
+        bad = (mask & ~torch.isfinite(values)).nonzero().flatten().cpu()
+        where = self.ragged(values)
+        first = bad[where.row_index[bad].diff(prepend=torch.tensor([-1])) > 0].tolist()
+        return {
+            int(where.row_index[index]): f"{name} is {float(values[index])} at position {int(where.positions[index])}"
+            for index in first
+        }
 
     def stored(self, values: Tensor) -> Tensor | PerToken:
         """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""

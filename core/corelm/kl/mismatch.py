@@ -25,7 +25,7 @@ from torch import Tensor
 from corelm.containers.keys import next_or_root
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, read_pair
-from corelm.validate import invalid, one_of
+from corelm.validate import number, one_of
 
 Level = Literal["token", "sequence"]
 Correction = Literal["truncate", "mask"]
@@ -37,8 +37,8 @@ class RatioBounds:
 
     Attributes:
         level: whether the ratios are those of tokens or of sequences.
-        low: the lower bound, at most 1; None means no bound.
-        high: the upper bound, at least 1; None means no bound.
+        low: the lower bound, from 0 to 1; None means no bound.
+        high: the upper bound, at least 1; None and inf mean no bound.
     """
 
     level: Level
@@ -47,13 +47,14 @@ class RatioBounds:
 
     def __post_init__(self) -> None:
         one_of("level", self.level, get_args(Level))
-        low, high = self.edges
-        if not 0 <= low <= 1 <= high:
-            raise invalid("high" if 0 <= low <= 1 else "low", f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        if self.low is not None:
+            object.__setattr__(self, "low", number("low", self.low, 0.0, 1.0))
+        if self.high is not None and not (isinstance(self.high, float) and self.high == math.inf):
+            object.__setattr__(self, "high", number("high", self.high, 1.0))
 
     @property
     def edges(self) -> tuple[float, float]:
-        return self.low or 0.0, math.inf if self.high is None else self.high
+        return 0.0 if self.low is None else self.low, math.inf if self.high is None else self.high
 
     def outside(self, ratio: Tensor) -> Tensor:
         """Return which ratios are out of bounds: bool, of the same shape."""
@@ -72,7 +73,7 @@ class ImportanceCorrection(TensorDictModuleBase):
             sequence without a token that counts.
         how: `truncate` clamps ratios to the bounds; `mask` gives ratios out of bounds the weight 0.0.
         low: the lower bound, ``0 <= low <= 1``; None means no bound.
-        high: the upper bound, ``1 <= high``; None means no bound.
+        high: the upper bound, ``1 <= high``; None and inf mean no bound.
         assistant_only: as in `KLComputation`.
         mask_key: as in `KLComputation`.
         allow_mismatch: as in `KLComputation`.

@@ -62,8 +62,8 @@ class Pair:
     """Two scorings of the same tokens, flat, row after row, on one device.
 
     Attributes:
-        gen: float[total], the policy's log-probs.
-        ref: float[total], the reference's log-probs.
+        gen: float[total], the policy's log-probs; 0.0 where the mask is False.
+        ref: float[total], the reference's log-probs; 0.0 where the mask is False.
         mask: bool[total], the positions that count: scored in both, and selected.
         layout: how the tokens are stored in the TensorDict.
     """
@@ -105,9 +105,10 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     mask = gen_scored.to(device) & ref_scored.to(device)
     if keys.mask is not None:
         mask &= _read_selection(td, here, view, keys, layout).to(device)
-    pair = Pair(gen_values.values, ref_values.values.to(device), mask, layout)
-    _check_finite(pair, keys)
-    return pair
+    values, others = gen_values.values, ref_values.values.to(device)
+    refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
+    # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
+    return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
 
 
 def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
@@ -160,7 +161,7 @@ def _read_layout(view: TensorDict, gen: LogProbs) -> TokenLayout:
                 f"from pads; got {found}",
                 field="masks",
             )
-        columns = mask.reshape(math.prod(batch), mask.shape[-1]).to(torch.bool)
+        columns = _bool(mask.reshape(math.prod(batch), mask.shape[-1]), "all_attention_mask")
         return TokenLayout(batch, columns.sum(-1).cpu(), True, lambda: columns)
     lengths = ragged(view, ("gen", "full")).lengths
 
@@ -181,12 +182,12 @@ def _read_values(
         values = ragged(view, (name, "full"))
         marks = ragged(view, (name, "scored_mask")) if has_mask else Ragged.full(values.lengths, True, torch.bool)
         refuse(_length_problems(values.lengths, marks.lengths, key, "its scored_mask"), str(key))
-        return values, marks.values.to(torch.bool)
+        return values, _bool(marks.values, f"scored_mask of {key}")
     values = layout.ragged(layout.flat(container.full, key))
     if not has_mask:
         return values, torch.ones_like(values.values, dtype=torch.bool)
     dense = container.scored_mask
-    scored = layout.flat(dense, key).to(torch.bool)
+    scored = _bool(layout.flat(dense, key), f"scored_mask of {key}")
     if int(dense.sum()) != int(scored.sum()):
         _check_columns(dense, key, layout)
     return values, scored
@@ -209,11 +210,16 @@ def _read_selection(
     if isinstance(container, Masks) and not layout.padded:
         selected = ragged(TensorDict({"own": container}, batch_size=td.batch_size), ("own", name), masks="own")
         refuse(_length_problems(selected.lengths, layout.lengths, keys.mask, keys.gen), str(keys.mask))
-        return selected.values.to(torch.bool)
+        return _bool(selected.values, keys.mask)
     mask = getattr(container, name) if isinstance(container, Masks) else find_entry(td, keys.mask, first=here)[0]
-    if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
-        raise InvalidRequestError(f"{keys.mask}: expected bool, got {mask.dtype}", field=str(keys.mask))
-    return layout.flat(mask, keys.mask).to(torch.bool)
+    return _bool(layout.flat(mask, keys.mask), keys.mask)
+
+
+def _bool(mask: Tensor, key: Any) -> Tensor:
+    """Return a mask as bool. transformers writes zeros and ones; a mask of floats may hold NaN, which would count."""
+    if mask.dtype.is_floating_point:
+        raise InvalidRequestError(f"{key}: expected bool, got {mask.dtype}", field=str(key))
+    return mask.to(torch.bool)
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -251,18 +257,6 @@ def _check_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: TokenLayout) 
         "tokens of this batch, id for id"
     )
     refuse(dict.fromkeys(first.tolist(), what), str(key))
-
-
-def _check_finite(pair: Pair, keys: PairKeys) -> None:
-    problems: Problems = {}
-    for values, key in ((pair.ref, keys.ref), (pair.gen, keys.gen)):
-        bad = (pair.mask & ~torch.isfinite(values.detach())).nonzero().flatten().cpu()
-        where = pair.layout.ragged(values)
-        in_rows = where.row_index[bad]
-        for index in bad[in_rows.diff(prepend=torch.tensor([-1])) > 0].tolist():  # the first of each row
-            row, position = int(where.row_index[index]), int(where.positions[index])
-            problems[row] = f"{key} is {float(values[index])} at position {position}"
-    refuse(problems, "log-probs")
 
 
 def _check_distributions(gen: LogProbs, ref: LogProbs, keys: PairKeys) -> None:

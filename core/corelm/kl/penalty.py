@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
 
 from corelm.containers.keys import next_or_root
+from corelm.errors import refuse
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, read_pair
@@ -86,8 +88,8 @@ class KLComputation(TensorDictModuleBase):
         reward_key: the reward, which is read and written.
 
     Raises:
-        InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob that
-            counts is not finite, or the rewards have another shape (`rows` lists the rows at fault).
+        InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob or a KL
+            that counts is not finite, or the rewards have another shape (`rows` lists the rows at fault).
         MissingKeyError: on a call, a key is missing.
         ProvenanceMismatchError: on a call, the two scorings are of different distributions.
     """
@@ -135,17 +137,19 @@ class KLComputation(TensorDictModuleBase):
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
         pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
         kl = estimate(pair.gen, pair.ref, pair.mask)
-        if kl.shape != pair.mask.shape:
-            raise invalid(
-                "estimator",
-                f"expected one value per token, shape {list(pair.mask.shape)}; got {list(kl.shape)}",
-            )
+        if not isinstance(kl, Tensor) or kl.shape != pair.mask.shape:
+            found = list(kl.shape) if isinstance(kl, Tensor) else type(kl).__name__
+            raise invalid("estimator", f"expected one value per token, shape {list(pair.mask.shape)}; got {found}")
+        refuse(pair.layout.not_finite(kl, pair.mask, "the estimated KL"), str(self.kl_key))
         kl = torch.where(pair.mask, kl.detach() if self.detach else kl, 0.0)
         out = next_or_root(tensordict)
         # Compute everything before writing anything, so that an error leaves the TensorDict unchanged.
         reward = None
         if self.add_to_reward:
-            reward = subtract_penalty(out, self.reward_key, self.coefficient() * kl, pair.layout)
+            coefficient = self.coefficient()
+            penalty = torch.where(pair.mask, coefficient * kl, 0.0)
+            refuse(pair.layout.not_finite(penalty, pair.mask, f"{coefficient:g} · KL"), str(self.reward_key))
+            reward = subtract_penalty(out, self.reward_key, penalty, pair.layout)
         out.set(self.kl_key, pair.layout.stored(kl))
         if reward is not None:
             store_reward(out, self.reward_key, reward)

@@ -16,12 +16,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from corelm.backend.arguments import not_texts, rows_of_ids
+from corelm.backend.arguments import not_texts, refuse_without_values, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
-from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
 from corelm.rendering.render import render
 from corelm.spec.message import Chat
 from corelm.spec.records import Columns, Parts
@@ -136,7 +136,7 @@ class InputReader:
 
         Raises:
             MissingKeyError: `td` lacks the key.
-            InvalidRequestError: the value is not what this mode reads.
+            InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
             TemplateError: a conversation cannot be rendered.
         """
         if self.mode == "tokens":
@@ -166,14 +166,17 @@ class InputReader:
             want_assistant=want_assistant,
             eos_ids=backend.eos_token_ids,
         )
-        chats, problems = history.chats, {}
-        try:
-            rendered = apply(chats)
-        except TemplateError as error:
-            if on_error == "raise" or not error.problems:
-                raise
-            problems = error.problems
-            rendered = apply([chat for row, chat in enumerate(chats) if row not in problems])
+        chats, rendered = history.chats, None
+        problems: Problems = {}
+        while rendered is None:
+            served = [row for row in range(len(chats)) if row not in problems]
+            try:
+                rendered = apply([chats[row] for row in served])
+            except (InvalidRequestError, TemplateError) as error:
+                if on_error == "raise" or not error.problems:
+                    raise
+                # Conversations are refused for several reasons, each with an error of its own.
+                problems |= {served[row]: what for row, what in error.problems.items()}
         read = ServedRows.without(problems, len(chats))
         return InputRows(
             batch_size=shape,
@@ -217,6 +220,7 @@ class InputReader:
         if not isinstance(value, Tensor):
             ids = rows_of_ids(value, key)
             return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
+        refuse_without_values(value, key)
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
         mask = td.get((*key_parts(self.keys.masks), "all_attention_mask"), None)

@@ -33,10 +33,11 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.rendering.segments import Segment, Segmenter, special_tokens
-from corelm.rendering.template import Marks, Template, joined_strings, map_chats, strings
+from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
+from corelm.validate import nested_texts, unencodable
 
 
 class Tokenize(Protocol):
@@ -89,15 +90,21 @@ def render(
         want_assistant: False skips the assistant masks.
 
     Raises:
-        TemplateError: there is no template, or it fails, or it loses or alters a sampled turn; or masks are wanted, and
-            it has no ``{% generation %}`` markers and rewrites earlier turns. `rows` are the conversations at fault.
+        TemplateError: there is no template, or it fails, or is stopped, or it loses or alters a sampled turn; or masks
+            are wanted, and it has no ``{% generation %}`` markers and rewrites earlier turns. `rows` are the
+            conversations at fault.
+        InvalidRequestError: text cannot be encoded: that of a conversation (`rows` are those at fault), of the
+            template, or of its variables.
         CapabilityError: masks need character offsets, and `tokenize` returns none.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials = special_tokens(tokenizer)
     messages = [[message.for_template() for message in chat] for chat in chats]
     contents = joined_strings(messages)
-    marks = Marks.find_unused("\n".join([contents, *strings([template.source, template.kwargs, *specials.values()])]))
+    if unencodable(contents):
+        check_encodable(messages)
+    others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
+    marks = Marks.find_unused("\n".join([contents, *others]), messages)
     segmenter = Segmenter(
         template,
         marks,
@@ -108,7 +115,7 @@ def render(
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    segments = map_chats(segmenter.segments, segmenter.prepare(chats, messages))
+    segments = template.watch.run(lambda: map_chats(segmenter.segments, segmenter.prepare(chats, messages)))
     rows = [[segment for segment in row if segment.text or segment.ids] for row in segments]
     ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
     return RenderedChats(
@@ -196,7 +203,7 @@ def _repeated_end_ids(segments: list[Segment], ids: Ragged, tokenizer: Any, end_
 def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:
     """bool, as long as the ids: True where a token has a character in a span of its segment.
 
-    The tokenizer's own assistant mask follows the same rule.
+    The assistant mask of transformers follows the same rule, but takes only the first token of a span's last character.
     """
     edges = Ragged.from_list([list(chain.from_iterable(segment.spans)) for segment in segments])
     if not edges.values.numel() or batch.offsets is None:

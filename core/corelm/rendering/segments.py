@@ -11,6 +11,7 @@ from corelm.errors import TemplateError
 from corelm.rendering.assistant_spans import AssistantSpans, Span
 from corelm.rendering.template import Marks, Template, json_escape, map_strings, read_marks, with_placeholder
 from corelm.spec.message import Chat, Message
+from corelm.validate import unencodable
 
 
 class Segment(NamedTuple):
@@ -105,7 +106,11 @@ class Segmenter:
         segments: list[Segment] = []
         previous = None
         for stop in plan.stops:
-            segments += self._segments_between(plan, previous, stop)
+            between = self._segments_between(plan, previous, stop)
+            for segment in between:
+                if what := unencodable(segment.text):
+                    raise TemplateError(f"the chat template writes text that cannot be encoded: {what}")
+            segments += between
             if stop is not None:
                 turn = plan.chat[stop]
                 segments.append(Segment(self._sampled_text(turn), ids=turn.token_ids))

@@ -1,4 +1,11 @@
-"""`Template`: find a tokenizer's chat template, render conversations with it, and locate the assistant's text."""
+"""`Template`: find a tokenizer's chat template, render conversations with it, and locate the assistant's text.
+
+A chat template is a program, often downloaded with a model. transformers runs it in jinja's sandbox, which keeps it
+from files and modules but not from running for ever. Here a rendering is stopped after `SECONDS`, and a text of more
+than `MOST_CHARACTERS` is refused. Two things are not bounded: the memory that a template takes while it renders, and a
+single call to C, such as ``9**9**9``, which cannot be stopped. Render templates that you do not trust at all in a
+process that the operating system limits.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,25 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from corelm.errors import TemplateError
+from corelm.errors import TemplateError, refuse
+from corelm.rendering.time_limit import Stopped, Watch
+from corelm.validate import invalid, nested_texts, shown, unencodable
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: Seconds that a conversation may take to render. Most take a few milliseconds.
+SECONDS = 10.0
+#: Seconds that each conversation adds to this where one call renders several.
+SECONDS_EACH = 0.02
+#: After so many conversations were stopped, the template is at fault, and no others are tried.
+MOST_STOPPED = 3
+#: The longest text that a template may write: more than ten million tokens.
+MOST_CHARACTERS = 2**26
 
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 
@@ -33,8 +52,12 @@ class Marks(NamedTuple):
     stop: str
 
     @classmethod
-    def find_unused(cls, everything: str) -> Marks:
-        """Return the first three such characters that `everything` contains neither literally nor in JSON's escape."""
+    def find_unused(cls, everything: str, chats: Sequence[Sequence[dict[str, Any]]] = ()) -> Marks:
+        """Return the first three such characters that `everything` contains neither literally nor in JSON's escape.
+
+        Raises:
+            TemplateError: fewer than three are left; `rows` is the one of `chats` that contains the most.
+        """
         escapes = "\\u" in everything
         free = (
             mark
@@ -44,10 +67,16 @@ class Marks(NamedTuple):
         try:
             return cls(next(free), next(free), next(free))
         except StopIteration:
-            raise TemplateError(
-                "the conversations contain every character of Unicode's private use area (U+E000 to U+F8FF), and "
-                "rendering needs three of them; remove some from the messages"
-            ) from None
+            used = [sum("\ue000" <= one <= "\uf8ff" for one in {*joined_strings([chat])}) for chat in chats]
+            most = max(used, default=0)
+            what = (
+                "rendering needs three characters of Unicode's private use area (U+E000 to U+F8FF) that no "
+                f"conversation contains; this one contains {most:,} of the 6,400, so remove some"
+            )
+            if not most:
+                raise TemplateError("the template or its variables: " + what.replace("this one", "they")) from None
+            row = used.index(most)
+            raise TemplateError(f"conversation {row}: {what}", problems={row: what}) from None
 
 
 def json_escape(text: str) -> str:
@@ -63,11 +92,15 @@ class Template:
         tokenizer: its `apply_chat_template` renders.
         source: the jinja text; None if only the tokenizer has it.
         kwargs: variables for the template (`tools`, `enable_thinking`, …).
+        watch: stops a rendering that takes too long, if it is made under ``watch.run``.
+        late: the renderings that were stopped, as a list that all copies share.
     """
 
     tokenizer: Any
     source: str | None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
+    late: list[Stopped] = field(default_factory=list)
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
@@ -78,7 +111,15 @@ class Template:
 
         Raises:
             TemplateError: no template was given, and the tokenizer has none.
+            InvalidRequestError: the template is not a str; or it or one of its variables holds text that cannot be
+                encoded, or variables that are nested too deep or hold themselves.
         """
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise invalid("chat_template", f"expected a str or None, got {shown(chat_template)}")
+        for name, value in kwargs.items():
+            for text in nested_texts("template_kwargs", {name: value}):
+                if what := unencodable(text):
+                    raise invalid("template_kwargs", f"{name}: {what}")
         if not hasattr(tokenizer, "chat_template"):
             return cls(tokenizer, chat_template, kwargs)
         own = tokenizer.chat_template
@@ -91,18 +132,30 @@ class Template:
             raise TemplateError(
                 "the tokenizer has no chat template; pass chat_template= (jinja), or use input_mode='text' or 'tokens'"
             )
+        if what := unencodable(source):
+            raise invalid("chat_template", what)
         return cls(tokenizer, source, kwargs)
 
     def __call__(self, chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tokenize: bool = False) -> Any:
         """Render one conversation.
 
         Raises:
-            TemplateError: the template failed; its error is the cause.
+            TemplateError: the template failed (its error is the cause), was stopped, or wrote too much.
         """
+        if len(self.late) >= MOST_STOPPED:
+            raise TemplateError(f"not rendered, because the chat template was stopped {MOST_STOPPED} times before")
         try:
-            return self._apply(list(chat), add_generation_prompt, tokenize)
+            rendered = self._apply(list(chat), add_generation_prompt, tokenize, SECONDS)
+        except Stopped as error:
+            self.late.append(error)
+            raise TemplateError(f"the chat template {error} and was stopped; it may loop for ever") from None
         except Exception as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+        if not tokenize and not isinstance(rendered, str):
+            raise TemplateError(f"the tokenizer rendered a {type(rendered).__name__} instead of a text")
+        if not tokenize and len(rendered) > MOST_CHARACTERS:
+            raise TemplateError(f"the chat template wrote {len(rendered):,} characters; {MOST_CHARACTERS:,} are legal")
+        return rendered
 
     def render_all(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
         """Render several conversations in one call, in half the time.
@@ -113,17 +166,20 @@ class Template:
             # The tokenizer refuses an empty conversation by itself, but accepts it among others.
             return None
         try:
-            texts = self._apply(list(map(list, chats)), add_generation_prompt, False)
+            texts = self._apply(
+                list(map(list, chats)), add_generation_prompt, False, SECONDS + SECONDS_EACH * len(chats)
+            )
         except Exception:
             return None
-        same = isinstance(texts, list) and len(texts) == len(chats) and all(isinstance(text, str) for text in texts)
-        return texts if same else None
+        same = isinstance(texts, list) and len(texts) == len(chats)
+        good = same and all(isinstance(text, str) and len(text) <= MOST_CHARACTERS for text in texts)
+        return texts if good else None
 
-    def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool) -> Any:
+    def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool, seconds: float) -> Any:
         template = {} if self.source is None else {"chat_template": self.source}
-        return self.tokenizer.apply_chat_template(
-            chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs
-        )
+        call = partial(self.tokenizer.apply_chat_template, chat, tokenize=tokenize)
+        call = partial(call, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
+        return self.watch.call(seconds, call)
 
     @property
     def marks_assistant(self) -> bool:
@@ -189,25 +245,23 @@ def joined_strings(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
         # Fast path: a batch has thousands of messages, and most hold only text.
         return "\n".join(chain.from_iterable(chain.from_iterable(map(dict.items, messages))))
     except TypeError:
-        return "\n".join(strings(chats))
+        return "\n".join(text for chat in chats for message in chat for text in nested_texts("history", message))
 
 
-def strings(value: Any) -> list[str]:
-    """Return every str in nested mappings and lists, keys included."""
-    found: list[str] = []
-    waiting: list[Any] = [[value]]
-    while waiting:
-        one = waiting.pop()
-        # The check for Mapping alone takes ten times as long for a dict.
-        if isinstance(one, (dict, Mapping)):
-            found += [key for key in one if isinstance(key, str)]
-            one = one.values()
-        for part in one:
-            if isinstance(part, str):
-                found.append(part)
-            elif isinstance(part, (dict, Mapping, list, tuple)):
-                waiting.append(part)
-    return found
+def check_encodable(chats: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Refuse conversations with text that cannot be encoded.
+
+    Raises:
+        InvalidRequestError: `rows` are the conversations at fault; the messages name the field.
+    """
+    problems: dict[int, str] = {}
+    for row, chat in enumerate(chats):
+        for position, message in enumerate(chat):
+            for key, value in message.items():
+                for text in nested_texts("history", {key: value}):
+                    if what := unencodable(text):
+                        problems.setdefault(row, f"message {position}, {shown(key)}: {what}")
+    refuse(problems, "history")
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from corelm.errors import InvalidRequestError
-from corelm.validate import invalid
+from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids")
@@ -31,7 +28,8 @@ class Message:
         extra: other values that the template reads (`reasoning_content`, …), each under its own key.
 
     Raises:
-        InvalidRequestError: a field of the wrong type; `field` names it.
+        InvalidRequestError: a field of the wrong type, an id that no vocabulary has, or `tool_calls` or `extra` that
+            are nested too deep or hold themselves; `field` names it.
     """
 
     role: str
@@ -49,11 +47,30 @@ class Message:
             parts = " (lists of parts, as used for images, are not supported)" if isinstance(self.content, list) else ""
             raise _type_error("content", f"a str or None{parts}", self.content)
         if self.tool_calls is not None:
-            if isinstance(self.tool_calls, str) or not isinstance(self.tool_calls, Sequence):
-                raise _type_error("tool_calls", "a list of dicts or None", self.tool_calls)
-            object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
+            calls = self.tool_calls
+            listed = isinstance(calls, Sequence) and not isinstance(calls, (str, bytes))
+            if not listed or not all(isinstance(call, Mapping) for call in calls):
+                raise _type_error("tool_calls", "a list of dicts or None", calls)
+            nested_texts("tool_calls", {"tool_calls": calls})  # refuses what cannot be walked
+            object.__setattr__(self, "tool_calls", tuple(calls))
+        for name in ("tool_call_id", "name"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _type_error(name, "a str or None", value)
         if self.token_ids is not None:
-            object.__setattr__(self, "token_ids", _token_ids(self.token_ids))
+            object.__setattr__(self, "token_ids", token_ids("token_ids", self.token_ids))
+        # The check for Mapping alone takes ten times as long for a dict.
+        if not isinstance(self.extra, (dict, Mapping)):
+            raise _type_error("extra", "a mapping", self.extra)
+        if self.extra:
+            self._check_extra()
+
+    def _check_extra(self) -> None:
+        for key in self.extra:
+            if not isinstance(key, str) or key in FIELDS:
+                what = "a field of Message" if isinstance(key, str) else f"a {type(key).__name__}"
+                raise invalid("extra", f"expected names that Message does not have as keys; {shown(key)} is {what}")
+        nested_texts("extra", self.extra)  # refuses what cannot be walked
 
     @classmethod
     def from_dict(cls, message: Message | Mapping[str, Any]) -> Message:
@@ -65,10 +82,14 @@ class Message:
         known = {key: message[key] for key in FIELDS if key in message}
         if "role" not in known:
             raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(str, message))}", field="role")
-        if known.get("tool_calls"):
-            known["tool_calls"] = deepcopy(known["tool_calls"])
-        extra = {key: deepcopy(value) for key, value in message.items() if key not in FIELDS}
-        return cls(**known, extra=extra)
+        extra = {key: value for key, value in message.items() if key not in FIELDS}
+        made = cls(**known, extra=extra)
+        # Copied once they are known to be of a depth that can be copied.
+        if made.tool_calls:
+            object.__setattr__(made, "tool_calls", _copy("tool_calls", made.tool_calls))
+        if extra:
+            object.__setattr__(made, "extra", _copy("extra", extra))
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Return `role`, `content` and the other fields that are set: the inverse of `from_dict`.
@@ -101,16 +122,11 @@ class Message:
 Chat = tuple[Message, ...]
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _copy(name: str, value: Any) -> Any:
     try:
-        ids = tuple(value.tolist() if isinstance(value, torch.Tensor) else value)
-        if not set(map(type, ids)) <= {int}:
-            ids = tuple(map(operator.index, ids))
-    except TypeError:
-        raise _type_error("token_ids", "a sequence of ids or None", value) from None
-    if ids and min(ids) < 0:
-        raise invalid("token_ids", f"expected ids of at least 0, got {min(ids)}")
-    return ids
+        return deepcopy(value)
+    except Exception as error:
+        raise invalid(name, f"holds what cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _type_error(name: str, expected: str, value: Any) -> InvalidRequestError:

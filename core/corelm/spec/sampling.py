@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.validate import count, did_you_mean, flag, invalid, number
+from corelm.validate import count, did_you_mean, flag, invalid, number, shown, token_ids, unencodable
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -32,6 +31,8 @@ NOT_OURS = {"max_length": "it counts the prompt too; give max_new_tokens", "best
 EVERY_ENGINE = frozenset(
     {"max_new_tokens", "stop_token_ids", "ignore_eos", "num_samples", "seed", "do_sample", "skip_special_tokens"}
 )
+#: The largest count of any kind: engines keep them in 32 bits.
+LARGEST = 2**31 - 1
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -93,6 +94,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         temperature = self.temperature
+        if self.do_sample is not None:
+            flag("do_sample", self.do_sample)
         if temperature is None:
             temperature = 0.0 if self.do_sample is False else 1.0
         temperature = number("temperature", temperature, 0.0)
@@ -105,10 +108,12 @@ class SamplingParams:
         put("do_sample", sampled)
         put("stop", _texts("stop", self.stop))
         put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        put("top_k", None if self.top_k in (None, 0, -1) else count("top_k", self.top_k, 1))
+        if self.top_k is not None:
+            top_k = count("top_k", self.top_k, -1, LARGEST)
+            put("top_k", top_k if top_k > 0 else None)
         if self.max_new_tokens is not None:
-            put("max_new_tokens", count("max_new_tokens", self.max_new_tokens, 1))
-        put("min_new_tokens", count("min_new_tokens", self.min_new_tokens))
+            put("max_new_tokens", count("max_new_tokens", self.max_new_tokens, 1, LARGEST))
+        put("min_new_tokens", count("min_new_tokens", self.min_new_tokens, 0, LARGEST))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise invalid("min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
         put("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True))
@@ -116,9 +121,9 @@ class SamplingParams:
         put("repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0.0, above=True))
         for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             put(name, number(name, getattr(self, name)))
-        put("num_beams", count("num_beams", self.num_beams, 1))
+        put("num_beams", count("num_beams", self.num_beams, 1, LARGEST))
         if self.num_samples is not None:
-            put("num_samples", count("num_samples", self.num_samples, 1))
+            put("num_samples", count("num_samples", self.num_samples, 1, LARGEST))
         if self.seed is not None:
             put("seed", count("seed", self.seed, None))
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
@@ -126,8 +131,10 @@ class SamplingParams:
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
             raise invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
         if not isinstance(self.engine_kwargs, Mapping):
-            raise invalid("engine_kwargs", f"expected a mapping, got {self.engine_kwargs!r}")
+            raise invalid("engine_kwargs", f"expected a mapping, got {shown(self.engine_kwargs)}")
         put("engine_kwargs", dict(self.engine_kwargs))
+        if odd := [name for name in self.engine_kwargs if not isinstance(name, str)]:
+            raise invalid("engine_kwargs", f"expected names of parameters as keys, got {shown(odd[0])}")
 
     def __hash__(self) -> int:
         # By value, like ==. The values in engine_kwargs need not be hashable; their names are.
@@ -155,7 +162,7 @@ class SamplingParams:
                 changes = {"temperature": None, "do_sample": None, **changes}
             return dataclasses.replace(value, **changes) if changes else value
         if value is not None and not isinstance(value, Mapping):
-            raise invalid("sampling_params", f"expected a SamplingParams or a mapping, got {value!r}")
+            raise invalid("sampling_params", f"expected a SamplingParams or a mapping, got {shown(value)}")
         return cls(**{**_canonical(value or {}), **changes})
 
     @property
@@ -204,25 +211,35 @@ def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"; {NOT_OURS[name]}" if name in NOT_OURS else did_you_mean(name, [*FIELDS, *ALIASES])
             hint = hint or "; the engine's own parameters go into engine_kwargs"
             raise invalid(str(name), f"unknown sampling parameter{hint}")
-        if key in out and out[key] != value:
-            raise invalid(key, f"{source[key]}={out[key]!r} and {name}={value!r} are the same parameter; give one")
+        if key in out and not _same(out[key], value):
+            both = f"{source[key]}={shown(out[key])} and {name}={shown(value)}"
+            raise invalid(key, f"{both} are the same parameter; give one")
         out[key], source[key] = value, name
     return out
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _same(one: Any, other: Any) -> bool:
     try:
-        found = [operator.index(i) for i in ((value,) if isinstance(value, int) else () if value is None else value)]
-    except TypeError:
-        raise invalid(name, f"expected token ids, got {value!r}") from None
-    return tuple(count(name, i) for i in found)
+        return bool(one == other)
+    except Exception:  # a tensor's ==, for example, has no truth value
+        return False
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    return token_ids(name, (value,) if isinstance(value, int) else () if value is None else value)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else () if value is None else value
-    texts = tuple(found) if isinstance(found, Iterable) else (found,)
+    try:
+        texts = tuple(found) if isinstance(found, Iterable) else (found,)
+    except Exception:  # whatever a strange object's own method raises
+        texts = (None,)
     if not all(isinstance(text, str) and text for text in texts):
-        raise invalid(name, f"expected strings of at least one character, got {value!r}")
+        raise invalid(name, f"expected strings of at least one character, got {shown(value)}")
+    for text in texts:
+        if problem := unencodable(text):
+            raise invalid(name, f"{shown(text)}: {problem}")
     return texts
 
 

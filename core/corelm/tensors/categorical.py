@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution, constraints
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, Problems, refuse
 
 
 class MaskedCategorical(Distribution):
@@ -19,6 +19,10 @@ class MaskedCategorical(Distribution):
 
     At the other positions `log_prob` and `entropy` are 0.0 (without a gradient), and `mode` and `sample` are -100,
     which losses ignore. The logits there are never read, so they may hold anything, even NaN.
+
+    Where a position counts, its logits must be a distribution: no NaN, no +inf, and not −inf for every token. At a
+    position where they are not, as those of a diverged model, `log_prob` and `entropy` are NaN, and `mode` and `sample`
+    raise an error.
 
     No tensor as large as the logits is made or kept for a value: the logits are normalised a slice of positions at a
     time, and once more when a gradient is computed.
@@ -76,11 +80,19 @@ class MaskedCategorical(Distribution):
 
     @property
     def mode(self) -> Tensor:
-        """int64[*batch, time]: the most likely id."""
+        """int64[*batch, time]: the most likely id.
+
+        Raises:
+            InvalidRequestError: logits are not a distribution; `rows` are the rows of the batch.
+        """
         return self._spread(self._by_slice(lambda logits: logits.argmax(-1)), self.IGNORED)
 
     def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = ()) -> Tensor:
-        """Return int64[*sample_shape, *batch, time]: ids drawn with torch's generator."""
+        """Return int64[*sample_shape, *batch, time]: ids drawn with torch's generator.
+
+        Raises:
+            InvalidRequestError: logits are not a distribution; `rows` are the rows of the batch.
+        """
         count = int(torch.Size(sample_shape).numel())
         drawn = self._by_slice(lambda logits: torch.multinomial(logits.softmax(-1), count, replacement=True), count)
         return self._spread(drawn.T, self.IGNORED).reshape(*sample_shape, *self.mask.shape)
@@ -107,8 +119,24 @@ class MaskedCategorical(Distribution):
         found = torch.empty((self._count, *width), dtype=torch.int64, device=self.logits.device)
         with torch.no_grad():
             for at, logits in _slices(self._rows, self._index, self._step) if found.numel() else ():
+                # The largest logit is NaN if one is, and infinite if one is +inf or all are −inf.
+                self._refuse(at, logits.amax(-1))
                 found[at] = pick(logits)
         return found
+
+    def _refuse(self, at: slice, largest: Tensor) -> None:
+        """Raise for the positions of a slice whose largest logit is not finite."""
+        bad = ~torch.isfinite(largest)
+        if not bool(bad.any()):
+            return
+        width = self.mask.shape[-1] if self.mask.ndim else 1
+        problems: Problems = {}
+        for index, value in zip(self._index[at][bad].tolist(), largest[bad].tolist(), strict=True):
+            problems.setdefault(
+                index // width,
+                f"the logits at position {index % width} are not a distribution: the largest one is {value}",
+            )
+        refuse(problems, "logits")
 
     def _spread(self, values: Tensor, filler: float) -> Tensor:
         """Spread ``[..., n]`` over ``[..., *batch, time]``, with `filler` where the mask is False."""
@@ -133,7 +161,9 @@ class _LogProb(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor, ids: Tensor, step: int) -> Tensor:
         out = rows.new_empty(ids.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
         for at, logits in _slices(rows, index, step):
-            out[at] = logits.gather(-1, ids[at]) - logits.logsumexp(-1, keepdim=True)
+            total = logits.logsumexp(-1, keepdim=True)
+            # +inf among the logits would give the other tokens log-prob −inf.
+            out[at] = logits.gather(-1, ids[at]) - total.masked_fill(total == torch.inf, torch.nan)
         ctx.save_for_backward(rows, index, ids)
         ctx.step = step
         return out

@@ -49,11 +49,15 @@ class Ragged:
 
     @classmethod
     def from_list(cls, rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
-        """Build from lists or 1-D tensors, one per row. All values get `dtype`."""
+        """Build from lists or 1-D tensors, one per row. All values get `dtype`.
+
+        Raises:
+            TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
+        """
         rows = list(rows)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if any(isinstance(row, Tensor) for row in rows):
-            values = torch.cat([torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows])
+            values = torch.cat([_cast(torch.as_tensor(row), dtype).reshape(-1) for row in rows])
         else:
             values = _flat(rows, dtype)
         return cls(values, lengths)
@@ -80,9 +84,14 @@ class Ragged:
     def chunks(self, rows: Sequence[int]) -> list[Ragged]:
         """Split into parts with these numbers of rows, each in new storage. The inverse of `cat`.
 
+        Raises:
+            ValueError: the numbers do not add up to the number of rows.
+
         >>> [part.tolist() for part in Ragged.from_list([[1, 2], [], [3]]).chunks([1, 2])]
         [[[1, 2]], [[], [3]]]
         """
+        if sum(rows) != len(self) or any(count < 0 for count in rows):
+            raise ValueError(f"expected numbers of rows that add up to {len(self)}, got {list(rows)}")
         sizes = self.offsets[list(accumulate(rows, initial=0))].diff().tolist()
         parts = zip(self.values.split_with_sizes(sizes), self.lengths.split_with_sizes(list(rows)), strict=True)
         return [_unchecked(values.clone(), lengths.clone()) for values, lengths in parts]
@@ -153,13 +162,21 @@ class Ragged:
         >>> rows.to_padded(0).tolist(), rows.to_padded(0, "left").tolist()
         ([[1, 2], [3, 0]], [[1, 2], [0, 3]])
         """
-        return self.scatter(self.mask(side, width), padding_value)
+        return self._scatter(self.mask(side, width), padding_value)
 
     def scatter(self, mask: Tensor, filler: Any) -> Tensor:
         """Return ``[rows, width, ...]``: the values, in order, where ``mask[rows, width]`` is True; `filler` elsewhere.
 
         The inverse of `from_padded`. Gradients flow to `values`.
+
+        Raises:
+            ValueError: the mask does not have as many places in each row as the row has values.
         """
+        if not torch.equal(mask.sum(-1).cpu(), self.lengths):
+            raise ValueError("the mask must have one place for each value of a row, in that row")
+        return self._scatter(mask, filler)
+
+    def _scatter(self, mask: Tensor, filler: Any) -> Tensor:
         mask = mask.to(self.values.device)
         out = self.values.new_full((*mask.shape, *self.values.shape[1:]), filler)
         mask = mask.reshape(*mask.shape, *[1] * (self.values.ndim - 1)).expand_as(out)
@@ -169,8 +186,13 @@ class Ragged:
         """Return the rows with these numbers, in the given order, or those where a bool mask is True.
 
         A number may occur more than once.
+
+        Raises:
+            IndexError: there is no row with such a number, or a mask has another length.
         """
         rows = torch.as_tensor(rows)
+        if rows.dtype == torch.bool and rows.shape != self.lengths.shape:
+            raise IndexError(f"expected a mask of {len(self)} rows, got one of shape {tuple(rows.shape)}")
         rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.to(torch.int64)
         lengths = self.lengths[rows]
         picked = torch.repeat_interleave(lengths)
@@ -274,4 +296,12 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
                 values.fromlist(row if isinstance(row, list) else list(row))
             if values:
                 return torch.frombuffer(values, dtype=dtype)
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+    return _cast(torch.tensor([value for row in rows for value in row]), dtype)
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values as `dtype`; an integer `dtype` takes no floats, which torch would cut off in silence."""
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if whole and values.numel() and values.dtype.is_floating_point:
+        raise TypeError(f"expected whole numbers for {dtype}, got {values.dtype}")
+    return values.to(dtype)

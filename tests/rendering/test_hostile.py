@@ -1,0 +1,294 @@
+"""Texts that cannot be encoded, and chat templates that never end: refused by row, and the other rows are rendered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError, TemplateError
+from corelm.rendering import template as module
+from corelm.rendering.time_limit import Stopped, Watch
+from corelm.spec import SamplingParams
+from helpers import chat_templates as ct
+from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
+
+#: Half of an emoji, as a cut text ends.
+CUT = "How nice \ud83d"
+#: 6,398 of the 6,400 characters that rendering chooses its marks from.
+PRIVATE = "".join(map(chr, range(0xE000, 0xE000 + 6398)))
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+#: Never ends for a conversation with the word Italy.
+ENDLESS_AT_ITALY = ct.CHATML + "{% if 'Italy' in messages[-1].content %}" + ENDLESS + "{% endif %}"
+
+CUT_CHATS = {
+    "content": {"role": "user", "content": CUT},
+    "name": {"role": "user", "content": "Hello", "name": CUT},
+    "role": {"role": CUT, "content": "Hello"},
+    "tool_calls": {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"of": [CUT]}}}]},
+    "reasoning_content": {"role": "assistant", "content": "Hi", "reasoning_content": CUT},
+    "a key": {"role": "user", "content": "Hi", "meta": {CUT: 1}},
+}
+
+# Texts that cannot be encoded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", CUT_CHATS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_text_that_cannot_be_encoded_is_refused_by_row_and_field(field: str, prompt: bool) -> None:
+    with pytest.raises(InvalidRequestError, match=r"message 1, '.*': .* lone surrogate") as caught:
+        rendered([[QUESTION], [QUESTION, CUT_CHATS[field]], [MORE]], ct.THINKING, prompt)
+    assert caught.value.rows == (1,) and caught.value.field == "history"
+    assert (field if field != "a key" else "meta") in str(caught.value)
+
+
+def test_a_system_prompt_and_a_sampled_turn_are_texts_too() -> None:
+    system = {"role": "system", "content": CUT}
+    turn = {**sampled("Paris.<|im_end|>"), "content": CUT}
+    with pytest.raises(InvalidRequestError) as caught:
+        rendered([[system, QUESTION], [MORE], [QUESTION, turn, MORE]], ct.CHATML, True)
+    assert caught.value.rows == (0, 2)
+
+
+@pytest.mark.parametrize("tools", [[{"name": CUT}], [{"parameters": {CUT: {}}}]])
+def test_tools_that_cannot_be_encoded_are_refused(tools: list[Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"template_kwargs: tools: .* lone surrogate"):
+        rendered([[QUESTION]], ct.CHATML, template_kwargs={"tools": tools})
+
+
+def test_a_template_that_holds_or_writes_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"chat_template: .* lone surrogate"):
+        rendered([[QUESTION]], ct.CHATML + CUT)
+    writes = ct.CHATML + r"{{ '\ud83d' if 'Italy' in messages[-1].content }}"
+    with pytest.raises(TemplateError, match="writes text that cannot be encoded") as caught:
+        rendered([[QUESTION], [MORE]], writes)
+    assert caught.value.rows == (1,)
+    with pytest.raises(InvalidRequestError, match="chat_template: expected a str or None, got 5"):
+        rendered([[QUESTION]], 5)
+
+
+def test_a_whole_emoji_is_an_ordinary_character() -> None:
+    chat = [{"role": "user", "content": "\U0001f600 \ue000 \x00 \uffff"}]
+    assert rendered([chat], ct.CHATML).ids.tolist()[0] == own(chat, ct.CHATML)["input_ids"]
+
+
+def test_a_stop_string_that_cannot_be_encoded_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"stop: .* lone surrogate") as caught:
+        SamplingParams(stop=["\n", CUT])
+    assert caught.value.field == "stop"
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tiny import build_tiny
+
+    folder = build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=2, progress=False)
+    with corelm.get_backend("transformers", str(folder), dtype="float32") as opened:
+        yield opened
+
+
+TEXTS = ["Who are", CUT, "What is", 7]
+CHATS = [
+    [QUESTION],
+    [{"role": "user", "content": CUT}],
+    [MORE],
+    [{"role": "user", "content": PRIVATE}],
+    [{"role": "user", "content": "Stop"}],
+]
+FAILS_AT_STOP = ct.CHATML + "{% if messages[0].content == 'Stop' %}{{ raise_exception('stopped') }}{% endif %}"
+
+
+@pytest.mark.parametrize("generate", [True, False], ids=["generate", "score"])
+def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: bool) -> None:
+    policy = LLMPolicy(backend, generate=generate, sampling_params={"max_new_tokens": 3}, inplace=False)
+    part = "prompt" if generate else "full"
+    texts = policy.replace(input_mode="text")
+    with pytest.raises(InvalidRequestError, match=rf"text.{part}: row 1: .* lone surrogate.*; row 3: expected a str"):
+        texts(TensorDict(text=TEXTS))
+    td = texts.replace(on_error="skip")(TensorDict(text=TEXTS))
+    assert [bool(error) for error in td["errors"]] == [False, True, False, True]
+    alone = texts(TensorDict(text=["Who are", "What is"]), **({"seed": 3} if generate else {}))
+    both = texts.replace(on_error="skip")(TensorDict(text=TEXTS), **({"seed": 3} if generate else {}))
+    assert both["tokens"].full[0].tolist() == alone["tokens"].full[0].tolist()
+
+    history = policy.replace(input_mode="history", chat_template=FAILS_AT_STOP)
+    chats = TensorDict(history=History.from_chats(CHATS))
+    with pytest.raises(InvalidRequestError, match="message 0, 'content'") as caught:
+        history(chats)
+    assert caught.value.rows == (1,)
+    td = history.replace(on_error="skip")(chats)
+    errors = list(td["errors"])
+    assert [bool(error) for error in errors] == [False, True, False, True, True]
+    assert "lone surrogate" in errors[1] and "private use area" in errors[3] and "stopped" in errors[4]
+    assert all(len(row) for row in (td["tokens"].full[0], td["tokens"].full[2]))
+
+
+def test_a_backend_refuses_texts_by_row(backend: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"texts: row 1: .* at character 9 is a lone surrogate") as caught:
+        backend.tokenize(["Who", CUT])
+    assert caught.value.rows == (1,) and caught.value.field == "texts"
+
+
+def test_a_history_refuses_texts_by_row_if_it_tokenizes_them() -> None:
+    history = History.from_chats([[QUESTION], [{"role": "user", "content": CUT}]])
+    with pytest.raises(InvalidRequestError, match="row 1: message 0, 'content'") as caught:
+        history.apply_chat_template(TOKENIZER, tokenize=True)
+    assert caught.value.rows == (1,)
+    assert CUT in history.apply_chat_template(TOKENIZER)[1], "a str may hold it"
+
+
+# Private characters --------------------------------------------------------------------------------------------------
+
+
+def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None:
+    greedy = [{"role": "user", "content": PRIVATE}]
+    some = [{"role": "user", "content": PRIVATE[:100]}]
+    with pytest.raises(TemplateError, match=r"conversation 2: .*this one contains 6,398 of the 6,400") as caught:
+        rendered([[QUESTION], some, greedy], ct.CHATML)
+    assert caught.value.rows == (2,)
+    assert len(rendered([[QUESTION], some], ct.CHATML).ids) == 2
+    with pytest.raises(TemplateError, match="the template or its variables") as caught:
+        rendered([[QUESTION]], ct.CHATML, template_kwargs={"tools": [{"name": PRIVATE}]})
+    assert caught.value.rows == ()
+
+
+# Templates without end -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.4)
+
+
+def rendering_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "corelm-rendering"]
+
+
+@pytest.mark.parametrize("want_assistant", [True, False])
+def test_a_template_without_end_is_stopped_and_the_row_is_named(short: None, want_assistant: bool) -> None:
+    chats = [[QUESTION], [QUESTION, sampled("Paris.<|im_end|>"), MORE], [QUESTION]]
+    with pytest.raises(TemplateError, match=r"conversation 1: .*did not end within 0.4 seconds") as caught:
+        rendered(chats, ENDLESS_AT_ITALY, True, want_assistant=want_assistant)
+    assert caught.value.rows == (1,) and not rendering_threads()
+    with pytest.raises(TemplateError, match=r"did not end within 0.4 seconds") as caught:
+        History.from_chats(chats).apply_chat_template(TOKENIZER, chat_template=ENDLESS_AT_ITALY)
+    assert caught.value.rows == (1,) and not rendering_threads()
+
+
+def test_a_template_that_never_ends_is_not_tried_for_every_row(short: None) -> None:
+    start = time.monotonic()
+    with pytest.raises(TemplateError, match="not rendered, because the chat template was stopped 3 times") as caught:
+        rendered([[QUESTION]] * 40, ENDLESS)
+    assert caught.value.rows == tuple(range(40)) and time.monotonic() - start < 15
+    assert not rendering_threads()
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("{{ 'ab' * 5000 }}", "wrote 10,000 characters; 1,000 are legal"),
+        ("{{ 'a' * 10 ** 15 }}", "MemoryError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{% for a in messages %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch, source: str, what: str) -> None:
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 1000)
+    with pytest.raises(TemplateError, match=what) as caught:
+        rendered([[QUESTION], [MORE]], source)
+    assert caught.value.rows == (0, 1)
+
+
+def test_a_policy_answers_the_rows_next_to_an_endless_one(short: None, backend: Any) -> None:
+    options = {"sampling_params": {"max_new_tokens": 3}, "on_error": "skip", "chat_template": ENDLESS_AT_ITALY}
+    td = LLMPolicy(backend, **options)(TensorDict(history=History.from_chats([[QUESTION], [MORE], [QUESTION]])))
+    assert [bool(error) for error in td["errors"]] == [False, True, False]
+    assert "did not end within" in td["errors"][1] and not rendering_threads()
+
+
+# The watch itself ----------------------------------------------------------------------------------------------------
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_a_late_call_is_stopped_and_the_work_goes_on() -> None:
+    watch = Watch()
+
+    def work() -> list[str]:
+        found = []
+        for call in (spin, lambda: "fine", spin, lambda: "fine as well"):
+            try:
+                found.append(watch.call(0.15, call))
+            except Stopped:
+                found.append("stopped")
+        return found
+
+    assert watch.run(work) == ["stopped", "fine", "stopped", "fine as well"]
+    assert not rendering_threads()
+
+
+def test_a_call_that_ends_as_it_is_stopped_stops_nothing_else() -> None:
+    watch = Watch()
+
+    def work() -> int:
+        stopped = 0
+        for _ in range(8):
+            try:
+                # Every call ends about when the watch looks for late ones.
+                watch.call(0.01, lambda: time.sleep(0.09))
+            except Stopped:
+                stopped += 1
+            sum(range(10_000))
+        return stopped
+
+    assert 0 <= watch.run(work) <= 8 and not rendering_threads()
+
+
+def test_a_call_that_catches_everything_is_late_nevertheless() -> None:
+    def stubborn() -> str:
+        try:
+            spin()
+        except BaseException:
+            return "unharmed"
+        return "done"
+
+    watch = Watch()
+    with pytest.raises(Stopped, match=r"within 0.05 seconds"):
+        watch.run(lambda: watch.call(0.05, stubborn))
+    assert not rendering_threads()
+
+
+def test_what_the_work_returns_and_raises_reaches_the_caller() -> None:
+    assert Watch().run(lambda: 5) == 5
+    with pytest.raises(KeyError, match="missing"):
+        Watch().run(lambda: {}["missing"])
+
+
+def test_an_interrupted_caller_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch()
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        for _ in range(100):
+            watch.call(60, spin)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch.run(work)
+    monkeypatch.undo()
+    for thread in rendering_threads():
+        thread.join(10)
+    assert not rendering_threads()

@@ -1,0 +1,280 @@
+"""Values of any kind, in `SamplingParams`, `Message` and prompts: each is either legal or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corelm.backend.arguments import rows_of_ids
+from corelm.backend.seeds import answer_seeds
+from corelm.containers.history import History
+from corelm.errors import InvalidRequestError
+from corelm.spec.message import Message
+from corelm.spec.sampling import ALIASES, EVERY_ENGINE, FIELDS, SamplingParams
+
+
+class Awkward:
+    """Every method raises another exception."""
+
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+    def __int__(self) -> int:
+        raise MemoryError
+
+    def __index__(self) -> int:
+        raise AttributeError
+
+    def __iter__(self) -> Any:
+        raise OSError
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError
+
+    def __len__(self) -> int:
+        raise LookupError
+
+    def __repr__(self) -> str:
+        raise ArithmeticError
+
+    __hash__ = object.__hash__
+
+
+ODD = [
+    None,
+    True,
+    False,
+    10**400,
+    -(10**5000),
+    10**5000,
+    2**31,
+    2**63,
+    2**70,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+    5e-324,
+    3.0,
+    0.5,
+    "",
+    "3",
+    "\ud83d",
+    b"3",
+    1j,
+    Decimal("0.5"),
+    Decimal("sNaN"),
+    Fraction(1, 3),
+    [],
+    [[]],
+    [1, [2]],
+    [10**5000],
+    [math.nan],
+    {},
+    {1: 2},
+    {"a": 1},
+    {3},
+    range(3),
+    iter([1]),
+    object(),
+    int,
+    len,
+    Awkward(),
+    [Awkward()],
+    np.float32(0.5),
+    np.int64(3),
+    np.array([1, 2]),
+    np.array(["a"]),
+    torch.tensor(3),
+    torch.tensor(0.5),
+    torch.tensor([1, 2]),
+    torch.tensor([[1, 2]]),
+    torch.tensor(math.nan),
+    torch.tensor(2),
+    torch.empty(2, device="meta"),
+    torch.empty((), device="meta"),
+    torch.tensor([[0, 1]]).to_sparse(),
+    torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged),
+]
+odd = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+OWN_TYPES = (int, float, bool, tuple, dict, type(None))
+
+
+def made_or_refused(**values: Any) -> SamplingParams | None:
+    try:
+        return SamplingParams.make(values)
+    except InvalidRequestError as error:
+        assert error.field and str(error), "the error names the field"
+        assert pickle.loads(pickle.dumps(error)).args == error.args
+        return None
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *ALIASES])
+def test_every_parameter_takes_or_refuses_every_value(name: str) -> None:
+    for value in ODD:
+        params = made_or_refused(**{name: value})
+        if params is not None:
+            found = getattr(params, ALIASES.get(name, name))
+            assert type(found) in OWN_TYPES, f"{name}={type(value)} is kept as a {type(found)}"
+            assert not isinstance(found, float) or math.isfinite(found)
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, *ALIASES]), odd, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_parameters_that_are_legal_survive_every_round_trip(values: dict[str, Any]) -> None:
+    params = made_or_refused(**values)
+    if params is None:
+        return
+    assert SamplingParams.make(params) is params
+    again = [
+        SamplingParams.make(dataclasses.asdict(params)),
+        SamplingParams(**{name: getattr(params, name) for name in FIELDS}),
+        dataclasses.replace(params),
+        # What an engine is asked to honour, and what every engine honours, are all that there is.
+        SamplingParams(
+            **params.engine_parameters(),
+            **{name: getattr(params, name) for name in EVERY_ENGINE},
+        ),
+    ]
+    assert all(one == params and hash(one) == hash(params) for one in again)
+    assert params.greedy == (params.temperature == 0) == (not params.do_sample)
+    if params.seed is not None:
+        assert 0 <= int(answer_seeds(params.seed, [0])) < 2**63
+
+
+def test_values_that_used_to_pass_or_to_raise_something_else() -> None:
+    for values, message in (
+        ({"temperature": 10**400}, "temperature: expected a finite number of at least 0"),
+        ({"temperature": 10**5000}, "temperature: expected a finite number of at least 0, got a value of type int"),
+        ({"top_k": torch.tensor([1, 2])}, r"top_k: expected a whole number of at least -1 and at most 2147483647"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens: .* at most 2147483647"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids: 1180591620717411303424 is larger than any vocabulary"),
+        ({"stop_token_ids": [True]}, "stop_token_ids: expected a sequence of token ids"),
+        ({"do_sample": torch.ones(2)}, "do_sample: expected True or False"),
+        ({"n": torch.ones(2), "num_samples": 3}, "num_samples: .* are the same parameter"),
+        ({"engine_kwargs": {1: 2}}, "engine_kwargs: expected names of parameters as keys, got 1"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            SamplingParams.make(values)
+    assert SamplingParams(top_k=torch.tensor(3)).top_k == 3 and SamplingParams(top_k=-1.0).top_k is None
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Message)])
+def test_a_message_takes_or_refuses_every_value(name: str) -> None:
+    for value in ODD:
+        try:
+            message = Message(**{"role": "user", "content": "Hi", name: value})
+        except InvalidRequestError as error:
+            assert error.field == name
+        else:
+            assert message == Message.from_dict(message.to_dict())
+            assert message.for_template()["role"] == message.role
+
+
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        ([2**70], "token_ids: 1180591620717411303424 is larger than any vocabulary"),
+        ([2**31], "token_ids: 2147483648 is larger than any vocabulary"),
+        ([10**5000], "token_ids: a value of type int is larger than any vocabulary"),
+        ([-1], "token_ids: expected ids of at least 0, got -1"),
+        ([True], "token_ids: expected a sequence of token ids"),
+        ([0.5], "token_ids: expected a sequence of token ids"),
+    ],
+)
+def test_ids_that_no_vocabulary_has_are_refused_by_row(ids: list[Any], what: str) -> None:
+    good = {"role": "user", "content": "Hi"}
+    with pytest.raises(InvalidRequestError, match=what) as caught:
+        History.from_chats([[good], [good, {"role": "assistant", "content": "x", "token_ids": ids}]])
+    assert caught.value.rows == (1,) and "message 1" in str(caught.value)
+
+
+def held_by_itself() -> dict[str, Any]:
+    one: dict[str, Any] = {"a": []}
+    one["a"] += [one, one]
+    return one
+
+
+def deep(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def doubled() -> Any:
+    value: Any = ["x"]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (held_by_itself(), "nested more than 100 levels deep, or hold themselves"),
+        (deep(100), "nested more than 100 levels deep"),
+        (deep(100_000), "nested more than 100 levels deep"),
+        (doubled(), "hold more than 1,000,000 values"),
+    ],
+    ids=["itself", "101", "100,000", "doubled"],
+)
+def test_a_message_with_values_that_cannot_be_walked_is_refused(value: Any, what: str) -> None:
+    for extra in ({"meta": value}, {"tool_calls": [{"arguments": value}]}):
+        with pytest.raises(InvalidRequestError, match=what) as caught:
+            History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hi", **extra}]])
+        assert caught.value.rows == (1,)
+    assert Message.from_dict({"role": "user", "content": "Hi", "meta": deep(98)}).to_dict()["meta"] == deep(98)
+
+
+def test_a_message_refuses_values_that_cannot_be_copied_and_names_that_it_has() -> None:
+    with pytest.raises(InvalidRequestError, match="extra: holds what cannot be copied: TypeError"):
+        Message.from_dict({"role": "user", "generator": (one for one in ())})
+    with pytest.raises(InvalidRequestError, match=r"extra: .* 'role' is a field of Message"):
+        Message("user", "Hi", extra={"role": "system"})
+    with pytest.raises(InvalidRequestError, match=r"extra: .* 5 is a int"):
+        Message.from_dict({"role": "user", 5: 6})
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_every_kind_are_rows_or_refused() -> None:
+    for value in [*ODD, *([one] for one in ODD)]:
+        try:
+            rows = rows_of_ids(value, "prompts")
+        except InvalidRequestError as error:
+            assert error.field == "prompts"
+        else:
+            assert rows.values.dtype == torch.int64 and len(rows.tolist()) == len(rows)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.zeros(2, 3, dtype=torch.int64, device="meta"),
+        torch.zeros(2, 3, dtype=torch.int64).to_sparse(),
+        torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts: expected an ordinary tensor"):
+        rows_of_ids(made, "prompts")
+    rows = [torch.tensor([1]), torch.zeros(3, dtype=torch.int64, device="meta")]
+    with pytest.raises(InvalidRequestError, match="prompts: row 1: expected a list of token ids") as caught:
+        rows_of_ids(rows, "prompts")
+    assert caught.value.rows == (1,)
