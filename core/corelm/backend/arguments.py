@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems, refuse
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, unreadable
 from corelm.validate import invalid
 
 
@@ -27,20 +27,42 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
         InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
-        ids = torch.as_tensor(ids)
+        ids = _tensor(ids, field)
     if isinstance(ids, Tensor):
+        _refuse_unreadable(ids, field)
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
     if not isinstance(ids, Ragged):
         ids = _from_rows(ids, field)
-    if not _is_integer(ids.values) or ids.values.ndim != 1:
-        raise invalid(field, f"expected one integer per token, got {ids.values.dtype}{list(ids.values.shape)}")
+    _refuse_unreadable(ids.values, field)
+    _refuse_unreadable(ids.lengths, field)
+    for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
+        if not _is_integer(values) or values.ndim != 1:
+            raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
         return Ragged(ids.values.to(torch.int64), ids.lengths)
     except ValueError as error:
         raise invalid(field, str(error)) from error
+
+
+def _tensor(given: Any, field: str) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise invalid(field, f"expected an array of integers: {error}") from error
+
+
+def _refuse_unreadable(values: Any, field: str) -> None:
+    """Refuse what is not a plain tensor with values in memory.
+
+    Raises:
+        InvalidRequestError: a tensor on the meta device, a sparse or nested tensor, or no tensor at all.
+    """
+    why = unreadable(values)
+    if why:
+        raise invalid(field, f"expected a dense tensor, got {why}")
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:
@@ -62,7 +84,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
 def _row(row: Any) -> Tensor:
     if hasattr(row, "__array__"):
         tensor = torch.as_tensor(row)
-        if tensor.ndim != 1 or not _is_integer(tensor):
+        if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
     if not isinstance(row, (list, tuple)) or any(isinstance(token, bool) for token in row):
@@ -124,6 +146,8 @@ def _integers(given: Any, count: int, field: str) -> Tensor:
         found = torch.as_tensor(given if hasattr(given, "__array__") else [operator.index(value) for value in given])
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = torch.empty(0, 0)
+    if unreadable(found):
+        raise invalid(field, f"expected {count} integers, got {unreadable(found)}")
     found = found.to(torch.int64) if found.numel() == 0 and count == 0 else found
     if found.shape != (count,) or not _is_integer(found):
         raise invalid(field, f"expected {count} integers, got {reprlib.repr(given)}")

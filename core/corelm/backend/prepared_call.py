@@ -170,7 +170,7 @@ def prepare_scoring(
     if grad:
         engine.require("gradients", "its scores carry no gradients")
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
-    found = check_requests.sequence_problems(sequences, capabilities, may_be_empty=False)
+    found = check_requests.sequence_problems(sequences, capabilities)
     problems = {**found, **(problems or {})}
     served = admitted(problems, len(sequences), on_error, "sequences")
     rows = sequences.select(served.index) if problems else sequences.clone()
