@@ -37,7 +37,11 @@ def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
     ("length", "sampling", "says"),
     [
         (3, {}, "3 tokens and max_new_tokens=256, the default, do not fit the context of 12; give max_new_tokens=9 or"),
-        (3, {"max_new_tokens": 10}, "3 tokens and max_new_tokens=10 do not fit the context of 12; give max_new_tokens=9"),
+        (
+            3,
+            {"max_new_tokens": 10},
+            "3 tokens and max_new_tokens=10 do not fit the context of 12; give max_new_tokens=9",
+        ),
         (12, {}, "12 tokens leave no room for an answer in the context of 12; shorten the prompt"),
         (12, {"max_new_tokens": None}, "12 tokens leave no room for an answer"),
     ],
@@ -49,7 +53,7 @@ def test_a_prompt_without_room_for_its_answer_is_told_what_to_change(length, sam
 
 
 def test_a_sequence_too_long_to_score_does_not_hear_of_max_new_tokens():
-    with pytest.raises(InvalidRequestError, match="row 0: 13 tokens do not fit the context of 12; shorten it$"):
+    with pytest.raises(InvalidRequestError, match="row 0: 13 tokens do not fit the context of 12; shorten it"):
         fake().score_logprobs([[1] * 13])
 
 
