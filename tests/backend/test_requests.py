@@ -6,6 +6,7 @@ import torch
 
 import corelm
 from corelm import Backend, Ragged
+from corelm.backend.seeds import answer_seeds
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 
@@ -145,6 +146,32 @@ def test_a_parameter_the_engine_does_not_honour_is_refused():
     with pytest.raises(CapabilityError, match="lacks per_answer_seeds"):
         fake(per_answer_seeds=False).generate([[1]], {"seed": 1, **SHORT})
     assert fake(per_answer_seeds=False).generate([[1]], SHORT).ids.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}])
+def test_seeds_that_are_free_are_always_sent(sampling):
+    backend = fake()
+    for seed in (1, 1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backend.generate([[1], [3]], {**SHORT, **sampling}, logprobs="none")
+    first, second, third = (request.seeds.tolist() for request in sent(backend))
+    assert first == second and (third == first) == bool(sampling)
+
+
+def test_seeds_that_are_costly_are_sent_only_if_the_caller_gave_some():
+    backend = fake(seeds_are_costly=True)
+    before = torch.get_rng_state()
+    backend.generate([[1], [3]], SHORT)
+    backend.generate([[1], [3]], {**SHORT, "temperature": 0, "seed": 5}, logprobs="none")
+    assert [request.seeds for request in sent(backend)] == [None, None]
+    assert torch.equal(torch.get_rng_state(), before), "a call without seeds must leave torch's generator alone"
+    backend.generate([[1], [3]], {**SHORT, "seed": 7})
+    backend.generate([[1], [3]], SHORT, seeds=[4, 5])
+    assert sent(backend)[2].seeds.tolist() == answer_seeds(7, range(2)).tolist()
+    assert sent(backend)[3].seeds.tolist() == [4, 5]
+    with pytest.raises(InvalidRequestError, match="seeds"):
+        backend.generate([[1], [3]], SHORT, seeds=[4])
 
 
 def test_another_mode_is_used_only_if_it_gives_the_same_numbers():
