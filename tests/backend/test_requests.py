@@ -65,13 +65,11 @@ def hand_made(values, lengths) -> Ragged:
     return rows
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("ids", "says"),
     [
         (lambda: torch.ones(1, 2, dtype=torch.int64, device="meta"), "meta device"),
         (lambda: torch.ones(1, 2, dtype=torch.int64).to_sparse(), "a sparse_coo tensor"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2, dtype=torch.int64)]), "a nested tensor"),
         (lambda: [[1], torch.ones(2, dtype=torch.int64, device="meta")], "row 1: expected a list of token ids"),
         (lambda: [[1], torch.ones(2, dtype=torch.int64).to_sparse()], "row 1: expected a list of token ids"),
         (lambda: np.array([["a"]]), "expected an array of integers"),

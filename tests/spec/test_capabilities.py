@@ -31,6 +31,7 @@ def declare(**given: Any) -> Capabilities:
         ("sampling", {"temperature": (float("nan"), 2.0)}, "temperature: expected None or a pair"),
         ("sampling", {"temperature": ("0", "2")}, "temperature: expected None or a pair"),
         ("sampling", {"stop": (0, 4)}, "stop: expected None, got"),
+        ("sampling", {"length_penalty": None}, "declare num_beams"),
         ("generation_modes", {"raww"}, "unknown mode 'raww'; did you mean 'raw'"),
         ("generation_modes", {"logits"}, "unknown mode 'logits'; known modes: 'raw', 'processed', 'scaled'"),
         ("generation_modes", "raw", "expected a set"),

@@ -24,8 +24,9 @@ Result = GenerateResult | ScoreResult | Exception
 def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     """Return a key that is equal for requests that may share a call, or None for a request that has to go alone.
 
-    Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits belong to one caller. Only the engine knows
-    what `engine_kwargs` mean and whether two of them are the same, so requests with `engine_kwargs` go alone.
+    Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits
+    belong to one caller. Only the engine knows what `engine_kwargs` mean and whether two of them are the same, so
+    requests with `engine_kwargs` go alone.
     """
     request = call.request
     if call.on_caller_thread:

@@ -95,6 +95,9 @@ class Capabilities:
         for name in _OF_SCORES:
             if getattr(self, name) and not self.score:
                 raise invalid(name, "belongs to score_logprobs; declare score=True as well")
+        for name in ("length_penalty", "early_stopping"):
+            if name in self.sampling and "num_beams" not in self.sampling:
+                raise invalid("sampling", f"{name} belongs to beam search; declare num_beams as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 
