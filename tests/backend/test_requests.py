@@ -6,6 +6,7 @@ import torch
 
 import corelm
 from corelm import Backend, Ragged
+from corelm.backend.seeds import answer_seeds
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 
@@ -16,7 +17,7 @@ from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
         ([[1], [VOCAB]], (1,), f"row 1: id {VOCAB} at position 0 is outside the vocabulary of {VOCAB}"),
         ([[1, -1], [1]], (0,), "row 0: id -1 at position 1"),
         ([[], [1], []], (0, 2), "row 0: has no tokens"),
-        ([[1] * (CONTEXT - 1), [1]], (0,), "row 0: 11 tokens + 2 new do not fit the context of 12"),
+        ([[1] * (CONTEXT - 1), [1]], (0,), "row 0: 11 tokens and max_new_tokens=2 do not fit the context of 12"),
         ([[1], ["x"]], (1,), "row 1: expected a list of token ids"),
         ([[1], [1.5]], (1,), "row 1: expected a list of token ids"),
         ([[1], [True]], (1,), "row 1: expected a list of token ids"),
@@ -31,6 +32,66 @@ def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
     assert error.value.rows == rows and error.value.field == "prompts"
     assert says in str(error.value)
     assert sent(backend) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "sampling", "says"),
+    [
+        (3, {}, "3 tokens and max_new_tokens=256, the default, do not fit the context of 12; give max_new_tokens=9 or"),
+        (
+            3,
+            {"max_new_tokens": 10},
+            "3 tokens and max_new_tokens=10 do not fit the context of 12; give max_new_tokens=9",
+        ),
+        (12, {}, "12 tokens leave no room for an answer in the context of 12; shorten the prompt"),
+        (12, {"max_new_tokens": None}, "12 tokens leave no room for an answer"),
+    ],
+)
+def test_a_prompt_without_room_for_its_answer_is_told_what_to_change(length, sampling, says):
+    with pytest.raises(InvalidRequestError) as error:
+        fake().generate([[1] * length], sampling)
+    assert f"prompts: row 0: {says}" in str(error.value) and error.value.rows == (0,)
+
+
+def test_a_sequence_too_long_to_score_does_not_hear_of_max_new_tokens():
+    with pytest.raises(InvalidRequestError, match="row 0: 13 tokens do not fit the context of 12; shorten it"):
+        fake().score_logprobs([[1] * 13])
+
+
+def hand_made(values, lengths) -> Ragged:
+    """Return a `Ragged` that was not validated when it was made."""
+    rows = object.__new__(Ragged)
+    rows.__dict__.update(values=values, lengths=lengths)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (lambda: torch.ones(1, 2, dtype=torch.int64, device="meta"), "meta device"),
+        (lambda: torch.ones(1, 2, dtype=torch.int64).to_sparse(), "a sparse_coo tensor"),
+        (lambda: [[1], torch.ones(2, dtype=torch.int64, device="meta")], "row 1: expected a list of token ids"),
+        (lambda: [[1], torch.ones(2, dtype=torch.int64).to_sparse()], "row 1: expected a list of token ids"),
+        (lambda: np.array([["a"]]), "expected an array of integers"),
+        (lambda: hand_made([1], torch.tensor([1])), "a list, which is not a tensor"),
+        (lambda: hand_made(torch.tensor([1]), [1]), "a list, which is not a tensor"),
+        (lambda: hand_made(torch.tensor([1, 3]), torch.tensor([1.5, 0.5])), "one integer per length"),
+        (lambda: hand_made(torch.tensor([1, 3]), torch.tensor([3])), "lengths add up to 3, but there are 2 values"),
+    ],
+)
+def test_ids_that_cannot_be_read_are_refused(ids, says):
+    for call, field in ((fake().generate, "prompts"), (fake().score_logprobs, "sequences")):
+        with pytest.raises(InvalidRequestError, match=says) as error:
+            call(ids())
+        assert error.value.field == field
+
+
+@pytest.mark.parametrize("given", [torch.ones(1, dtype=torch.int64, device="meta"), torch.ones(1).long().to_sparse()])
+def test_seeds_and_positions_that_cannot_be_read_are_refused(given):
+    with pytest.raises(InvalidRequestError, match="seeds: expected 1 integers, got a"):
+        fake().generate([[1]], SHORT, seeds=given)
+    with pytest.raises(InvalidRequestError, match="score_from: expected 1 integers, got a"):
+        fake().score_logprobs([[1, 3]], score_from=given)
 
 
 def test_ids_too_large_for_int64_are_refused():
@@ -83,6 +144,32 @@ def test_a_parameter_the_engine_does_not_honour_is_refused():
     with pytest.raises(CapabilityError, match="lacks per_answer_seeds"):
         fake(per_answer_seeds=False).generate([[1]], {"seed": 1, **SHORT})
     assert fake(per_answer_seeds=False).generate([[1]], SHORT).ids.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}])
+def test_seeds_that_are_free_are_always_sent(sampling):
+    backend = fake()
+    for seed in (1, 1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backend.generate([[1], [3]], {**SHORT, **sampling}, logprobs="none")
+    first, second, third = (request.seeds.tolist() for request in sent(backend))
+    assert first == second and (third == first) == bool(sampling)
+
+
+def test_seeds_that_are_costly_are_sent_only_if_the_caller_gave_some():
+    backend = fake(seeds_are_costly=True)
+    before = torch.get_rng_state()
+    backend.generate([[1], [3]], SHORT)
+    backend.generate([[1], [3]], {**SHORT, "temperature": 0, "seed": 5}, logprobs="none")
+    assert [request.seeds for request in sent(backend)] == [None, None]
+    assert torch.equal(torch.get_rng_state(), before), "a call without seeds must leave torch's generator alone"
+    backend.generate([[1], [3]], {**SHORT, "seed": 7})
+    backend.generate([[1], [3]], SHORT, seeds=[4, 5])
+    assert sent(backend)[2].seeds.tolist() == answer_seeds(7, range(2)).tolist()
+    assert sent(backend)[3].seeds.tolist() == [4, 5]
+    with pytest.raises(InvalidRequestError, match="seeds"):
+        backend.generate([[1], [3]], SHORT, seeds=[4])
 
 
 def test_another_mode_is_used_only_if_it_gives_the_same_numbers():

@@ -4,14 +4,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from corelm import Backend, Ragged
+from corelm import Backend, LLMPolicy, Ragged
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.fakes import EOS, SHORT, VOCAB, Fake, fake, sent
 
 
 def rows(*lists, dtype=torch.int64) -> Ragged:
     return Ragged.from_list(lists, dtype)
+
+
+def hand_made(values, lengths) -> Ragged:
+    """Return a `Ragged` that was not validated when it was made."""
+    made = object.__new__(Ragged)
+    made.__dict__.update(values=values, lengths=lengths)
+    return made
+
+
+def changed_lengths(given: Ragged) -> Ragged:
+    made = given.clone()
+    assert made.offsets.tolist() == [0, 2, 4]
+    made.lengths[:] = torch.tensor([1, 3])
+    return made
 
 
 @pytest.mark.parametrize(
@@ -41,6 +56,44 @@ def rows(*lists, dtype=torch.int64) -> Ragged:
         (lambda b: replace(b, logprobs=rows([0.5, -1.0], [-1.0, -1.0], dtype=torch.float32)), "log-prob is 0.5"),
         (lambda b: replace(b, ids=rows([EOS, 1], [3, 3])), "row 0: has tokens after a stop id"),
         (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2 rows"),
+        (lambda b: replace(b, weight_versions=("0", None)), "row 1: weight_versions: expected a str, got NoneType"),
+        (lambda b: replace(b, weight_versions=([], "0")), "row 0: weight_versions: expected a str, got list"),
+        (lambda b: replace(b, weight_versions="00"), "weight_versions is a str, expected a tuple or list"),
+        (lambda b: replace(b, texts=(None, "a")), "row 0: texts: expected a str, got NoneType"),
+        (lambda b: replace(b, errors=("", 3)), "row 1: errors: expected a str, got int"),
+        (
+            lambda b: replace(b, finish_reasons=("length", "stop")),
+            "row 1: finish reason 'stop', but the answer ends with",
+        ),
+        (
+            lambda b: replace(b, ids=rows([1, 1], []), logprobs=None, finish_reasons=("length", "stop")),
+            "row 1: finish reason 'stop', but the answer has no tokens",
+        ),
+        (
+            lambda b: replace(b, ids=rows([1, 1], [3])),
+            "row 1: finish reason 'length' after 1 tokens, but the limit is 2",
+        ),
+        (lambda b: replace(b, ids=rows([1, EOS], [3, 3])), "row 0: finish reason 'length', but the answer ends with a"),
+        (lambda b: replace(b, ids=hand_made(b.ids.values.to("meta"), b.ids.lengths)), "ids is a tensor on the meta"),
+        (lambda b: replace(b, ids=hand_made(b.ids.values.to_sparse(), b.ids.lengths)), "ids is a sparse_coo tensor"),
+        (
+            lambda b: replace(b, ids=hand_made(b.ids.values, b.ids.lengths.float())),
+            "the lengths of ids are torch.float",
+        ),
+        (lambda b: replace(b, ids=hand_made(b.ids.values, [2, 2])), "the lengths of ids are a list, which is not"),
+        (
+            lambda b: replace(b, ids=hand_made(b.ids.values, torch.tensor([2, 1]))),
+            "add up to 3, but there are 4 values",
+        ),
+        (
+            lambda b: replace(b, ids=hand_made(b.ids.values, torch.tensor([5, -1]))),
+            "add up to 4, but there are 4 values",
+        ),
+        (lambda b: replace(b, ids=changed_lengths(b.ids)), "were modified after the rows were made"),
+        (
+            lambda b: replace(b, logprobs=Ragged(b.logprobs.values.clone().requires_grad_() * 1, b.logprobs.lengths)),
+            "logprobs carries a graph",
+        ),
     ],
 )
 def test_a_bad_generation_is_an_engine_error(bend, says):
@@ -61,12 +114,124 @@ def test_a_bad_generation_is_an_engine_error(bend, says):
         (lambda b: replace(b, mode="cooked"), "mode 'cooked'"),
         (lambda b: replace(b, support="truncated"), "support 'truncated'"),
         (lambda b: replace(b, scored=None), "scored is a NoneType"),
+        (lambda b: replace(b, weight_versions=(0,)), "row 0: weight_versions: expected a str, got int"),
+        (lambda b: replace(b, errors=(None,)), "row 0: errors: expected a str, got NoneType"),
+        (lambda b: replace(b, scored=hand_made(b.scored.values.to("meta"), b.scored.lengths)), "scored is a tensor on"),
+        (
+            lambda b: replace(b, logprobs=Ragged(b.logprobs.values.clone().requires_grad_() * 1, b.logprobs.lengths)),
+            "logprobs carries a graph, but no gradient was asked for",
+        ),
     ],
 )
 def test_a_bad_score_is_an_engine_error(bend, says):
     with pytest.raises(EngineError, match="backend 'fake', hook score_logprobs") as error:
         fake(bend).score_logprobs([[1, 3, 4]])
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("logits", "says"),
+    [
+        (lambda: torch.full((5, VOCAB), float("nan")), "row 0, position 0: the logits hold nan or inf"),
+        (
+            lambda: torch.zeros(5, VOCAB).index_fill_(0, torch.tensor([3]), float("inf")),
+            "row 1, position 1: the logits",
+        ),
+        (lambda: torch.zeros(5, VOCAB, dtype=torch.int64), "logits are torch.int64, expected a floating-point type"),
+        (lambda: torch.zeros(5, VOCAB, requires_grad=True) * 1, "logits carries a graph"),
+        (lambda: torch.zeros(5, VOCAB, device="meta"), "logits is a tensor on the meta device"),
+        (lambda: torch.zeros(4, VOCAB), "logits are (4, 16), expected (5, 16)"),
+    ],
+)
+def test_bad_logits_are_an_engine_error(logits, says):
+    def bend(batch):
+        return replace(batch, logits=hand_made(logits(), torch.tensor([2, 3])))
+
+    with pytest.raises(EngineError, match="hook score_logprobs") as error:
+        fake(bend, logits=True).score_logprobs([[1, 3], [3, 4, 5]], return_logits=True)
+    assert says in str(error.value)
+
+
+def test_an_id_that_cannot_follow_may_have_logit_minus_infinity():
+    def bend(batch):
+        return replace(batch, logits=Ragged(torch.full((2, VOCAB), -float("inf")), batch.logprobs.lengths))
+
+    assert fake(bend, logits=True).score_logprobs([[1, 3]], return_logits=True).logits is not None
+
+
+def test_whatever_a_result_holds_the_error_is_an_engine_error():
+    class Lies(tuple):
+        def __len__(self):
+            raise RuntimeError("this tuple has no length")
+
+    backend = fake(lambda b: replace(b, finish_reasons=Lies(("length", "length"))))
+    with pytest.raises(EngineError, match="a result that cannot be read: RuntimeError: this tuple has no"):
+        backend.generate([[1], [3]], SHORT)
+
+
+def ending(ids, reason="stop", **changes):
+    """Return a fake that answers `ids` for this reason."""
+    logprobs = rows([-1.0] * len(ids), dtype=torch.float32)
+    return fake(lambda b: replace(b, ids=rows(ids), logprobs=logprobs, finish_reasons=(reason,), **changes), abort=True)
+
+
+def test_an_answer_may_stop_at_a_stop_id_or_a_stop_string():
+    stops = {"max_new_tokens": 4, "stop": ["45"], "stop_token_ids": [7]}
+    for ids in ([3, EOS], [3, 7], [3, 4, 5]):
+        assert ending(ids).generate([[1]], stops).ids.tolist() == [ids]
+    # The string is complete before the last token, not complete, or counts only after min_new_tokens.
+    for ids, more in (([4, 5, 3], {}), ([3, 4], {}), ([3, EOS], {"ignore_eos": True})):
+        with pytest.raises(EngineError, match="row 0: finish reason 'stop', but the answer ends with id"):
+            ending(ids).generate([[1]], {**stops, **more})
+
+
+def test_an_answer_whose_text_is_the_engines_own_may_stop_at_a_string_that_its_ids_do_not_show():
+    stops = {"max_new_tokens": 4, "stop": ["end"]}
+    assert ending([3, 4], texts=("3 the end",)).generate([[1]], stops).finish_reasons == ("stop",)
+    with pytest.raises(EngineError, match="neither a stop id nor a stop string"):
+        ending([3, 4], texts=("3 the end",)).generate([[1]], {"max_new_tokens": 4})
+
+
+def test_an_aborted_answer_may_end_anywhere():
+    assert ending([3], "abort").generate([[1]], {"max_new_tokens": 4}).finish_reasons == ("abort",)
+
+
+def test_an_answer_without_a_limit_that_ends_for_its_length_fills_the_context():
+    assert ending([3] * 11, "length").generate([[1]], {"max_new_tokens": None}).ids.lengths.tolist() == [11]
+    with pytest.raises(EngineError, match="'length' after 3 tokens, but the limit is 11"):
+        ending([3] * 3, "length").generate([[1]], {"max_new_tokens": None})
+
+
+def test_engine_kwargs_may_end_an_answer_for_a_reason_that_core_does_not_know():
+    engine = fake(
+        lambda b: replace(b, ids=rows([3]), logprobs=None, finish_reasons=("stop",)), sampling={"engine_kwargs": None}
+    )
+    sampling = {"max_new_tokens": 4, "engine_kwargs": {"stop_regex": "3"}}
+    assert engine.generate([[1]], sampling, logprobs="none").finish_reasons == ("stop",)
+
+
+def test_an_engine_may_reuse_its_buffers_for_the_next_call():
+    ids, values, scored = torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.zeros(2, dtype=torch.bool)
+
+    def bend(batch):
+        if hasattr(batch, "ids"):
+            lengths = batch.ids.lengths
+            return replace(
+                batch, ids=Ragged(ids.copy_(batch.ids.values), lengths), logprobs=Ragged(values - 1, lengths)
+            )
+        values.copy_(batch.logprobs.values)
+        scored.copy_(batch.scored.values)
+        lengths = batch.scored.lengths
+        return replace(batch, logprobs=Ragged(values, lengths), scored=Ragged(scored, lengths))
+
+    backend = fake(bend)
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SHORT)
+    first = policy(TensorDict(tokens=torch.tensor([[1, 3]]), batch_size=[1]))
+    scores = backend.score_logprobs([[1, 3]])
+    policy(TensorDict(tokens=torch.tensor([[1, 9]]), batch_size=[1]))
+    backend.score_logprobs([[9], [8]])
+    assert first["tokens"].response[0].tolist() == [3, 3] and first["tokens"].full[0].tolist() == [1, 3, 3, 3]
+    assert scores.logprobs.tolist() == [[0.0, -1.0]] and scores.scored.tolist() == [[False, True]]
 
 
 def test_a_log_prob_may_exceed_zero_only_by_rounding():

@@ -136,7 +136,9 @@ def test_a_result_with_too_few_rows_fails_the_call_and_is_never_shared_out():
         @hookimpl
         def generate(self, request):  # type: ignore[override]
             batch = super().generate(request)
-            return type(batch)(ids=batch.ids.select([0]), logprobs=batch.logprobs.select([0]), finish_reasons=("stop",))
+            return type(batch)(
+                ids=batch.ids.select([0]), logprobs=batch.logprobs.select([0]), finish_reasons=("length",)
+            )
 
     engine = OneRowEngine(permits=0)
     with open_batcher(engine) as batcher:

@@ -73,6 +73,18 @@ def test_requests_with_different_parameters_do_not_share_a_call(other):
     assert [len(call.prompts) for call in engine.calls] == [1, 1, 1]
 
 
+def test_requests_with_and_without_costly_seeds_do_not_share_a_call():
+    engine = GatedEngine(permits=0, seeds_are_costly=True)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[n]], sampling) for n, sampling in ((3, SEEDED), (4, SHORT), (5, SHORT))]
+        engine.free()
+        assert ids(futures[0]) == [lone_answer([3])]
+        assert [ids(future) for future in futures[1:]] == [[answer([n], 0, 2, 1.0)] for n in (4, 5)]
+    seeds = {len(call.prompts): call.seeds is None for call in engine.calls[1:]}
+    assert seeds == {1: False, 2: True}
+
+
 def test_requests_with_engine_kwargs_do_not_share_a_call():
     engine = GatedEngine(permits=0, sampling={"engine_kwargs": None})
     with open_batcher(engine) as batcher:

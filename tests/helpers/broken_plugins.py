@@ -1,6 +1,6 @@
 """Plugins with one realistic defect each, which the conformance kit must find.
 
-`Abortable` and `Scaled` have no defect: they add capabilities that the toy backend lacks.
+`Abortable`, `Scaled`, `Reshaping` and `Modest` have no defect: they add capabilities that the toy backend lacks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from toy_backend import ToyBackend
 
 from corelm import Ragged, SamplingParams, hookimpl
@@ -24,6 +25,7 @@ from corelm.spec.records import (
     ScoreResult,
     WeightUpdate,
 )
+from corelm.support import RowAnswer
 
 
 def _sliced(rows: Ragged | None, start: torch.Tensor, stop: torch.Tensor) -> Ragged | None:
@@ -79,6 +81,141 @@ class CutThoughScaled(Scaled):
     def generate(self, request: GenerateRequest) -> GenerateResult:
         batch = super().generate(replace(request, logprobs="processed"))
         return batch if request.logprobs == "processed" else replace(batch, mode="raw", temperature=1.0, support="full")
+
+
+class Reshaping(ToyBackend):
+    """No defect: it has penalties, and a `logit_bias` in engine_kwargs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        more = dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "engine_kwargs"))
+        self.capabilities = replace(self.capabilities, sampling={**self.capabilities.sampling, **more})
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        reshaped = self.reshaped(logits, prompt, answer, request)
+        sampled_from, processed = super()._distributions(
+            reshaped, prompt, answer, replace(request, logprobs="processed")
+        )
+        return sampled_from, processed if request.logprobs == "processed" else logits.log_softmax(-1)
+
+    def reshaped(self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest) -> Tensor:
+        """Return the logits after `logit_bias` and the penalties."""
+        sampling, logits = request.sampling, logits.clone()
+        for token, bias in sampling.engine_kwargs.get("logit_bias", {}).items():
+            logits[int(token)] += bias
+        seen = torch.tensor(sorted(self.penalised(prompt, answer)), dtype=torch.int64)
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        counts = torch.bincount(torch.tensor(answer, dtype=torch.int64), minlength=len(logits))
+        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+    def penalised(self, prompt: list[int], answer: list[int]) -> set[int]:
+        """Return the ids that the repetition penalty counts."""
+        return {*prompt, *answer}
+
+
+class RawReshaped(Reshaping):
+    """Its raw log-probs are those after penalties, bias and banned ids, before temperature and truncation."""
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        sampled_from, reported = super()._distributions(logits, prompt, answer, request)
+        if request.logprobs == "raw":
+            plain = SamplingParams.make(request.sampling, temperature=1.0, top_k=None)
+            asked = replace(request, sampling=plain, logprobs="processed")
+            _, reported = super()._distributions(logits, prompt, answer, asked)
+        return sampled_from, reported
+
+
+class ProcessedUnreshaped(Reshaping):
+    """Its processed log-probs know temperature and truncation, but neither penalties nor banned ids."""
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        sampled_from, reported = super()._distributions(logits, prompt, answer, request)
+        if request.logprobs == "processed":
+            free = replace(request, stop_ids=frozenset())
+            # Not from `Reshaping`: without the penalties.
+            _, reported = super(Reshaping, self)._distributions(logits, prompt, answer, free)
+        return sampled_from, reported
+
+
+class PenaltyAfterTemperature(Reshaping):
+    """Penalties are subtracted from the logits that the temperature has divided."""
+
+    def reshaped(self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest) -> Tensor:
+        temperature = request.sampling.temperature or 1.0
+        return super().reshaped(logits / temperature, prompt, answer, request) * temperature
+
+
+class FirstIdUnpenalised(Reshaping):
+    """The repetition penalty leaves out the first id of the prompt, as if it were a BOS."""
+
+    def penalised(self, prompt: list[int], answer: list[int]) -> set[int]:
+        return {*prompt[1:], *answer}
+
+
+class LastIdsPenalised(Reshaping):
+    """The repetition penalty counts the last 64 ids only."""
+
+    def penalised(self, prompt: list[int], answer: list[int]) -> set[int]:
+        return {*(prompt + answer)[-64:]}
+
+
+class EngineKwargsIgnored(Reshaping):
+    """engine_kwargs are declared and ignored."""
+
+    def reshaped(self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest) -> Tensor:
+        plain = SamplingParams.make(request.sampling, engine_kwargs={})
+        return super().reshaped(logits, prompt, answer, replace(request, sampling=plain))
+
+
+class Modest(ToyBackend):
+    """No defect: its seeds are costly, and a prompt may be empty."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, seeds_are_costly=True, empty_prompt=True)
+
+    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
+        return super()._answer(prompt or [self.tokenizer.bos_token_id], seed, request)
+
+
+class AlwaysTheSame(Modest):
+    """Without seeds, every call samples from a generator in the same state."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        seeds = torch.arange(len(request.prompts)) if request.seeds is None else request.seeds
+        return super().generate(replace(request, seeds=seeds))
+
+
+class EmptyPromptFails(ToyBackend):
+    """It declares that a prompt may be empty, and fails for such a prompt."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, empty_prompt=True)
+
+
+class LogitsReused(ToyBackend):
+    """The logits of every call are written into the same memory."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.buffer = torch.zeros(1_000_000)
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        batch = super().score_logprobs(request)
+        if batch.logits is None:
+            return batch
+        values = self.buffer[: batch.logits.values.numel()].view_as(batch.logits.values).copy_(batch.logits.values)
+        return replace(batch, logits=batch.logits.with_values(values))
 
 
 class AbortEndsTheCall(Abortable):
@@ -156,33 +293,12 @@ class ScoresSwapped(ToyBackend):
         return replace(batch, logprobs=batch.logprobs.select(order))
 
 
-class EosDropped(ToyBackend):
-    """The EOS that ended an answer is left out, unless it is the only token."""
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        batch = super().generate(request)
-        eos = request.stop_ids & {self.tokenizer.eos_token_id}
-        dropped = torch.tensor([len(row) > 1 and row[-1] in eos for row in batch.ids.tolist()])
-        start, stop = batch.ids.lengths * 0, batch.ids.lengths - dropped.long()
-        return replace(batch, ids=batch.ids.slice(start, stop), logprobs=_sliced(batch.logprobs, start, stop))
-
-
 class EosAlwaysEnds(ToyBackend):
     """`ignore_eos` is not passed on."""
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         return super().generate(replace(request, stop_ids=request.stop_ids | {self.tokenizer.eos_token_id}))
-
-
-class EveryEndIsAStop(ToyBackend):
-    """The finish reason is a constant."""
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        batch = super().generate(request)
-        return replace(batch, finish_reasons=("stop",) * len(batch.ids))
 
 
 class FieldMissing(ToyBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,10 @@ class ToyConformance(BackendConformance):
 
     def new_weights(self) -> tuple[dict[str, Tensor], Callable[[list[int], float], Tensor]]:
         return {"table": OTHER}, lambda ids, temperature: of_table(OTHER, ids, temperature)
+
+    def engine_sampling(self) -> dict[str, Any]:
+        # Only `Reshaping` and its broken variants declare engine_kwargs.
+        return {"engine_kwargs": {"logit_bias": {"7": 8.0}}}
 
 
 def of_table(table: Tensor, ids: list[int], temperature: float) -> Tensor:

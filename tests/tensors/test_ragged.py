@@ -157,3 +157,9 @@ def test_a_join_mask_of_other_rows_is_refused() -> None:
     first, second = Ragged.from_list([[1], [2]]), Ragged.from_list([[3], [4, 5]])
     with pytest.raises(ValueError, match="join_mask"):
         first.join(second, first.join_mask(first))
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([1.5, 0.5]), [1.5, 0.5], torch.tensor([True, True])])
+def test_lengths_that_are_not_integers_are_refused(lengths):
+    with pytest.raises(ValueError, match="lengths are whole numbers"):
+        Ragged(torch.tensor([1, 2]), lengths)

@@ -17,8 +17,11 @@ import pytest
 import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
 
 import corelm.testing
+from corelm import SamplingParams
+from corelm.spec.sampling import FIELDS
 from corelm.testing import BackendConformance, ConformanceBase
 from corelm.testing.plugin import META_TEST, standard_tests
+from corelm.testing.trials import DECLARABLE, HALF, TRIALS
 
 pytest_plugins = "pytester"
 
@@ -205,6 +208,62 @@ def test_every_theme_is_in_the_suite_and_no_test_overrides_another() -> None:
     defined = Counter(test for theme in themes for test in vars(theme) if test.startswith("test_"))
     assert set(defined) == set(standard_tests(BackendConformance)) and max(defined.values()) == 1
     assert {name.rpartition(".")[2] for name in names} >= set(corelm.testing.THEMES)
+
+
+def test_every_sampling_parameter_has_a_trial() -> None:
+    assert set(TRIALS) == set(FIELDS), "say in corelm/testing/trials.py how the kit uses the parameter"
+    assert all(TRIALS[name].values for name in DECLARABLE)
+    neutral = SamplingParams()
+    for name, trial in TRIALS.items():
+        assert all(value is HALF or value != getattr(neutral, name) for value in trial.values), name
+        assert trial.given.keys() <= set(FIELDS), name
+
+
+def test_what_is_declared_and_not_shown_fails(run: Run) -> None:
+    result = run("", "-k", "weights")
+    assert result.parseoutcomes()["errors"] == 4 and "passed" in result.parseoutcomes()
+    result.stdout.fnmatch_lines(["*declared and not shown: update_weights. Define `new_weights(self)`*not_shown = *"])
+
+
+def test_what_is_declared_and_cannot_be_shown_needs_a_reason(run: Run) -> None:
+    result = run('not_shown = {"update_weights": "the server is shared"}', "-rx", "-k", "weights")
+    assert result.parseoutcomes()["xfailed"] == 4 and "errors" not in result.parseoutcomes()
+    result.stdout.fnmatch_lines(["*declared and not shown: update_weights: the server is shared*"])
+
+
+def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> None:
+    plugin = "corelm.Backend.from_plugin(Reshaping.open(Bigram(TABLE.clone())), 'reshaping')"
+    suite = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin)
+    pytester.makepyfile(f"from helpers.broken_plugins import Reshaping\n{suite}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "engine_kwargs")
+    assert result.parseoutcomes()["failed"] == 3
+    result.stdout.fnmatch_lines(["*declared and not shown: engine_kwargs. Define `engine_sampling(self)`*"])
+
+
+def test_a_parameter_whose_range_allows_only_its_default_is_declared_and_not_shown(pytester: pytest.Pytester) -> None:
+    narrow = """
+from toy_backend import ToyBackend
+
+class Narrow(ToyBackend):
+    def __init__(self, *given):
+        super().__init__(*given)
+        sampling = {"presence_penalty": (0.0, 0.0), "temperature": (0.0, 0.5)}
+        self.capabilities = dataclasses.replace(self.capabilities, sampling=sampling)
+"""
+    plugin = 'corelm.Backend.from_plugin(Narrow.open(Bigram(TABLE.clone())), "narrow")'
+    head, _, body = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin).partition("class TestToy")
+    pytester.makepyfile(f"import dataclasses\n{head}{narrow}\nclass TestToy{body}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "penalty or temperature and raw_log_probs")
+    result.stdout.fnmatch_lines(["*declared and not shown: presence_penalty. Declare*"])
+    # The end of the range is used where none of the kit's own temperatures is legal.
+    result.stdout.no_fnmatch_line("*FAILED*temperature*")
+
+
+def test_a_large_vocabulary_needs_next_logprobs() -> None:
+    case = ConformanceBase()
+    case.vocab_size = 32_000
+    with pytest.raises(NotImplementedError, match="define `next_logprobs"):
+        case.next_logprobs([1, 2], 1.0)
 
 
 def test_the_readme_states_the_number_of_tests() -> None:

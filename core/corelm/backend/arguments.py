@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems, refuse
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, unreadable
 from corelm.validate import invalid, shown, unencodable
 
 
@@ -28,20 +28,40 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
         ids = _tensor(ids, field)
     if isinstance(ids, Tensor):
-        refuse_without_values(ids, field)
+        refuse_unreadable(ids, field)
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
     if not isinstance(ids, Ragged):
         ids = _from_rows(ids, field)
-    refuse_without_values(ids.values, field)
-    if not _is_integer(ids.values) or ids.values.ndim != 1:
-        raise invalid(field, f"expected one integer per token, got {ids.values.dtype}{list(ids.values.shape)}")
+    refuse_unreadable(ids.values, field)
+    refuse_unreadable(ids.lengths, field)
+    for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
+        if not _is_integer(values) or values.ndim != 1:
+            raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
         return Ragged(ids.values.to(torch.int64), ids.lengths)
     except ValueError as error:
         raise invalid(field, str(error)) from error
+
+
+def _tensor(given: Any, field: str) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise invalid(field, f"expected an array of integers: {error}") from error
+
+
+def refuse_unreadable(values: Any, field: str) -> None:
+    """Refuse what is not a plain tensor with values in memory.
+
+    Raises:
+        InvalidRequestError: a tensor on the meta device, a sparse or nested tensor, or no tensor at all.
+    """
+    why = unreadable(values)
+    if why:
+        raise invalid(field, f"expected a dense tensor, got {why}")
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:
@@ -65,7 +85,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
 def _row(row: Any) -> Tensor:
     if hasattr(row, "__array__"):
         tensor = torch.as_tensor(row)
-        if tensor.ndim != 1 or not _is_integer(tensor) or not _has_values(tensor):
+        if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
     if not isinstance(row, (list, tuple)) or any(isinstance(token, bool) for token in row):
@@ -78,17 +98,6 @@ def _tensor(array: Any, field: str) -> Tensor:
         return torch.as_tensor(array)
     except Exception as error:  # an array of objects or texts, for example
         raise invalid(field, f"expected integers, got an array that torch does not take: {error}") from error
-
-
-def refuse_without_values(tensor: Tensor, field: str) -> None:
-    """Refuse a tensor that does not store one value for each position."""
-    if not _has_values(tensor):
-        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else "sparse"
-        raise invalid(field, f"expected an ordinary tensor, got a {kind} one")
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -150,7 +159,9 @@ def _integers(given: Any, count: int, field: str) -> Tensor:
         found = torch.as_tensor(given if hasattr(given, "__array__") else [operator.index(value) for value in given])
     except Exception:  # whatever a strange object's own method raises
         found = torch.empty(0, 0)
+    if unreadable(found):
+        raise invalid(field, f"expected {count} integers, got {unreadable(found)}")
     found = found.to(torch.int64) if found.numel() == 0 and count == 0 else found
-    if found.shape != (count,) or not _is_integer(found) or not _has_values(found):
+    if found.shape != (count,) or not _is_integer(found):
         raise invalid(field, f"expected {count} integers, got {shown(given)}")
     return found.to("cpu", torch.int64)

@@ -6,6 +6,8 @@ can refuse all bad rows together or skip them. The other functions raise.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,22 +18,48 @@ from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged, value_range
 
+_DEFAULT_MAX_NEW_TOKENS = next(
+    each.default for each in dataclasses.fields(SamplingParams) if each.name == "max_new_tokens"
+)
+
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
 def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: SamplingParams) -> Problems:
     """Return the problems of prompts, which must leave room in the context for the answer."""
+    new, limit = sampling.max_new_tokens, capabilities.max_context
+
+    def too_long(tokens: int) -> str:
+        left = (limit or 0) - tokens
+        if new is None or left < 1:
+            return f"{tokens} tokens leave no room for an answer in the context of {limit}; shorten the prompt"
+        default = ", the default," if new == _DEFAULT_MAX_NEW_TOKENS else ""
+        return (
+            f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}; give max_new_tokens="
+            f"{left} or less, or shorten the prompt"
+        )
+
     # Without a limit the answer fills the context, so there must be room for at least one token.
-    room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
-    return sequence_problems(prompts, capabilities, may_be_empty=capabilities.empty_prompt, room=room)
+    room = 1 if new is None else new
+    return _row_problems(prompts, capabilities, capabilities.empty_prompt, room, too_long)
 
 
-def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty: bool, room: int = 0) -> Problems:
+def sequence_problems(sequences: Ragged, capabilities: Capabilities) -> Problems:
+    """Return the problems of sequences to score, which may fill the context."""
+    limit = capabilities.max_context
+    too_long = "{} tokens do not fit the context of {}; shorten it"
+    return _row_problems(sequences, capabilities, False, 0, lambda tokens: too_long.format(tokens, limit))
+
+
+def _row_problems(
+    rows: Ragged, capabilities: Capabilities, may_be_empty: bool, room: int, too_long: Callable[[int], str]
+) -> Problems:
     """Return the problems of rows: ids outside the vocabulary, no tokens, too long for the context.
 
     Args:
         may_be_empty: whether a row may have no tokens.
         room: number of tokens of the context that a row must leave free.
+        too_long: makes the message for a row of this many tokens.
     """
     problems: Problems = {}
     if outside_vocabulary(rows.values, capabilities.vocab_size):
@@ -46,9 +74,8 @@ def sequence_problems(rows: Ragged, capabilities: Capabilities, *, may_be_empty:
         problems |= dict.fromkeys((rows.lengths == 0).nonzero().flatten().tolist(), "has no tokens; give at least one")
     limit = capabilities.max_context
     if limit is not None and longest + room > limit:
-        for row in (rows.lengths + room > limit).nonzero().flatten().tolist():
-            new = f" + {room} new" if room else ""
-            problems[row] = f"{int(rows.lengths[row])} tokens{new} do not fit the context of {limit}; shorten it"
+        for row in (rows.lengths > max(limit - room, -1)).nonzero().flatten().tolist():
+            problems[row] = too_long(int(rows.lengths[row]))
     return problems
 
 

@@ -5,14 +5,17 @@ The functions take `fail`, which makes an `EngineError` that names the plugin an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from corelm.backend.check_requests import outside_vocabulary
-from corelm.errors import EngineError, spelled_out
+from corelm.errors import CoreLMError, EngineError, spelled_out
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
     FINISH_REASONS,
@@ -22,9 +25,12 @@ from corelm.spec.records import (
     ScoreResult,
     TokenizeResult,
 )
-from corelm.tensors.ragged import Ragged, value_range
+from corelm.support.stop_strings import StopStrings
+from corelm.tensors.ragged import Ragged, unreadable, value_range
 
 Fail = Callable[[str], EngineError]
+P = ParamSpec("P")
+R = TypeVar("R", GenerateResult, ScoreResult)
 
 #: Rounding may put a log-probability above 0, but by no more than this. The same for float32 and float64.
 _ABOVE_ZERO = 2.0**-10
@@ -32,6 +38,23 @@ _ABOVE_ZERO = 2.0**-10
 # Results of hooks ----------------------------------------------------------------------------------------------------
 
 
+def _typed(check: Callable[P, None]) -> Callable[P, None]:
+    """Make a check raise an `EngineError` for a result that it cannot even read, whatever torch raises for it."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            check(*args, **kwargs)
+        except CoreLMError:
+            raise
+        except Exception as error:
+            fail: Any = args[-1]
+            raise fail(f"returned a result that cannot be read: {type(error).__name__}: {error}") from error
+
+    return checked
+
+
+@_typed
 def check_tokens(batch: TokenizeResult, texts: int, fail: Fail) -> None:
     """Check the result of `tokenize` for this number of texts."""
     _check_type("the result", batch, TokenizeResult, fail)
@@ -40,11 +63,13 @@ def check_tokens(batch: TokenizeResult, texts: int, fail: Fail) -> None:
         raise fail(f"returned {len(batch.ids)} rows for {texts} texts")
 
 
+@_typed
 def check_generation(
-    batch: GenerateResult, request: GenerateRequest, answers: int, vocab_size: int, fail: Fail
+    batch: GenerateResult, request: GenerateRequest, capabilities: Capabilities, tokenizer: Any, fail: Fail
 ) -> None:
-    """Check the result of `generate`, which must have this number of rows."""
+    """Check the result of `generate`."""
     _check_type("the result", batch, GenerateResult, fail)
+    answers = len(request.prompts) * (request.sampling.num_samples or 1)
     ids = batch.ids
     _check_rows("ids", ids, torch.int64, fail)
     if len(ids) != answers:
@@ -55,19 +80,72 @@ def check_generation(
     for row, reason in enumerate(batch.finish_reasons):
         if reason not in FINISH_REASONS:
             raise fail(f"row {row}: finish reason {reason!r} is not one of {', '.join(FINISH_REASONS)}")
-    if outside_vocabulary(ids.values, vocab_size):
-        raise fail(f"returned an id outside the vocabulary of {vocab_size}")
+    if outside_vocabulary(ids.values, capabilities.vocab_size):
+        raise fail(f"returned an id outside the vocabulary of {capabilities.vocab_size}")
     limit = request.sampling.max_new_tokens
     if limit is not None and bool((ids.lengths > limit).any()):
         raise fail(f"row {int(ids.lengths.argmax())}: {int(ids.lengths.max())} tokens, but max_new_tokens is {limit}")
-    if request.stop_ids:
-        early = torch.isin(ids.values.cpu(), torch.tensor(sorted(request.stop_ids), dtype=torch.int64))
-        early[ids.offsets[1:][ids.lengths > 0] - 1] = False
-        if bool(early.any()):
-            raise fail(f"row {int(ids.row_index[early][0])}: has tokens after a stop id, which must end the answer")
     _check_labels(batch, answers, fail)
+    _check_ends(batch, request, capabilities, tokenizer, fail)
     if request.logprobs != "none":
         _check_answer_logprobs(batch, request, fail)
+
+
+def _check_ends(
+    batch: GenerateResult, request: GenerateRequest, capabilities: Capabilities, tokenizer: Any, fail: Fail
+) -> None:
+    """Check that every answer ends where it has to, for the reason that it reports.
+
+    Core does not know which ends `engine_kwargs` ask for, so they excuse any end.
+    """
+    ids, sampling = batch.ids, request.sampling
+    is_stop = torch.isin(ids.values.cpu(), torch.tensor(sorted(request.stop_ids), dtype=torch.int64))
+    some = ids.lengths > 0
+    last = ids.offsets[1:][some] - 1
+    early = is_stop.clone()
+    early[last] = False
+    if bool(early.any()):
+        raise fail(f"row {int(ids.row_index[early][0])}: has tokens after a stop id, which must end the answer")
+    if sampling.engine_kwargs:
+        return
+    at_stop_id = torch.zeros_like(some).masked_scatter_(some, is_stop[last]).tolist()
+    limits = _limits(request, capabilities)
+    for row, (reason, length, stopped) in enumerate(
+        zip(batch.finish_reasons, ids.lengths.tolist(), at_stop_id, strict=True)
+    ):
+        if reason == "length" and stopped:
+            raise fail(f"row {row}: finish reason 'length', but the answer ends with a stop id")
+        if reason == "length" and limits is not None and length != limits[row]:
+            raise fail(f"row {row}: finish reason 'length' after {length} tokens, but the limit is {limits[row]}")
+        if reason == "stop" and not stopped and not _at_stop_string(batch, row, request, tokenizer):
+            end = f"ends with id {int(ids.values[ids.offsets[row + 1] - 1])}" if length else "has no tokens"
+            raise fail(
+                f"row {row}: finish reason 'stop', but the answer {end}, and neither a stop id nor a stop string ended "
+                "it; keep the token that ended the answer in the ids"
+            )
+
+
+def _limits(request: GenerateRequest, capabilities: Capabilities) -> list[int] | None:
+    """Return the most tokens that each answer may have; None if nothing limits them."""
+    limit, context, samples = request.sampling.max_new_tokens, capabilities.max_context, request.sampling.num_samples
+    lengths = request.prompts.lengths.repeat_interleave(samples or 1).tolist()
+    if limit is not None:
+        return [limit] * len(lengths)
+    return None if context is None else [context - length for length in lengths]
+
+
+def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, tokenizer: Any) -> bool:
+    """Return whether the last token of an answer completes a stop string.
+
+    Texts of the engine's own may differ from what the ids decode to: core takes the engine's word for its stop strings.
+    """
+    if not request.sampling.stop:
+        return False
+    if batch.texts is not None:
+        return True
+    start, end = batch.ids.offsets[row : row + 2].tolist()
+    ids = batch.ids.values[start:end].tolist()
+    return StopStrings.of(request.sampling, tokenizer).first_end(ids) == len(ids)
 
 
 def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail: Fail) -> None:
@@ -88,12 +166,13 @@ def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail
         raise fail("reports full support, but truncation, min_new_tokens or engine_kwargs were asked for")
 
 
+@_typed
 def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
     """Check the result of `score_logprobs`."""
     _check_type("the result", batch, ScoreResult, fail)
     sequences = request.sequences
     for name, rows, dtype in (("logprobs", batch.logprobs, torch.float32), ("scored", batch.scored, torch.bool)):
-        _check_rows(name, rows, dtype, fail)
+        _check_rows(name, rows, dtype, fail, may_have_graph=request.grad)
         if not torch.equal(rows.lengths, sequences.lengths):
             raise fail(f"{name} and sequences differ in length")
     _check_logprobs(batch.logprobs, fail)
@@ -115,11 +194,46 @@ def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fai
     if request.grad and not batch.logprobs.values.requires_grad and bool(scored.any()):
         raise fail("returned log-probs without a gradient, but one was asked for")
     if request.return_logits:
-        logits = batch.logits
-        if not isinstance(logits, Ragged):
-            raise fail("returned no logits, but they were asked for")
-        if logits.values.shape != (sequences.values.shape[0], vocab_size):
-            raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
+        _check_logits(batch, request, vocab_size, fail)
+
+
+def _check_logits(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
+    logits, sequences = batch.logits, request.sequences
+    if not isinstance(logits, Ragged):
+        raise fail("returned no logits, but they were asked for")
+    _check_tensor("logits", logits.values, fail, may_have_graph=request.grad)
+    if logits.values.shape != (sequences.values.shape[0], vocab_size):
+        raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
+    if not logits.values.is_floating_point():
+        raise fail(f"logits are {logits.values.dtype}, expected a floating-point type")
+    _check_lengths("logits", logits, fail)
+    if not torch.equal(logits.lengths, sequences.lengths):
+        raise fail("logits and sequences differ in length")
+    values = logits.values.detach()
+    # Keep the `not (...)`: NaN fails every comparison and must be refused. -inf is an id that cannot follow.
+    if not value_range(values)[1] < math.inf:
+        index = int((~(values < math.inf)).any(-1).nonzero()[0])
+        row, position = int(sequences.row_index[index]), int(sequences.positions[index])
+        raise fail(f"row {row}, position {position}: the logits hold nan or inf")
+
+
+# Storage -------------------------------------------------------------------------------------------------------------
+
+
+def owned(batch: R) -> R:
+    """Return a checked result in storage that the engine does not hold.
+
+    An engine may reuse its buffers for the next call, but containers create rows from a result much later. The copy
+    takes 12 bytes a token. Logits and results with gradients are not copied: they are large, and a plugin promises not
+    to modify them.
+    """
+    if isinstance(batch, GenerateResult):
+        return replace(
+            batch, ids=batch.ids.clone(), logprobs=None if batch.logprobs is None else batch.logprobs.clone()
+        )
+    if batch.logprobs.values.requires_grad:
+        return batch
+    return replace(batch, logprobs=batch.logprobs.clone(), scored=batch.scored.clone())
 
 
 # Rows that failed ----------------------------------------------------------------------------------------------------
@@ -163,20 +277,53 @@ def _check_labels(batch: GenerateResult | ScoreResult, rows: int, fail: Fail) ->
     if isinstance(batch, GenerateResult):
         labels["texts"] = batch.texts
     for name, values in labels.items():
-        if values is not None and len(values) != rows:
+        if values is None:
+            continue
+        _check_type(name, values, (tuple, list), fail)
+        if len(values) != rows:
             raise fail(f"returned {len(values)} {name} for {rows} rows")
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                raise fail(f"row {row}: {name}: expected a str, got {type(value).__name__}")
 
 
-def _check_rows(name: str, rows: Any, dtype: torch.dtype, fail: Fail) -> None:
+def _check_rows(name: str, rows: Any, dtype: torch.dtype, fail: Fail, *, may_have_graph: bool = False) -> None:
     """Check for a `Ragged` of single values of `dtype`, usable in later computations."""
     _check_type(name, rows, Ragged, fail)
+    _check_tensor(name, rows.values, fail, may_have_graph=may_have_graph)
     if rows.values.dtype != dtype or rows.values.ndim != 1:
         raise fail(f"{name} are {rows.values.dtype}{list(rows.values.shape)}, expected one {dtype} per position")
-    if rows.values.is_inference():
+    _check_lengths(name, rows, fail)
+
+
+def _check_tensor(name: str, values: Any, fail: Fail, *, may_have_graph: bool) -> None:
+    why = unreadable(values)
+    if why:
+        raise fail(f"{name} is {why}")
+    if values.is_inference():
         raise fail(
             f"{name} is an inference tensor, which autograd cannot use later; compute it under torch.no_grad() and not "
             "under torch.inference_mode()"
         )
+    if values.requires_grad and not may_have_graph:
+        raise fail(f"{name} carries a graph, but no gradient was asked for; compute it under torch.no_grad()")
+
+
+def _check_lengths(name: str, rows: Ragged, fail: Fail) -> None:
+    """Check that lengths and values of a `Ragged` agree: it may have been changed after it was made."""
+    lengths = rows.lengths
+    why = unreadable(lengths)
+    if why or lengths.dtype != torch.int64 or lengths.ndim != 1 or lengths.device.type != "cpu":
+        raise fail(
+            f"the lengths of {name} are {why or f'{lengths.dtype}{list(lengths.shape)} on {lengths.device}'}, "
+            "expected int64[rows] on the CPU"
+        )
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(lengths) else 0
+    if bool((lengths < 0).any()) or total != rows.values.shape[0]:
+        raise fail(f"the lengths of {name} add up to {total}, but there are {rows.values.shape[0]} values")
+    if not torch.equal(rows.offsets[1:], ends):
+        raise fail(f"the lengths of {name} were modified after the rows were made; make a new Ragged")
 
 
 def _check_logprobs(rows: Ragged, fail: Fail) -> None:

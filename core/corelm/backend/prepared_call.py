@@ -67,7 +67,7 @@ class PreparedCall(Generic[R]):
 
     def _checked(self, result: Any) -> R:
         self.check(result, self.request)
-        return self.finish(result)
+        return self.finish(check_results.owned(result))
 
 
 @no_inference_mode()
@@ -113,8 +113,7 @@ def prepare_generation(
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:
-        rows = len(asked.prompts) * (asked.sampling.num_samples or 1)
-        check_results.check_generation(batch, asked, rows, capabilities.vocab_size, engine.hooks.fault("generate"))
+        check_results.check_generation(batch, asked, capabilities, engine.tokenizer, engine.hooks.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
         if on_error == "raise":
@@ -170,7 +169,7 @@ def prepare_scoring(
     if grad:
         engine.require("gradients", "its scores carry no gradients")
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
-    found = check_requests.sequence_problems(sequences, capabilities, may_be_empty=False)
+    found = check_requests.sequence_problems(sequences, capabilities)
     problems = {**found, **(problems or {})}
     served = admitted(problems, len(sequences), on_error, "sequences")
     rows = sequences.select(served.index) if problems else sequences.clone()

@@ -43,11 +43,15 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
 
 
 def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, seeds: Any = None) -> Tensor | None:
-    """Return int64[rows * samples], the seeds of a call's answers, or None for an engine that takes no seeds.
+    """Return int64[rows * samples], the seeds of a call's answers, or None to let the engine choose.
+
+    None is returned for an engine that takes no seeds. It is also returned for an engine whose seeds are costly, unless
+    the caller gave `seeds` or ``sampling.seed``.
 
     Args:
         rows: number of prompts.
-        seeds: the caller's own seeds, one per answer; None derives them from ``sampling.seed`` or torch's generator.
+        seeds: the caller's own seeds, one per answer; None derives them from ``sampling.seed`` or, if seeds are free,
+            from torch's generator.
 
     Raises:
         CapabilityError: the caller gave a seed, and the engine does not honour seeds.
@@ -60,6 +64,8 @@ def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, seeds
         return None
     if seeds is not None:
         return arguments.seeds(seeds, rows * samples)
+    if engine.capabilities.seeds_are_costly and (sampling.seed is None or sampling.greedy):
+        return None
     if sampling.greedy:
         # Greedy decoding draws nothing, so torch's generator is left as it was.
         return answer_seeds(0, range(rows), samples)

@@ -24,8 +24,9 @@ Result = GenerateResult | ScoreResult | Exception
 def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     """Return a key that is equal for requests that may share a call, or None for a request that has to go alone.
 
-    Seeds are given per answer, so they may differ. Gradients and logits belong to one caller. Only the engine knows
-    what `engine_kwargs` mean and whether two of them are the same, so requests with `engine_kwargs` go alone.
+    Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits
+    belong to one caller. Only the engine knows what `engine_kwargs` mean and whether two of them are the same, so
+    requests with `engine_kwargs` go alone.
     """
     request = call.request
     if call.on_caller_thread:
@@ -34,7 +35,7 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
         return ("score", request.temperature, request.device)
     if request.sampling.engine_kwargs:
         return None
-    return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids)
+    return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids, request.seeds is None)
 
 
 def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:

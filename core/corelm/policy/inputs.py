@@ -16,7 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from corelm.backend.arguments import not_texts, refuse_without_values, rows_of_ids
+from corelm.backend.arguments import not_texts, refuse_unreadable, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
 from corelm.containers.history import History
@@ -220,7 +220,7 @@ class InputReader:
         if not isinstance(value, Tensor):
             ids = rows_of_ids(value, key)
             return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
-        refuse_without_values(value, key)
+        refuse_unreadable(value, key)
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
         mask = td.get((*key_parts(self.keys.masks), "all_attention_mask"), None)

@@ -94,7 +94,7 @@ class LLMPolicy(TensorDictModuleBase):
 
         Args:
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from torch's
-                generator.
+                generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
 
         Raises:

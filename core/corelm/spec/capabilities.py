@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import operator
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
-from corelm.spec.sampling import FIELDS
-from corelm.validate import did_you_mean, invalid
+from corelm.spec.sampling import EVERY_ENGINE, FIELDS
+from corelm.validate import did_you_mean, flag, invalid
 
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
+
+#: The largest vocabulary and context. Lengths and ids are int64, and sums over a batch of them must stay in range.
+_LARGEST = 2**31 - 1
+#: Sampling parameters whose values are not numbers, so that they have no range.
+_WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
+#: What `score_logprobs` can do in addition to scoring.
+_OF_SCORES = ("score_temperature", "logits", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """The capabilities of an engine. Every field defaults to "no"; a plugin sets what its engine supports.
+
+    The values are checked when the object is made, and cannot change afterwards: use `dataclasses.replace`.
 
     Attributes:
         vocab_size: legal ids are in ``[0, vocab_size)``.
@@ -34,11 +47,18 @@ class Capabilities:
         gradients: the results of `score_logprobs` can carry gradients to the model.
         empty_prompt: a prompt may have no tokens.
         per_answer_seeds: the same seed gives the same answer, independent of the other rows.
+        seeds_are_costly: an answer with a seed takes longer than one without. Core then sends seeds only if the caller
+            gave some; otherwise ``GenerateRequest.seeds`` is None and the engine chooses. If seeds are free, core
+            always sends them and draws the seed of a call without one from torch's generator.
         native_samples: `generate` accepts ``sampling.num_samples`` and returns that many rows per prompt, next to each
             other. Otherwise core repeats the prompts.
         concurrent_calls: hooks may be called from several threads at once.
         update_weights: the optional hook `update_weights` works.
         abort: the optional hook `abort` works.
+
+    Raises:
+        InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that contradict
+            each other; `field` names the capability.
     """
 
     vocab_size: int
@@ -52,13 +72,99 @@ class Capabilities:
     gradients: bool = False
     empty_prompt: bool = False
     per_answer_seeds: bool = False
+    seeds_are_costly: bool = False
     native_samples: bool = False
     concurrent_calls: bool = False
     update_weights: bool = False
     abort: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.sampling:
-            if name not in FIELDS:
-                # Otherwise a misspelt name would be ignored, and the parameter refused at every request.
-                raise invalid("sampling", f"SamplingParams has no field {name!r}{did_you_mean(name, FIELDS)}")
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("vocab_size", _size("vocab_size", self.vocab_size))
+        if self.max_context is not None:
+            put("max_context", _size("max_context", self.max_context, "; None means that there is no limit"))
+        if self.eos_token_ids is not None:
+            put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
+        put("sampling", _parameters(self.sampling))
+        put("generation_modes", _modes(self.generation_modes))
+        for each in fields(self):
+            if isinstance(each.default, bool):
+                flag(each.name, getattr(self, each.name))
+        for name in _OF_SCORES:
+            if getattr(self, name) and not self.score:
+                raise invalid(name, "belongs to score_logprobs; declare score=True as well")
+        for name in ("length_penalty", "early_stopping"):
+            if name in self.sampling and "num_beams" not in self.sampling:
+                raise invalid("sampling", f"{name} belongs to beam search; declare num_beams as well")
+        if self.seeds_are_costly and not self.per_answer_seeds:
+            raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
+
+    def __reduce__(self) -> tuple[Callable[[], Capabilities], tuple[()]]:
+        # A mappingproxy can be neither pickled nor copied.
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(Capabilities, **{**values, "sampling": dict(self.sampling)}), ()
+
+
+def _size(name: str, given: Any, hint: str = "") -> int:
+    value = _integer(given)
+    if value is None or not 1 <= value <= _LARGEST:
+        raise invalid(name, f"expected a whole number from 1 to {_LARGEST}, got {reprlib.repr(given)}{hint}")
+    return value
+
+
+def _integer(given: Any) -> int | None:
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _ids(given: Any, vocab_size: int) -> frozenset[int]:
+    for token in _members("eos_token_ids", given, "a set of token ids"):
+        value = _integer(token)
+        if value is None or not 0 <= value < vocab_size:
+            raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {reprlib.repr(token)}")
+    return frozenset(operator.index(token) for token in given)
+
+
+def _parameters(given: Any) -> Mapping[str, Range | None]:
+    if not isinstance(given, Mapping):
+        raise invalid("sampling", f"expected a mapping of names to ranges or None, got {reprlib.repr(given)}")
+    declarable = [name for name in FIELDS if name not in EVERY_ENGINE]
+    for name, span in given.items():
+        if name not in FIELDS:
+            # Otherwise a misspelt name would be ignored, and the parameter refused at every request.
+            raise invalid("sampling", f"SamplingParams has no field {name!r}{did_you_mean(name, declarable)}")
+        if name in EVERY_ENGINE:
+            raise invalid("sampling", f"leave out {name!r}: core handles it, or every engine must honour it")
+        if span is not None and (name in _WITHOUT_RANGE or not _is_range(span)):
+            expected = "None" if name in _WITHOUT_RANGE else "None or a pair of numbers (lowest, highest)"
+            raise invalid("sampling", f"{name}: expected {expected}, got {reprlib.repr(span)}")
+    return MappingProxyType({name: None if span is None else (span[0], span[1]) for name, span in given.items()})
+
+
+def _is_range(span: Any) -> bool:
+    return (
+        isinstance(span, (tuple, list))
+        and len(span) == 2
+        and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in span)
+        # NaN fails the comparison, so it is refused here too.
+        and span[0] <= span[1]
+    )
+
+
+def _modes(given: Any) -> frozenset[GenerationMode]:
+    known = get_args(GenerationMode)
+    for mode in _members("generation_modes", given, 'a set, as in frozenset({"raw"})'):
+        if mode not in known:
+            hint = did_you_mean(mode, known) or f"; known modes: {', '.join(map(repr, known))}"
+            raise invalid("generation_modes", f"unknown mode {reprlib.repr(mode)}{hint}")
+    return frozenset(given)
+
+
+def _members(name: str, given: Any, expected: str) -> Iterable[Any]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
+        raise invalid(name, f"expected {expected}, got {reprlib.repr(given)}")
+    return given

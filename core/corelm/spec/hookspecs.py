@@ -22,7 +22,25 @@ user typed a special token, and ``return_offsets_mapping=True`` if an assistant 
 
 Core checks every request before it calls a hook (`corelm/backend/check_requests.py`) and every result before it returns
 it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a request raises an
-exception; the caller gets an `EngineError` with that exception as its cause.
+exception:
+
+========================  ==========================================================================================
+the hook raises           the caller gets
+========================  ==========================================================================================
+`CapabilityError`         The same error. Raise it to refuse a combination of parameters that the engine cannot serve,
+                          or one that it would serve differently; `capability` names one of the parameters.
+`InvalidRequestError`     The same error. Raise it for a value that the engine does not accept; `field` names the
+                          parameter, `problems` the rows at fault.
+`TimeoutError`            A `BackendTimeoutError` with the exception as its cause. Raise it when ``request.timeout``
+                          seconds have passed.
+`EngineError`             The same error. ``usable=False`` says that the engine will serve no other request: nothing
+                          is retried, and requests that shared the call fail with it.
+another `CoreLMError`     The same error.
+any other `Exception`     An `EngineError` with the exception as its cause.
+========================  ==========================================================================================
+
+Do not raise for a row that fails alone: return its finish reason `error` (in scores: nothing scored) and say why in
+`errors`. The other rows of the call are then served.
 """
 
 from __future__ import annotations

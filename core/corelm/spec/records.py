@@ -2,10 +2,13 @@
 
 A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
 
-`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request. Token ids
-are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors. A plugin must
-not modify a result after it has returned it. Do not modify the tensors of a `ContainerRequest`: rows are copied from
-them lazily, on first access.
+`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request; only with
+`native_samples` there are n answers to each prompt, and those to prompt p are the rows n·p to n·p + n − 1. Token ids
+are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors, and a graph
+only if gradients were requested. Core copies ids, log-probabilities and masks out of a result before the next call, so
+an engine may reuse the buffers that hold them. It does not copy logits, nor results with gradients: a plugin must not
+modify these after it has returned them. Do not modify the tensors of a `ContainerRequest`: rows are copied from them
+lazily, on first access.
 
 The worked examples below are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where
 id 2 is EOS. In drawings, a dot is a pad.
@@ -76,9 +79,12 @@ class GenerateRequest:
     Attributes:
         prompts: one row of ids per prompt.
         sampling: how to sample.
-        logprobs: which log-probability of each sampled token to return.
+        logprobs: which log-probability of each sampled token to return. `raw`: under the model's own distribution,
+            log-softmax of its logits, no matter what `sampling` and its `engine_kwargs` change. `processed`: under the
+            distribution that the token was drawn from, in the order of `Provenance`.
         seeds: int64[answers], each in [0, 2**63): answer i is drawn from a separate random stream ``seeds[i]``. None
-            allows any seed.
+            lets the engine choose: it does not declare `per_answer_seeds`, or it declares `seeds_are_costly` and the
+            caller gave no seed.
         stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
@@ -107,7 +113,8 @@ class GenerateResult:
         ids: the sampled ids. The stop id that ended an answer is part of it; so is the token that completed a stop
             string.
         logprobs: one per id; None only if the request says ``logprobs="none"``.
-        finish_reasons: `stop`, `length`, `abort` or `error`, one per row.
+        finish_reasons: one per row. `stop`: the last token is a stop id or completes a stop string. `length`: the
+            answer reached its limit. `abort` and `error`: the request was aborted, or failed.
         mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label` makes this and the next
             two fields.
         temperature: the temperature of that distribution.

@@ -29,14 +29,17 @@ class Ragged:
         lengths: int64[rows], on the CPU: the number of values in each row.
 
     Raises:
-        ValueError: the lengths are negative or do not add up to ``values.shape[0]``.
+        ValueError: the lengths are not integers, negative, or do not add up to ``values.shape[0]``.
     """
 
     values: Tensor
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        lengths = torch.as_tensor(self.lengths, dtype=torch.int64, device="cpu")
+        lengths = torch.as_tensor(self.lengths, device="cpu")
+        if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+            raise ValueError(f"lengths are whole numbers, got {lengths.dtype}")
+        lengths = lengths.to(torch.int64)
         object.__setattr__(self, "lengths", lengths)
         if lengths.ndim != 1 or self.values.ndim < 1:
             raise ValueError(
@@ -284,6 +287,22 @@ def value_range(values: Tensor) -> tuple[float, float]:
         return 0, 0
     low, high = values.aminmax()
     return low.item(), high.item()
+
+
+def unreadable(values: Any) -> str:
+    """Return why the values of a tensor cannot be read or indexed like those of a plain one; "" if they can.
+
+    >>> unreadable(torch.zeros(2)), unreadable(torch.zeros(2, device="meta"))
+    ('', 'a tensor on the meta device, which has no values')
+    """
+    if not isinstance(values, Tensor):
+        return f"a {type(values).__name__}, which is not a tensor"
+    if values.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if values.is_nested or values.is_quantized or values.layout != torch.strided:
+        kind = "nested" if values.is_nested else "quantized" if values.is_quantized else str(values.layout)
+        return f"a {kind.removeprefix('torch.')} tensor, which is not dense"
+    return ""
 
 
 def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:

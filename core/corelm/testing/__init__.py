@@ -30,8 +30,8 @@ import pytest
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 
 THEMES = (
-    *("tokens", "logprobs", "distribution", "seeds", "stopping", "parameters", "provenance", "fields", "scored_fields"),
-    *("chat", "weights", "faults", "bad_results", "lifecycle"),
+    *("tokens", "logprobs", "sampled_logprobs", "distribution", "seeds", "stopping", "parameters", "provenance"),
+    *("fields", "scored_fields", "chat", "weights", "faults", "bad_results", "lifecycle"),
 )
 
 # Makes failed assertions show both sides. It must run before these modules are imported.

@@ -17,6 +17,7 @@ from corelm import Backend, Ragged, hookimpl
 from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.testing.base import ConformanceBase, needs
+from corelm.testing.reference import seeded
 
 
 class ForwardingPlugin:
@@ -74,6 +75,18 @@ def filled(rows: Ragged, value: float) -> Ragged:
     return Ragged(values, rows.lengths)
 
 
+def with_graph(rows: Ragged) -> Ragged:
+    """Return the rows with values that depend on a parameter."""
+    return rows.with_values(rows.values * torch.ones((), device=rows.values.device, requires_grad=True))
+
+
+def with_modified_lengths(rows: Ragged) -> Ragged:
+    """Return rows whose lengths were modified after they were made."""
+    made = rows.clone()
+    made.lengths[-1] += 1
+    return made
+
+
 def inference_mode_copy(rows: Ragged) -> Ragged:
     """Return a copy whose values are inference tensors."""
     with torch.inference_mode():
@@ -100,6 +113,19 @@ GENERATION: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half-precision": (lambda b: replace(b, logprobs=Ragged(b.logprobs.values.half(), b.ids.lengths)), "float16"),
     "inference-tensors": (lambda b: replace(b, logprobs=inference_mode_copy(b.logprobs)), "inference tensor"),
     "too-few-labels": (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2"),
+    "a-label-of-another-type": (
+        lambda b: replace(b, weight_versions=("0", None)),
+        "row 1: weight_versions: .*NoneType",
+    ),
+    # The answers in question have `ignore_eos`, so nothing stops them.
+    "a-stop-that-nothing-caused": (lambda b: replace(b, finish_reasons=("length", "stop")), "row 1: .*'stop', but"),
+    "a-length-that-came-early": (
+        lambda b: replace(b, ids=shorter(b.ids), logprobs=shorter(b.logprobs)),
+        "row 1: .*'length' after 2 tokens",
+    ),
+    "a-graph": (lambda b: replace(b, logprobs=with_graph(b.logprobs)), "logprobs carries a graph"),
+    "no-values": (lambda b: replace(b, ids=b.ids.to("meta")), "ids is a tensor on the meta device"),
+    "lengths-that-were-modified": (lambda b: replace(b, ids=with_modified_lengths(b.ids)), "lengths of ids"),
 }
 SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an-exception": (explode, "ZeroDivisionError: inside the hook"),
@@ -114,6 +140,8 @@ SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a-first-position": (lambda b: replace(b, scored=Ragged.full(b.scored.lengths, True, torch.bool)), "position 0"),
     "another-temperature": (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
     "inference-tensors": (lambda b: replace(b, logprobs=inference_mode_copy(b.logprobs)), "inference tensor"),
+    "a-graph": (lambda b: replace(b, logprobs=with_graph(b.logprobs)), "logprobs carries a graph"),
+    "no-values": (lambda b: replace(b, scored=b.scored.to("meta")), "scored is a tensor on the meta device"),
 }
 
 
@@ -124,12 +152,12 @@ class BadResultPromises(ConformanceBase):
         change, message = GENERATION[defect]
         wrapper = ResultChanger(change)
         changed = Backend.from_plugin(ForwardingPlugin(backend), "changed", wrappers=[wrapper])
-        prompts = self.rows(backend, 4, 7)
+        prompts, sampling = self.rows(backend, 4, 7), seeded(backend, {"max_new_tokens": 3, "ignore_eos": True})
         with pytest.raises(EngineError, match=f"hook generate: .*{message}") as caught:
-            changed.generate(prompts, {"max_new_tokens": 3})
+            changed.generate(prompts, sampling)
         assert isinstance(caught.value.__cause__, ZeroDivisionError) == (change is explode)
         wrapper.on = False
-        self.assert_true_answers(prompts, changed.generate(prompts, {"max_new_tokens": 3}))
+        self.assert_true_answers(prompts, changed.generate(prompts, sampling))
 
     @needs("score")
     @pytest.mark.parametrize("defect", SCORES)

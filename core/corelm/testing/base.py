@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import pytest
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Prefix of the skip reason of a test that does not apply to the backend.
 NOT_APPLICABLE = "not applicable: "
+#: Prefix of the reason of a failure: the backend declares something, and no test can show that it works.
+NOT_SHOWN = "declared and not shown: "
 
 #: The largest vocabulary for which `next_logprobs` asks the oracle about every id.
 _MAX_ORACLE_VOCAB = 1024
@@ -69,10 +71,13 @@ class ConformanceBase:
 
     Attributes:
         tolerance: the largest accepted difference from a log-prob of the oracle, in nats. 16-bit models need more.
+        not_shown: what the backend declares but this suite cannot show, with the reason, as in ``{"update_weights":
+            "other tests share the server"}``. Such tests are reported as expected failures, with that reason.
         vocab_size: the vocabulary size of the backend; set when a test starts.
     """
 
     tolerance: float = 1e-4
+    not_shown: ClassVar[Mapping[str, str]] = {}
     vocab_size: int
 
     # Defined by the author -------------------------------------------------------------------------------------------
@@ -99,17 +104,37 @@ class ConformanceBase:
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         """Return float32[vocab_size]: the log-probability of every id that can follow `ids`.
 
-        The default calls `oracle` once per id, and is not applicable to vocabularies of more than 1024 ids.
+        The default calls `oracle` once per id. A vocabulary of more than 1024 ids needs a definition.
         """
         import torch
 
         if self.vocab_size > _MAX_ORACLE_VOCAB:
-            not_applicable("next_logprobs")
+            raise NotImplementedError(
+                "define `next_logprobs(self, ids, temperature)`: the default would ask the oracle about each of "
+                f"{self.vocab_size} ids"
+            )
         return torch.stack([self.oracle([*ids, token], temperature)[-1] for token in range(self.vocab_size)])
 
     def new_weights(self) -> tuple[Mapping[str, Tensor] | str | PathLike[str], Oracle]:
-        """Return other weights for the same model, as ``Backend.update_weights`` accepts them, and their oracle."""
-        not_applicable("new_weights")
+        """Return other weights for the same model, as ``Backend.update_weights`` accepts them, and their oracle.
+
+        A backend that declares `update_weights` must define it.
+        """
+        self.declared_and_not_shown(
+            "update_weights",
+            "define `new_weights(self)`: it returns other weights for the same model, and their oracle",
+        )
+
+    def engine_sampling(self) -> Mapping[str, Any]:
+        """Return sampling parameters with `engine_kwargs` that change what is sampled.
+
+        A backend that declares `engine_kwargs` must define it. Log-probs are checked under these parameters too.
+        For example: ``{"engine_kwargs": {"logit_bias": {"7": -100.0}}}``.
+        """
+        self.declared_and_not_shown(
+            "engine_kwargs",
+            "define `engine_sampling(self)`: it returns sampling parameters with engine_kwargs that change answers",
+        )
 
     # Provided to the tests -------------------------------------------------------------------------------------------
 
@@ -127,6 +152,42 @@ class ConformanceBase:
         request.node.user_properties.append(("corelm_backend", backend.name))
         for mark in request.node.iter_markers("corelm_needs"):
             require(backend, *mark.args)
+
+    def declared_and_not_shown(self, name: str, remedy: str) -> NoReturn:
+        """Fail the running test: the backend declares `name`, and no test can show that it works.
+
+        The test is an expected failure if `not_shown` gives a reason for `name`.
+
+        Args:
+            name: a field of `Capabilities`, or a sampling parameter.
+            remedy: what the author can do.
+        """
+        if name in self.not_shown:
+            pytest.xfail(f"{NOT_SHOWN}{name}: {self.not_shown[name]}")
+        pytest.fail(
+            f"{NOT_SHOWN}{name}. {remedy[0].upper()}{remedy[1:]}. Otherwise do not declare it, or say why it cannot be "
+            f"shown: not_shown = {{{name!r}: 'the reason'}}",
+            pytrace=False,
+        )
+
+    def sampling_of(self, backend: Backend, name: str) -> dict[str, Any]:
+        """Return sampling parameters with the parameter `name` in force, with a value that the backend declares.
+
+        The running test is not applicable if the backend does not declare the parameter, and fails if no value of it
+        can be used.
+        """
+        from corelm.testing.trials import honoured, use
+
+        if name == "engine_kwargs":
+            require(backend, "sampling:engine_kwargs")
+            return dict(self.engine_sampling())
+        found = use(backend, name)
+        if found is None:
+            if not honoured(backend, name):
+                not_applicable(f"sampling:{name}")
+            remedy = "declare a value other than the default, and the parameters without which it has no effect"
+            self.declared_and_not_shown(name, remedy)
+        return found
 
     def rows(self, backend: Backend, *lengths: int, seed: int = 0) -> list[list[int]]:
         """Return rows of these lengths: random ids, none special or EOS; the same in every run."""

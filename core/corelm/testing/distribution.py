@@ -12,7 +12,8 @@ from torch import Tensor
 from corelm import Backend
 from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import MIN_P_VALUE, OPENINGS, gaps, legal, min_p_of, p_value, reshaped, seeded, top_p_of
+from corelm.testing.reference import MIN_P_VALUE, OPENINGS, gaps, min_p_of, p_value, reshaped, seeded, top_p_of
+from corelm.testing.trials import in_range, legal
 
 #: For each parameter, the value that keeps the k likeliest ids of log-probs[V]. A temperature keeps all ids.
 CUTS: dict[str, Callable[[Tensor, int], Any]] = {
@@ -47,27 +48,29 @@ class DistributionPromises(ConformanceBase):
     @needs("sampling:temperature")
     def test_samples_follow_the_temperature(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
-        for temperature in (0.6, 1.5):
-            if legal(backend, "temperature", temperature):
-                mass = reshaped(logprobs, temperature=temperature)
-                self._assert_follows(backend, prompt, mass, temperature=temperature)
+        temperatures = [value for value in in_range(backend, "temperature", 0.6, 1.5) if value]
+        if not temperatures:
+            not_applicable("a temperature other than 0 and 1")
+        for temperature in temperatures:
+            mass = reshaped(logprobs, temperature=temperature)
+            self._assert_follows(backend, prompt, mass, temperature=temperature)
 
     @needs("sampling:top_k")
     def test_top_k_keeps_the_k_likeliest(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
-        top_k = self._cut(logprobs)
+        top_k = self._cut(logprobs, "top_k")
         self._assert_follows(backend, prompt, reshaped(logprobs, top_k=top_k), top_k=top_k)
 
     @needs("sampling:top_p")
     def test_top_p_keeps_the_smallest_set_of_that_mass(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
-        top_p = top_p_of(logprobs, self._cut(logprobs))
+        top_p = top_p_of(logprobs, self._cut(logprobs, "top_p"))
         self._assert_follows(backend, prompt, reshaped(logprobs, top_p=top_p), top_p=top_p)
 
     @needs("sampling:min_p")
     def test_min_p_keeps_ids_above_a_share_of_the_likeliest(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
-        min_p = min_p_of(logprobs, self._cut(logprobs))
+        min_p = min_p_of(logprobs, self._cut(logprobs, "min_p"))
         self._assert_follows(backend, prompt, reshaped(logprobs, min_p=min_p), min_p=min_p)
 
     @needs("sampling:temperature", "sampling:top_p")
@@ -89,11 +92,14 @@ class DistributionPromises(ConformanceBase):
     @needs("mode:processed")
     def test_processed_log_probs_are_those_of_the_truncated_distribution(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
-        k = self._cut(logprobs)
+        names = [name for name in ("top_k", "top_p", "min_p") if name in backend.capabilities.sampling]
+        if not names:
+            not_applicable("sampling:top_k or top_p or min_p")
+        k = self._cut(logprobs, *names)
         values = {"top_k": k, "top_p": top_p_of(logprobs, k), "min_p": min_p_of(logprobs, k)}
         declared = {name: value for name, value in values.items() if legal(backend, name, value)}
         if not declared:
-            not_applicable("sampling:" + " or ".join(values))
+            not_applicable(f"a range of {' or '.join(names)} that cuts off at the widest gap")
         for name, value in declared.items():
             sampling = seeded(backend, {"num_samples": 64, "max_new_tokens": 1, name: value})
             batch = backend.generate([prompt], sampling, logprobs="processed")
@@ -107,11 +113,14 @@ class DistributionPromises(ConformanceBase):
             not_applicable("sampling:temperature=0")
         prompts = [*self.rows(backend, 4, 1), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
         batch = backend.generate(prompts, {"temperature": 0.0, "max_new_tokens": 4}, logprobs="none")
-        for prompt, answer in zip(prompts, batch.ids.tolist(), strict=True):
+        for row, (prompt, answer) in enumerate(zip(prompts, batch.ids.tolist(), strict=True)):
             for step, token in enumerate(answer):
                 logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
                 # Ids whose log-probs differ by less than the tolerance count as equally likely.
-                assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, f"step {step}"
+                assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, (
+                    f"row {row}, after a prompt of {len(prompt)} tokens, token {step}: id {token} has log-prob "
+                    f"{float(logprobs[token]):.4g}, but id {int(logprobs.argmax())} has {float(logprobs.max()):.4g}"
+                )
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 
@@ -125,10 +134,11 @@ class DistributionPromises(ConformanceBase):
         found = [(prompt, self.next_logprobs(prompt, 1.0)) for prompt in backend.tokenize(OPENINGS).ids.tolist()]
         return max(found, key=lambda pair: _widest(pair[1])[0])
 
-    def _cut(self, logprobs: Tensor) -> int:
+    def _cut(self, logprobs: Tensor, *names: str) -> int:
+        """Return how many ids are before the widest gap, where truncation by the parameters `names` can cut."""
         width, k = _widest(logprobs)
         if width < self._least_gap:
-            not_applicable("a distribution with a gap")
+            self.declared_and_not_shown(names[0], "test with a model whose distributions are less flat")
         return k
 
     def _assert_order(self, backend: Backend, first: str, then: str) -> None:

@@ -121,7 +121,7 @@ class FaultPromises(ConformanceBase):
         (good,) = self.rows(backend, 5)
         limit = backend.capabilities.max_context
         if fault == "no-tokens" and prompt and backend.capabilities.empty_prompt:
-            not_applicable("no empty_prompt")
+            not_applicable("empty_prompt is declared")
         if fault == "too-long":
             require(backend, "max_context")
         bad: dict[str, Any] = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
+import torch
 
 from corelm import Backend, Ragged, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError
@@ -39,6 +41,20 @@ class LifecyclePromises(ConformanceBase):
 
     def test_an_open_backend_is_healthy(self, backend: Backend) -> None:
         assert backend.health() and not backend.closed
+
+    @needs("score")
+    def test_later_calls_do_not_change_scores(self, backend: Backend) -> None:
+        # Core copies log-probs without gradients, but neither logits nor results with gradients.
+        capabilities = backend.capabilities
+        options: list[dict[str, Any]] = [{}]
+        options += [{"return_logits": True}] if capabilities.logits else []
+        options += [{"grad": True}] if capabilities.gradients else []
+        for given in options:
+            batch = backend.score_logprobs(self.rows(backend, 4, 9), **given)
+            rows = [rows.values.detach() for rows in (batch.logprobs, batch.scored, batch.logits) if rows is not None]
+            kept = [values.clone() for values in rows]
+            backend.score_logprobs(self.rows(backend, 4, 9, seed=1), **given)
+            assert all(torch.equal(a, b) for a, b in zip(kept, rows, strict=True)), given
 
     def test_later_calls_do_not_change_a_result(self, backend: Backend) -> None:
         prompts = self.rows(backend, 4, 9)
@@ -79,7 +95,7 @@ class LifecyclePromises(ConformanceBase):
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:
-            not_applicable("no abort")
+            not_applicable("abort is declared")
         with pytest.raises(CapabilityError) as caught:
             backend.abort(["a"])
         assert caught.value.capability == "abort"

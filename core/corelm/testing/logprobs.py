@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 
 import pytest
@@ -10,23 +11,14 @@ import torch
 from corelm import Backend
 from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import OPENINGS, legal, seeded
+from corelm.testing.reference import LONGEST, OPENINGS, seeded
+from corelm.testing.trials import DECLARABLE, TRIALS, in_range, legal, use
 
 #: Unsorted, so that a backend that sorts rows has to put them back.
 LENGTHS = (9, 300, 1, 131, 2, 40, 3)
 NEW = 8
-#: For each parameter, a value under which processed log-probs differ from raw ones.
-RESHAPING = {
-    "temperature": 1.5,
-    "top_k": 20,
-    "top_p": 0.9,
-    "min_p": 0.01,
-    "repetition_penalty": 1.3,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-}
-#: The longest row to score: longer ones would take a slow backend too long.
-LONGEST = 4096
+#: The parameters that change the distribution that tokens are drawn from.
+RESHAPING = tuple(name for name in DECLARABLE if TRIALS[name].effect in ("temperature", "truncation", "penalty", "ban"))
 
 
 class LogProbPromises(ConformanceBase):
@@ -52,14 +44,15 @@ class LogProbPromises(ConformanceBase):
             self.assert_true_answers(prompts, batch)
 
     @needs("mode:raw")
-    def test_raw_log_probs_are_the_models_own_under_every_sampling(self, backend: Backend) -> None:
-        reshaping = {name: value for name, value in RESHAPING.items() if legal(backend, name, value)}
+    def test_raw_log_probs_are_the_models_own_under_all_parameters_together(self, backend: Backend) -> None:
+        reshaping = {name: found for name in RESHAPING if (found := use(backend, name))}
         if not reshaping:
             not_applicable("sampling:" + " or ".join(RESHAPING))
         prompts = self._rows_of_all_lengths(backend)
         while reshaping:
             try:
-                batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **reshaping}), logprobs="raw")
+                together = dict(ChainMap(*reshaping.values()))
+                batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **together}), logprobs="raw")
             except CapabilityError as error:
                 # The parameter is declared, but the engine refuses it in this combination.
                 reshaping.pop(str(error.capability))
@@ -104,14 +97,13 @@ class LogProbPromises(ConformanceBase):
 
     @needs("mode:scaled")
     def test_scaled_log_probs_that_are_neither_raw_nor_processed_are_refused(self, backend: Backend) -> None:
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        neither = {"raw": ("temperature", *penalties), "processed": ("top_k", "top_p", "min_p", *penalties)}
-        for mode, names in neither.items():
-            for name in names:
-                if mode not in backend.capabilities.generation_modes and legal(backend, name, RESHAPING[name]):
-                    sampling = {"max_new_tokens": 2, name: RESHAPING[name]}
+        unchanged_by = {"raw": "truncation", "processed": "temperature"}
+        for mode in unchanged_by.keys() - backend.capabilities.generation_modes:
+            for name in RESHAPING:
+                sampling = use(backend, name)
+                if sampling and TRIALS[name].effect != unchanged_by[mode]:
                     with pytest.raises(CapabilityError) as error:
-                        backend.generate(self.rows(backend, 4), sampling, logprobs=mode)  # type: ignore[arg-type]
+                        backend.generate(self.rows(backend, 4), {"max_new_tokens": 4, **sampling}, logprobs=mode)  # type: ignore[arg-type]
                     assert error.value.capability == "generation_modes", (mode, name)
 
     # Log-probs of given tokens ---------------------------------------------------------------------------------------
@@ -144,7 +136,7 @@ class LogProbPromises(ConformanceBase):
         limit = backend.capabilities.max_context
         assert limit is not None
         if limit > LONGEST:
-            not_applicable(f"max_context of at most {LONGEST}")
+            self.declared_and_not_shown("max_context", f"open the backend with a context of at most {LONGEST} tokens")
         rows = self.rows(backend, limit, 2)
         self.assert_true_scores(rows, backend.score_logprobs(rows))
 
@@ -200,9 +192,12 @@ def _leaves(node: Any) -> dict[torch.Tensor, None]:
 
 def _plain(backend: Backend) -> list[dict[str, Any]]:
     """Return samplings: temperature 1, greedy, and temperature 1 with each truncation, as far as they are declared."""
-    named = [("temperature", 0.0), *((name, RESHAPING[name]) for name in ("top_k", "top_p", "min_p"))]
-    return [{}, *({name: value} for name, value in named if legal(backend, name, value))]
+    greedy = [{"temperature": 0.0}] if legal(backend, "temperature", 0.0) else []
+    cuts = [use(backend, name) for name in RESHAPING if TRIALS[name].effect == "truncation"]
+    return [{}, *greedy, *(cut for cut in cuts if cut)]
 
 
 def _temperatures(backend: Backend) -> list[float]:
-    return [value for value in (0.6, 1.7) if legal(backend, "temperature", value)]
+    """Return temperatures other than 0 and 1; not applicable if the backend declares none."""
+    found = [value for value in in_range(backend, "temperature", 0.6, 1.7) if value]
+    return found or not_applicable("a temperature other than 0 and 1")

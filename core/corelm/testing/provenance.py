@@ -10,10 +10,13 @@ from tensordict import TensorDict
 from corelm import Backend, LLMPolicy, Provenance
 from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import OPENINGS, legal
+from corelm.testing.reference import OPENINGS
+from corelm.testing.trials import TRIALS, WITH_LOGPROBS, legal, use
 
 TEMPERATURE = 0.8
 RAW = ("raw", 1.0, "full", ())
+#: Parameters with tests of their own: the first two change the shape of the output, the engine defines the last.
+SHAPES = ("num_samples", "max_new_tokens", "engine_kwargs")
 
 
 class ProvenancePromises(ConformanceBase):
@@ -27,8 +30,9 @@ class ProvenancePromises(ConformanceBase):
     def test_processed_log_probs_are_labelled_with_their_sampling(self, backend: Backend) -> None:
         for sampling in _samplings(backend):
             found = _of_answers(backend, "processed", **sampling)
-            cut = {"top_k", "top_p", "min_p", "min_new_tokens"}.intersection(sampling)
-            penalties = tuple((name, value) for name, value in sampling.items() if name.endswith("_penalty"))
+            effects = {TRIALS[name].effect for name in sampling}
+            cut = effects & {"truncation", "ban", "engine"}
+            penalties = tuple((name, value) for name, value in sampling.items() if TRIALS[name].effect == "penalty")
             expected = ("processed", sampling.get("temperature", 1.0), "truncated" if cut else "full", penalties)
             assert (found.mode, found.temperature, found.support, found.penalties) == expected, sampling
 
@@ -71,26 +75,16 @@ class ProvenancePromises(ConformanceBase):
 
 
 def _samplings(backend: Backend) -> list[dict[str, Any]]:
-    """Return samplings: the default, each declared parameter alone, and a temperature with a truncation."""
-    values = {
-        "temperature": TEMPERATURE,
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "min_new_tokens": 1,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-    }
-    declared = [{name: value} for name, value in values.items() if legal(backend, name, value)]
-    cuts = [each for each in declared if {"top_k", "top_p", "min_p"}.intersection(each)]
+    """Return samplings: the default, each parameter alone that tokens with log-probs can have, and two together."""
+    declared = {name: found for name in WITH_LOGPROBS if name not in SHAPES and (found := use(backend, name))}
+    cuts = [found for name, found in declared.items() if TRIALS[name].effect == "truncation"]
     hot = [{"temperature": TEMPERATURE, **cut} for cut in cuts[:1] if legal(backend, "temperature", TEMPERATURE)]
-    return [{}, *declared, *hot]
+    return [{}, *declared.values(), *hot]
 
 
 def _of_answers(backend: Backend, mode: Any, **sampling: Any) -> Provenance:
     policy = LLMPolicy(
-        backend, input_mode="text", sampling_params={"max_new_tokens": 2, **sampling}, log_probs_mode=mode
+        backend, input_mode="text", sampling_params={"max_new_tokens": 4, **sampling}, log_probs_mode=mode
     )
     found: Provenance = policy(TensorDict(text=list(OPENINGS[:2])))["log_probs"].provenance
     return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from corelm import Backend
+from corelm import Backend, SamplingParams
+from corelm.testing.trials import legal
 
 #: Prompts of text: after random ids alone, a trained model has little to say.
 OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "A small bird sings", "When", "Who are")
@@ -16,6 +18,9 @@ OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "
 #: The smallest accepted p-value. A correct backend falls below it in one of a million tests; with fixed seeds, always
 #: or never.
 MIN_P_VALUE = 1e-6
+
+#: The longest context to fill: a longer one would take a slow backend too long.
+LONGEST = 4096
 
 _EXPECTED_PER_CELL = 8
 
@@ -30,14 +35,6 @@ def repeatable(backend: Backend, sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {**sampling, "temperature": 0.0} if legal(backend, "temperature", 0.0) else seeded(backend, sampling)
 
 
-def legal(backend: Backend, name: str, value: float) -> bool:
-    """Return whether the backend declares the sampling parameter `name` with a range that includes `value`."""
-    if name not in backend.capabilities.sampling:
-        return False
-    span = backend.capabilities.sampling[name]
-    return span is None or span[0] <= value <= span[1]
-
-
 def reshaped(
     logprobs: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
@@ -50,6 +47,25 @@ def reshaped(
     kept = kept[mass[kept] >= min_p * mass[kept[0]]]
     out = torch.zeros_like(mass).index_copy(0, kept, mass[kept])
     return out / out.sum()
+
+
+def sampled_from(logprobs: Tensor, sampling: SamplingParams, answer: list[int], stop_ids: Collection[int]) -> Tensor:
+    """Return float64[V]: the log-probs of the distribution that the token after `answer` is drawn from.
+
+    The repetition penalty is left out: its size depends on the sign of a logit, which log-probs do not show.
+
+    Args:
+        logprobs: the model's own log-probs[V] at this position.
+        sampling: how to sample; not greedy.
+        answer: the ids of the answer so far.
+        stop_ids: the ids that would end it.
+    """
+    counts = torch.bincount(torch.tensor(answer, dtype=torch.int64), minlength=len(logprobs))
+    logits = logprobs.double() - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if len(answer) < sampling.min_new_tokens:
+        logits = logits.index_fill(0, torch.tensor(sorted(stop_ids), dtype=torch.int64), -math.inf)
+    cuts = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    return reshaped(logits, temperature=sampling.temperature, **cuts).log()  # type: ignore[arg-type]
 
 
 def gaps(logprobs: Tensor, least: float) -> list[int]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import torch
 
-from corelm import Backend
+from corelm import Backend, hookimpl
 from corelm.backend.seeds import answer_seeds
-from corelm.testing.base import ConformanceBase, needs
+from corelm.spec.records import GenerateRequest
+from corelm.testing.bad_results import ForwardingPlugin
+from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS
 
 NEW = 8
@@ -23,12 +28,33 @@ class SeedPromises(ConformanceBase):
 
     @needs("per_answer_seeds")
     def test_without_a_seed_torchs_generator_decides(self, backend: Backend) -> None:
+        if backend.capabilities.seeds_are_costly:
+            not_applicable("seeds that are free")
         answers = []
         for seed in (1, 1, 2):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 answers.append(self._seeded_answers(backend))
         assert answers[0] == answers[1] != answers[2]
+
+    @needs("per_answer_seeds", "seeds_are_costly")
+    def test_costly_seeds_are_sent_only_if_the_caller_gave_some(self, backend: Backend) -> None:
+        sent = []
+
+        class Watcher:
+            @hookimpl(wrapper=True)
+            def generate(self, request: GenerateRequest) -> Generator[None, Any, Any]:
+                sent.append(request.seeds)
+                return (yield)
+
+        watched = Backend.from_plugin(ForwardingPlugin(backend), "watched", wrappers=[Watcher()])
+        for given in ({}, {"seed": 7}):
+            watched.generate(self._seed_prompts(backend), {"max_new_tokens": 1, **given}, logprobs="none")
+        assert sent[0] is None and sent[1] is not None
+
+    def test_answers_without_a_seed_differ(self, backend: Backend) -> None:
+        first, second = (self._seeded_answers(backend, self._seed_prompts(backend)) for _ in range(2))
+        assert first != second, "two calls without a seed gave the same answers"
 
     @needs("per_answer_seeds")
     def test_an_answer_does_not_depend_on_the_other_rows(self, backend: Backend) -> None:

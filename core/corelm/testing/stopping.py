@@ -14,7 +14,7 @@ import corelm
 from corelm import Backend, LLMPolicy
 from corelm.spec.records import GenerateResult
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import MIN_P_VALUE, OPENINGS, repeatable, seeded
+from corelm.testing.reference import LONGEST, MIN_P_VALUE, OPENINGS, repeatable, seeded
 
 NEW = 16
 #: The largest number of answers to sample in order to see one that ends with EOS.
@@ -22,6 +22,20 @@ MAX_DRAWS = 2000
 
 
 class StoppingPromises(ConformanceBase):
+    @needs("empty_prompt")
+    def test_an_empty_prompt_gets_an_answer(self, backend: Backend) -> None:
+        prompts = [[], *self.rows(backend, 5), []]
+        some = bool(backend.capabilities.generation_modes)
+        sampling = seeded(backend, {"max_new_tokens": 4, "ignore_eos": True})
+        batch = backend.generate(prompts, sampling, logprobs="raw" if some else "none")
+        assert batch.ids.lengths.tolist() == [4, 4, 4] and set(batch.finish_reasons) == {"length"}
+        if batch.logprobs is not None:
+            for prompt, answer, found in zip(prompts, batch.ids.tolist(), batch.logprobs.split(), strict=True):
+                # The oracle gives no log-prob to the first id of a sequence.
+                skip = 0 if prompt else 1
+                expected = self.oracle([*prompt, *answer], 1.0)[len(prompt) + skip :]
+                self.assert_close(found[skip:], expected, f"after a prompt of {len(prompt)} tokens")
+
     # By length -------------------------------------------------------------------------------------------------------
 
     def test_an_answer_that_nothing_ends_is_as_long_as_its_limit(self, backend: Backend) -> None:
@@ -33,8 +47,8 @@ class StoppingPromises(ConformanceBase):
     def test_an_answer_without_a_limit_fills_the_context(self, backend: Backend) -> None:
         context = backend.capabilities.max_context
         assert context is not None
-        if context > 4096:
-            not_applicable("max_context of at most 4096")
+        if context > LONGEST:
+            self.declared_and_not_shown("max_context", f"open the backend with a context of at most {LONGEST} tokens")
         prompts = self.rows(backend, context - 1, context - 5)
         batch = backend.generate(prompts, {"max_new_tokens": None, "ignore_eos": True}, logprobs="none")
         assert batch.ids.lengths.tolist() == [1, 5] and batch.finish_reasons == ("length", "length")
@@ -77,7 +91,7 @@ class StoppingPromises(ConformanceBase):
 
     @needs("sampling:stop")
     def test_a_stop_string_ends_text_and_ids_together(self, backend: Backend) -> None:
-        stop = _common_strings(backend)
+        stop = self._common_strings(backend)
         stopped = 0
         for ids, text, reason in _answers(backend, stop=stop):
             before, whole = backend.detokenize([ids[:-1], ids])
@@ -91,7 +105,7 @@ class StoppingPromises(ConformanceBase):
 
     @needs("sampling:stop", "sampling:min_new_tokens")
     def test_no_stop_string_ends_an_answer_before_min_new_tokens(self, backend: Backend) -> None:
-        stop = _common_strings(backend)
+        stop = self._common_strings(backend)
         free = _answers(backend, stop=stop)
         # ignore_eos=False: some engines suppress EOS before min_new_tokens, even if EOS is an ordinary token.
         held = _answers(backend, stop=stop, min_new_tokens=12, ignore_eos=False)
@@ -102,7 +116,7 @@ class StoppingPromises(ConformanceBase):
 
     # By abort --------------------------------------------------------------------------------------------------------
 
-    @needs("abort", "concurrent_calls")
+    @needs("abort")
     def test_abort_ends_only_the_named_request(self, backend: Backend) -> None:
         limit = min(backend.capabilities.max_context or 512, 512) - 8
         prompts, names, done = self.rows(backend, 4, 4), ["one", "other"], threading.Event()
@@ -138,8 +152,19 @@ class StoppingPromises(ConformanceBase):
         best = max(chances)
         draws = 1 if best > 0.99999 else math.ceil(math.log(MIN_P_VALUE) / math.log1p(-best))
         if draws > MAX_DRAWS:
-            not_applicable("a model that ends its answers")
+            self.declared_and_not_shown(
+                "eos_token_ids", f"test with a model that ends some of {MAX_DRAWS} answers with EOS after some prompt"
+            )
         return prompts[chances.index(best)], draws
+
+    def _common_strings(self, backend: Backend) -> list[str]:
+        """Return four strings of two characters that answers often contain; with short tokens they span two tokens."""
+        texts = [text for _, text, _ in _answers(backend)]
+        pairs = (pair for text in texts for pair in {a + b for a, b in pairwise(text[1:])})
+        common = Counter(pair for pair in pairs if pair.isascii() and pair.isprintable())
+        if not common:
+            self.declared_and_not_shown("stop", "test with a model whose answers contain printable characters")
+        return [pair for pair, _ in common.most_common(4)]
 
 
 def _generate(backend: Backend, **sampling: object) -> GenerateResult:
@@ -169,13 +194,3 @@ def _common_ids(backend: Backend) -> list[int]:
     free = _generate(backend, ignore_eos=True).ids.tolist()
     seen = Counter(token for answer in free for token in set(answer[1:4]) - backend.eos_token_ids)
     return [token for token, _ in seen.most_common(4)]
-
-
-def _common_strings(backend: Backend) -> list[str]:
-    """Return four strings of two characters that answers often contain; with short tokens they span two tokens."""
-    texts = [text for _, text, _ in _answers(backend)]
-    pairs = (pair for text in texts for pair in {a + b for a, b in pairwise(text[1:])})
-    common = Counter(pair for pair in pairs if pair.isascii() and pair.isprintable())
-    if not common:
-        not_applicable("a model that writes text")
-    return [pair for pair, _ in common.most_common(4)]

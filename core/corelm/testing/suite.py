@@ -11,6 +11,7 @@ from corelm.testing.lifecycle import LifecyclePromises
 from corelm.testing.logprobs import LogProbPromises
 from corelm.testing.parameters import ParameterPromises
 from corelm.testing.provenance import ProvenancePromises
+from corelm.testing.sampled_logprobs import SampledLogProbPromises
 from corelm.testing.scored_fields import ScoredFieldPromises
 from corelm.testing.seeds import SeedPromises
 from corelm.testing.stopping import StoppingPromises
@@ -21,6 +22,7 @@ from corelm.testing.weights import WeightPromises
 class BackendConformance(
     TokenPromises,
     LogProbPromises,
+    SampledLogProbPromises,
     DistributionPromises,
     SeedPromises,
     StoppingPromises,

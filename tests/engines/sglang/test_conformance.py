@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ MODEL: nn.Module = tiny_model()
 OTHER: nn.Module = tiny_model(seed=1)
 
 
+SHARED = {"update_weights": "other tests share the server; TestLaunched shows it"}
+
+
 class _SGLangConformance(BackendConformance):
     # Every draw is one request to a server that shares two cores with the tests.
     draws = 500
@@ -26,6 +30,9 @@ class _SGLangConformance(BackendConformance):
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+    def engine_sampling(self) -> dict[str, Any]:
+        return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
 
 
 class TestLaunched(_SGLangConformance):
@@ -44,6 +51,8 @@ class TestLaunched(_SGLangConformance):
 class TestBehindURL(_SGLangConformance):
     """Connect to a running server that other tests share. Its log-probs are raw, and its weights stay."""
 
+    not_shown = SHARED
+
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, original: Backend, connect: Callable[[Backend], Backend]) -> Callable[[], Backend]:
@@ -52,6 +61,8 @@ class TestBehindURL(_SGLangConformance):
 
 class TestHonouringSeeds(_SGLangConformance):
     """Connect to a running server that honours seeds."""
+
+    not_shown = SHARED
 
     @pytest.fixture(scope="class")
     @classmethod

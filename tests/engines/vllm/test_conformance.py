@@ -26,6 +26,9 @@ class InProcessConformance(BackendConformance):
         other = tiny_model(hidden_size=128, seed=1)
         return other.state_dict(), lambda ids, temperature: oracle.logprobs(other, ids, temperature)
 
+    def engine_sampling(self) -> dict[str, Any]:
+        return {"engine_kwargs": {"logit_bias": {7: 20.0}}}
+
     def test_scores_do_not_depend_on_requests_in_the_same_batch(self, backend: Backend) -> None:
         # vLLM samples a token after every scored row, in the same batch as these answers.
         rows = self.rows(backend, *range(2, 26))

@@ -76,6 +76,9 @@ class TestServerConformance(BackendConformance):
     def new_weights(self) -> tuple[Path, Callable[[list[int], float], Tensor]]:
         return self.other_folder, lambda ids, temperature: oracle.logprobs(OTHER, ids, temperature)
 
+    def engine_sampling(self) -> dict[str, Any]:
+        return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
+
     other_folder: Path
 
 

@@ -36,6 +36,10 @@ class TestFast(BackendConformance):
         other = tiny_model(seed=1)
         return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
 
+    def engine_sampling(self) -> dict[str, Any]:
+        # The backend passes engine_kwargs to transformers' own generate, which it uses for beams only.
+        return {"num_beams": 2, "temperature": 0.0, "engine_kwargs": {"no_repeat_ngram_size": 1}}
+
 
 class TestPlain(TestFast):
     fast = False

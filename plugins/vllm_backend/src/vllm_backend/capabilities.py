@@ -88,11 +88,19 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
         score=True,
         per_answer_seeds=True,
+        seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls,
         update_weights=checkpoint is not None,
         abort=abort,
     )
     return ModelInfo(capabilities, tokenizer, checkpoint)
+
+
+def _seeds_are_costly() -> bool:
+    """Return whether vLLM samples faster without seeds: on a GPU its fused sampler of top-k and top-p takes none."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
 
 
 def _can_reload(config: Any) -> bool:

@@ -57,10 +57,13 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
         return [only_choice(entry) for entry in entries]
 
     try:
+        seeds = honours_seeds(send, prompt)
         capabilities = replace(
             info.capabilities,
             generation_modes=frozenset({mode or logprobs_mode(send, prompt)}),
-            per_answer_seeds=honours_seeds(send, prompt),
+            per_answer_seeds=seeds,
+            # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
+            seeds_are_costly=seeds,
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(

@@ -61,16 +61,23 @@ class ToyBackend:
         stop_strings = StopStrings.of(sampling, self.tokenizer).watch()
         ids: list[int] = []
         logprobs: list[float] = []
-        for step in range(sampling.max_new_tokens or self.max_context - len(prompt)):
+        for _ in range(sampling.max_new_tokens or self.max_context - len(prompt)):
             logits = self.model(torch.tensor((prompt + ids)[-1]))
-            banned = request.stop_ids if step < sampling.min_new_tokens else frozenset()
-            processed = _processed(logits, sampling, banned)
-            token = int(torch.multinomial(processed.exp(), 1, generator=generator))
+            sampled_from, reported = self._distributions(logits, prompt, ids, request)
+            token = int(torch.multinomial(sampled_from.exp(), 1, generator=generator))
             ids.append(token)
-            logprobs.append(float((processed if request.logprobs == "processed" else logits.log_softmax(-1))[token]))
+            logprobs.append(float(reported[token]))
             if token in request.stop_ids or stop_strings.completed_by(token):
                 return RowAnswer(ids, logprobs, "stop")
         return RowAnswer(ids, logprobs, "length")
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs ``[V]`` to sample the next token from, and those to report."""
+        banned = request.stop_ids if len(answer) < request.sampling.min_new_tokens else frozenset()
+        processed = _processed(logits, request.sampling, banned)
+        return processed, processed if request.logprobs == "processed" else logits.log_softmax(-1)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
