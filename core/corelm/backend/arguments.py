@@ -46,13 +46,6 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
         raise invalid(field, str(error)) from error
 
 
-def _tensor(given: Any, field: str) -> Tensor:
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise invalid(field, f"expected an array of integers: {error}") from error
-
-
 def refuse_unreadable(values: Any, field: str) -> None:
     """Refuse what is not a plain tensor with values in memory.
 
