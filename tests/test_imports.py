@@ -76,6 +76,7 @@ SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 #: Private names of other libraries that a package uses, as "package: name", and why no public name does.
 THIRD_PARTY = {
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
+    "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",

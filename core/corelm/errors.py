@@ -21,6 +21,7 @@ Each is also a builtin exception that a caller would think to catch::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 #: Row numbers, each with what is wrong with the row.
@@ -171,3 +172,33 @@ def first_few(lines: Sequence[str], rest: str = "more") -> str:
     """
     left_out = len(lines) - _SPELLED_OUT
     return "; ".join([*lines[:_SPELLED_OUT], *([f"and {left_out} {rest}"] if left_out > 0 else [])])
+
+
+# Exceptions of others -------------------------------------------------------------------------------------------------
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of an exception, for another error's message."""
+    return f"{type(error).__name__}: {message(error)}"
+
+
+def message(error: BaseException) -> str:
+    """Return the message of an exception, even if its ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its message cannot be read: {type(failure).__name__})"
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether the user interrupted the program, rather than an engine or a callback that failed.
+
+    Python raises a `KeyboardInterrupt` in the main thread only.
+    """
+    return isinstance(error, KeyboardInterrupt) and is_main_thread()
+
+
+def is_main_thread() -> bool:
+    """Return whether the caller is the main thread: the one in which Python handles signals."""
+    # Not `current_thread`, which would remember threads that `threading` did not start.
+    return threading.get_ident() == threading.main_thread().ident

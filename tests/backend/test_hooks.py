@@ -1,6 +1,8 @@
 """How an engine's hooks are called: with retries, in turn, new weights only between calls, until it is closed."""
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -195,6 +197,34 @@ def test_weight_versions_count_up_unless_the_caller_names_them():
         fake(update_weights=False).update_weights({})
 
 
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_concurrent_updates_get_different_versions(concurrent):
+    gate, inside = Gate(), []
+
+    class Slow(Fake):
+        @hookimpl
+        def update_weights(self, request):
+            inside.append(request.version)
+            gate(None)
+            return True
+
+    backend = Backend.from_plugin(Slow(concurrent_calls=concurrent), "fake")
+    with ThreadPoolExecutor(3) as pool:
+        updates = [pool.submit(backend.update_weights, {}) for _ in range(3)]
+        gate.wait_for_call()
+        gate.opened.set()
+        assert sorted(update.result(timeout=10) for update in updates) == ["1", "2", "3"] == inside
+    assert backend.weight_version == "3"
+
+
+def test_a_default_version_is_never_one_that_was_used_before():
+    backend = fake()
+    for version in ("3", "1", "1"):
+        assert backend.update_weights({}, version) == version
+    assert [backend.update_weights({}) for _ in range(3)] == ["2", "4", "5"]
+    assert backend.update_weights({}, "9" * 5000) and backend.update_weights({}) == "9" * 5000 + "+1"
+
+
 def test_raw_log_probs_are_labelled_with_temperature_one():
     backend = Backend.from_plugin(Fake(), "fake", model_name="m")
     sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
@@ -355,3 +385,55 @@ def test_an_update_that_returns_false_is_an_error():
     engine.updated = False
     with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
         Backend.from_plugin(engine, "fake").update_weights({})
+
+
+# Failures of the engine that are not exceptions as usual -------------------------------------------------------------
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (asyncio.CancelledError("stopped"), "CancelledError: stopped"),
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit: "),
+        (Silent(), r"Silent: \(its message cannot be read: RuntimeError\)"),
+    ],
+)
+def test_whatever_an_engine_raises_becomes_an_engine_error(error, text):
+    for timeout in (None, 9.0):
+        with pytest.raises(EngineError, match=text) as raised:
+            fake(failing(1, error)).generate([[1]], SHORT, timeout=timeout)
+        assert raised.value.__cause__ is error
+
+
+def test_an_interrupt_in_the_engine_reaches_the_caller():
+    with pytest.raises(KeyboardInterrupt):
+        fake(failing(1, KeyboardInterrupt())).generate([[1]], SHORT)
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda b: replace(b, ids=Ragged(b.ids.values.to("meta"), b.ids.lengths)),
+        lambda b: replace(b, ids=Ragged(b.ids.values.to_sparse(), b.ids.lengths)),
+        lambda b: replace(b, ids=b.ids.tolist()),
+        lambda b: replace(b, finish_reasons=3),
+        lambda b: 7,
+    ],
+    ids=["meta", "sparse", "list", "a-number", "no-record"],
+)
+def test_a_result_that_cannot_be_read_is_an_engine_error(bend):
+    with pytest.raises(EngineError, match="hook generate"):
+        fake(bend).generate([[1]], SHORT)
+
+
+def test_an_engine_keeps_the_capabilities_that_it_declared_when_it_was_opened():
+    backend = fake()
+    declared, backend.engine.plugin.capabilities = backend.capabilities, None
+    assert backend.capabilities is declared
+    assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]

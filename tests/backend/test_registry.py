@@ -124,7 +124,7 @@ def test_the_allow_list_is_applied_before_any_import(fabricate, monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "quiet, other")
     assert [info.name for info in corelm.list_backends()] == ["quiet"]
     with pytest.raises(
-        BackendNotFoundError, match=r"'loud' is not allowed.*allows: other, quiet.*Of these, installed: quiet"
+        BackendNotFoundError, match=r"'loud' is not allowed.*allows: 'other'; 'quiet'.*Of these, installed: quiet"
     ):
         load("loud")
     with pytest.raises(BackendNotFoundError, match="'vllm' is not allowed"):
@@ -134,6 +134,26 @@ def test_the_allow_list_is_applied_before_any_import(fabricate, monkeypatch):
 def test_an_empty_allow_list_allows_nothing(monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "")
     assert corelm.list_backends() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (",, , quiet ,quiet,\t", "allows: 'quiet'"),
+        ("\N{NO-BREAK SPACE}quiet, \u202eteiuq, \x1b]0;title\x07", r"'\x1b]0;title\x07'; 'quiet'; '\u202eteiuq'"),
+        ("../../etc/passwd,quiet", "'../../etc/passwd'; 'quiet'"),
+        ("quiet,\udcff", r"'\udcff'"),
+        (",".join(["quiet", *map(str, range(99))]), "and 95 more"),
+    ],
+)
+def test_an_odd_allow_list_is_read_and_shown_safely(fabricate, monkeypatch, value, shown):
+    fabricate("loud", "1", {"loud": "loud_module:P", "quiet": "q:P"}, {"loud_module": "raise SystemExit('imported')"})
+    monkeypatch.setenv("CORELM_BACKENDS", value)
+    assert [info.name for info in corelm.list_backends()] == ["quiet"]
+    for name in ("loud", "Quiet", ""):
+        with pytest.raises(BackendNotFoundError) as error:
+            load(name)
+        assert shown in str(error.value) and str(error.value).isascii()
 
 
 # ---------------------------------------------------------------- 2. extra not installed
@@ -243,6 +263,25 @@ def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(
         corelm.get_backend(name)
     assert "(stand-in 1) could not be opened" in str(error.value)
     assert isinstance(error.value.__cause__, OSError) and error.value.usable is False
+
+
+@pytest.mark.parametrize("raised", ["asyncio.CancelledError('no')", "SystemExit('no')", "GeneratorExit('no')"])
+def test_an_open_that_raises_no_exception_is_an_engine_error(fabricate, raised):
+    module = f"opens_oddly_{raised[:5].lower()}"
+    source = GOOD.replace("return cls()", f"import asyncio; raise {raised}")
+    fabricate("oddly", "1", {"oddly": f"{module}:Plugin"}, {module: source})
+    with pytest.raises(EngineError, match=r"could not be opened: \w+: no"):
+        corelm.get_backend("oddly")
+
+
+@pytest.mark.parametrize("fault", ["1 / 0", "return None"])
+def test_an_engine_that_does_not_fit_is_closed_and_its_misfit_reported(fabricate, fault):
+    source = f"{GOOD}\n    @property\n    def capabilities(self): {fault}\n    tokenizer = None\n"
+    source += "\n    @corelm.hookimpl\n    def close(self, request): raise OSError('closed badly')\n"
+    module = f"unfit_{len(fault)}"
+    fabricate("unfit", "1", {"unfit": f"{module}:Plugin"}, {module: source})
+    with pytest.raises(BackendIncompatibleError, match="without `capabilities` or `tokenizer`"):
+        corelm.get_backend("unfit")
 
 
 # ---------------------------------------------------------------- a broken plugin does not stop another

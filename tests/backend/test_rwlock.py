@@ -5,26 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 from corelm.backend.rwlock import ReadersWriterLock
+from helpers.interrupts import interrupt_everywhere
 
-Enter = Callable[..., AbstractContextManager[None]]
+
+def hold(lock: ReadersWriterLock, how: str, function: Callable[[], Any] = lambda: None, timeout: float | None = None):
+    """Call the function while this thread holds the lock: "shared" or "exclusive"."""
+    return lock.hold(lock.visit(exclusive=how == "exclusive"), function, timeout)
 
 
 class Visitor:
     """A thread that acquires the lock, reports it, and holds the lock until `leave` is called."""
 
-    def __init__(self, pool: ThreadPoolExecutor, enter: Enter) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, lock: ReadersWriterLock, how: str) -> None:
         self.inside, self.may_leave = threading.Event(), threading.Event()
-        self.done: Future[None] = pool.submit(self._visit, enter)
+        self.done: Future[None] = pool.submit(hold, lock, how, self._stay)
 
-    def _visit(self, enter: Enter) -> None:
-        with enter():
-            self.inside.set()
-            assert self.may_leave.wait(timeout=10)
+    def _stay(self) -> None:
+        self.inside.set()
+        assert self.may_leave.wait(timeout=10)
 
     def leave(self) -> None:
         self.may_leave.set()
@@ -39,7 +42,7 @@ def pool():
 
 def test_shared_holders_hold_it_together(pool):
     lock = ReadersWriterLock()
-    visitors = [Visitor(pool, lock.shared) for _ in range(4)]
+    visitors = [Visitor(pool, lock, "shared") for _ in range(4)]
     assert all(visitor.inside.wait(timeout=10) for visitor in visitors)
     for visitor in visitors:
         visitor.leave()
@@ -50,11 +53,11 @@ def test_shared_holders_hold_it_together(pool):
 )
 def test_exclusive_excludes_every_other_thread(pool, first, then):
     lock = ReadersWriterLock()
-    one = Visitor(pool, getattr(lock, first))
+    one = Visitor(pool, lock, first)
     assert one.inside.wait(timeout=10)
-    with pytest.raises(TimeoutError), getattr(lock, then)(0.01):
-        pass
-    two = Visitor(pool, getattr(lock, then))
+    with pytest.raises(TimeoutError):
+        hold(lock, then, timeout=0.01)
+    two = Visitor(pool, lock, then)
     assert not two.inside.is_set()
     one.leave()
     assert two.inside.wait(timeout=10)
@@ -63,18 +66,17 @@ def test_exclusive_excludes_every_other_thread(pool, first, then):
 
 def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
     lock = ReadersWriterLock()
-    early = Visitor(pool, lock.shared)
+    early = Visitor(pool, lock, "shared")
     assert early.inside.wait(timeout=10)
-    exclusive = Visitor(pool, lock.exclusive)
+    exclusive = Visitor(pool, lock, "exclusive")
     # The exclusive thread waits now or soon; from then on no other thread gets the lock shared.
     refused = False
     while not refused:
         try:
-            with lock.shared(0.01):
-                pass
+            hold(lock, "shared", timeout=0.01)
         except TimeoutError:
             refused = True
-    late = Visitor(pool, lock.shared)
+    late = Visitor(pool, lock, "shared")
     early.leave()
     assert exclusive.inside.wait(timeout=10) and not late.inside.is_set()
     exclusive.leave()
@@ -84,11 +86,11 @@ def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
 
 def test_a_timeout_while_waiting_for_exclusive_blocks_no_thread(pool):
     lock = ReadersWriterLock()
-    early = Visitor(pool, lock.shared)
+    early = Visitor(pool, lock, "shared")
     assert early.inside.wait(timeout=10)
-    with pytest.raises(TimeoutError), lock.exclusive(0.01):
-        pass
-    late = Visitor(pool, lock.shared)
+    with pytest.raises(TimeoutError):
+        hold(lock, "exclusive", timeout=0.01)
+    late = Visitor(pool, lock, "shared")
     assert late.inside.wait(timeout=10)
     early.leave()
     late.leave()
@@ -98,23 +100,76 @@ def test_a_timeout_while_waiting_for_exclusive_blocks_no_thread(pool):
 @pytest.mark.parametrize("inner", ["exclusive", "shared"])
 def test_a_holder_may_acquire_again(pool, outer, inner):
     lock = ReadersWriterLock()
-    with getattr(lock, outer)(1.0):
-        with getattr(lock, inner)(1.0):
-            pass
-        if outer == "exclusive":
-            # Releasing the inner one does not let other threads in.
-            other = Visitor(pool, lock.shared)
-            assert not other.inside.wait(timeout=0.01)
-    if outer == "exclusive":
+
+    def inside():
+        hold(lock, inner, timeout=1.0)
+        if outer == "shared":
+            return None
+        # Releasing the inner one does not let other threads in.
+        other = Visitor(pool, lock, "shared")
+        assert not other.inside.wait(timeout=0.01)
+        return other
+
+    other = hold(lock, outer, inside, timeout=1.0)
+    if other is not None:
         other.leave()
-    with lock.exclusive(1.0):
-        pass
+    hold(lock, "exclusive", timeout=1.0)
+
+
+def test_a_thread_that_works_for_a_holder_may_acquire_again(pool):
+    """A call with a timeout holds the lock on a thread that its caller waits for."""
+    lock = ReadersWriterLock()
+
+    def inside():
+        visit = lock.visit(exclusive=True)
+        return pool.submit(lock.hold, visit, lambda: hold(lock, "exclusive", lambda: 7, 1.0), 1.0).result(timeout=10)
+
+    assert hold(lock, "exclusive", inside) == 7 and not lock.inside
+
+
+def test_two_holders_that_would_wait_for_each_other_are_told_at_once(pool):
+    lock, together = ReadersWriterLock(), threading.Barrier(2)
+
+    def upgrade():
+        together.wait(timeout=10)
+        return hold(lock, "exclusive", lambda: "alone")
+
+    futures = [pool.submit(hold, lock, "shared", upgrade) for _ in range(2)]
+    ends = [future.exception(timeout=10) or future.result() for future in futures]
+    assert sorted(map(repr, ends)) == ["'alone'", "WouldDeadlock()"] and not lock.inside
 
 
 def test_an_exception_releases_the_lock():
     lock = ReadersWriterLock()
-    for enter in (lock.exclusive, lock.shared):
-        with pytest.raises(KeyError), enter():
-            raise KeyError
-    with lock.exclusive(1.0):
-        pass
+
+    def fail():
+        raise KeyError
+
+    for how in ("exclusive", "shared"):
+        with pytest.raises(KeyError):
+            hold(lock, how, fail)
+    hold(lock, "exclusive", timeout=1.0)
+
+
+@pytest.mark.parametrize("how", ["exclusive", "shared"])
+def test_an_interrupt_at_any_point_releases_the_lock(how):
+    lock, points = ReadersWriterLock(), []
+    with ThreadPoolExecutor(1) as other:
+        for point in interrupt_everywhere(lambda: hold(lock, how, lambda: hold(lock, how))):
+            points.append(point)
+            assert not lock.inside
+            other.submit(hold, lock, "exclusive", timeout=5.0).result(timeout=10)
+    assert len(points) > 20
+
+
+def test_a_waiting_thread_that_nothing_woke_looks_again(pool, monkeypatch):
+    """An interrupt can keep the thread that leaves from waking the others."""
+    lock = ReadersWriterLock()
+    monkeypatch.setattr(lock, "_wake", lambda: None)
+    early = Visitor(pool, lock, "exclusive")
+    assert early.inside.wait(timeout=10)
+    late = Visitor(pool, lock, "exclusive")
+    assert not late.inside.wait(timeout=0.01)
+    early.leave()
+    assert late.inside.wait(timeout=10)
+    late.leave()

@@ -100,6 +100,30 @@ def test_a_callback_may_make_calls_and_close_the_batcher():
     assert seen == [[lone_answer([4])], "1"] and batcher.closed
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["batched", "direct"])
+def test_a_wrapper_may_make_a_call_during_a_call_with_a_timeout(direct):
+    """The outer call runs on a thread that is neither its caller's nor the batcher's."""
+
+    class Nested:
+        batcher, asked = None, []
+
+        @hookimpl(wrapper=True)
+        def generate(self, request):
+            batch = yield
+            if request.prompts.tolist() == [[3]]:
+                self.asked.append(ids(self.batcher.generate([[4]], SEEDED, timeout=LONG)))
+                self.asked.append(self.batcher.update_weights({}))
+            return batch
+
+    wrapper = Nested()
+    wrapper.asked = []
+    batcher = wrapper.batcher = DynamicBatcher(Backend.from_plugin(GatedEngine(), "gated", wrappers=[wrapper]))
+    outer = batcher.backend if direct else batcher
+    assert ids(outer.generate([[3]], SEEDED, timeout=LONG)) == [lone_answer([3])]
+    assert wrapper.asked == [[lone_answer([4])], "1"]
+    batcher.close()
+
+
 def test_a_wrapper_may_make_a_call_during_a_turn():
     class NestedCalls:
         batcher, asked = None, []

@@ -272,7 +272,7 @@ def test_prompts_of_every_kind_are_rows_or_refused() -> None:
     ids=["meta", "sparse", "nested"],
 )
 def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
-    with pytest.raises(InvalidRequestError, match="prompts: expected an ordinary tensor"):
+    with pytest.raises(InvalidRequestError, match="prompts: expected a dense tensor"):
         rows_of_ids(made, "prompts")
     rows = [torch.tensor([1]), torch.zeros(3, dtype=torch.int64, device="meta")]
     with pytest.raises(InvalidRequestError, match="prompts: row 1: expected a list of token ids") as caught:

@@ -118,6 +118,8 @@ TABLE = {
     "OneRowFailsAll": """
         test_a_row_may_be_as_long_as_the_context
         test_an_answer_without_a_limit_fills_the_context""",
+    "NeverStops": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
+    "RaisesAndGoesOn": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
     "OldWeights": """
         test_generating_uses_the_new_weights
         test_scoring_uses_the_new_weights

@@ -90,7 +90,7 @@ def _tensor(array: Any, field: str) -> Tensor:
     try:
         return torch.as_tensor(array)
     except Exception as error:  # an array of objects or texts, for example
-        raise invalid(field, f"expected integers, got an array that torch does not take: {error}") from error
+        raise invalid(field, f"expected an array of integers: {error}") from error
 
 
 def _is_integer(tensor: Tensor) -> bool:

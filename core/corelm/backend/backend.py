@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
+from corelm.errors import BackendTimeoutError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
@@ -35,8 +37,12 @@ class Backend:
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
     Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one
-    thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled: open the engine where
-    it is needed.
+    thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
+    process cannot use it: open the engine in the process that needs it.
+
+    A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a thread with
+    the caller's context variables, gradient mode, autocast and CUDA device, and finishes the call alone; scoring with
+    gradients stays on the caller's thread and ends when the engine does.
 
     `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
     wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
@@ -103,7 +109,7 @@ class Backend:
         return self.engine.hooks.closed
 
     def __reduce__(self) -> Any:
-        raise TypeError("an open engine cannot be copied or pickled; call get_backend where you need it")
+        raise TypeError("an open engine cannot be copied or pickled; call get_backend in the process that needs it")
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r}, {self.model_name!r}{', closed' if self.closed else ''})"
@@ -324,27 +330,29 @@ class Backend:
                 engine that can. Either way no answer mixes two sets of weights.
         """
         self.engine.require("update_weights", "its weights cannot be changed")
-        if version is None:
-            # The caller may have chosen the last label; the next one must differ from it.
-            version = (
-                str(int(self.weight_version) + 1) if self.weight_version.isdecimal() else f"{self.weight_version}+1"
-            )
-        if not isinstance(version, str):
+        if version is not None and not isinstance(version, str):
             raise invalid("version", f"expected a str, got {version!r}")
+        label = version or ""
         if isinstance(weights, (str, os.PathLike)):
-            request = WeightUpdate(version=version, drain=drain, path=Path(weights))
+            request = WeightUpdate(version=label, drain=drain, path=Path(weights))
         elif isinstance(weights, Mapping):
-            request = WeightUpdate(version=version, drain=drain, state_dict=weights)
+            request = WeightUpdate(version=label, drain=drain, state_dict=weights)
         else:
             raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
+
+        def fill(request: WeightUpdate) -> WeightUpdate:
+            nonlocal label
+            # Not earlier: another update may have been in force in the meantime.
+            label = self.engine.next_weight_version() if version is None else version
+            return replace(request, version=label)
 
         def finish(done: Any) -> str:
             if done is not True:
                 raise self.engine.hooks.fault("update_weights")(f"returned {done!r}: the new weights are not in force")
-            self.engine.weight_version = version
-            return version
+            self.engine.weight_version = label
+            return label
 
-        loaded: str = self.engine.hooks.call("update_weights", request, finish)
+        loaded: str = self.engine.hooks.call("update_weights", request, finish, fill)
         return loaded
 
     def health(self) -> bool:
@@ -360,11 +368,24 @@ class Backend:
         self.engine.abort(request_ids)
 
     def close(self) -> None:
-        """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine."""
+        """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine.
+
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it: give calls
+        a timeout to bound this.
+
+        Raises:
+            BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The backend is
+                closed, and the engine is released when that call ends.
+        """
         self.engine.hooks.close()
 
     def __enter__(self) -> Backend:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except BackendTimeoutError:
+            # The error that ends the block is more important than that the engine is released later.
+            if kind is None:
+                raise

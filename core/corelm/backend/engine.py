@@ -7,8 +7,8 @@ from typing import Any
 
 import tenacity
 
-from corelm import validate
 from corelm.backend.hooks import EngineHooks
+from corelm.backend.waits import seconds
 from corelm.errors import CapabilityError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import AbortRequest, HealthRequest
@@ -33,7 +33,7 @@ class OpenEngine:
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
-        weight_version: the label of the weights in force, "0" until the first update.
+        weight_version: the label of the weights in force, "0" until the first update. Assigning it remembers the label.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -53,15 +53,15 @@ class OpenEngine:
         self.plugin = plugin
         self.name = name
         self.model_name = model_name
-        self.timeout = None if timeout is None else validate.positive("timeout", timeout)
-        self.weight_version = "0"
+        self.timeout = None if timeout is None else seconds("timeout", timeout)
+        self._weight_version = "0"
+        self._used_versions = {"0"}
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
-        capabilities: Capabilities = self.plugin.capabilities
-        return capabilities
+        """What the engine can do, as it declared when it was opened."""
+        return self.hooks.capabilities
 
     @property
     def tokenizer(self) -> Any:
@@ -82,6 +82,23 @@ class OpenEngine:
         known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         return next((int(token) for token in known if token is not None), 0)
 
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, label: str) -> None:
+        self._used_versions.add(label)
+        self._weight_version = label
+
+    def next_weight_version(self) -> str:
+        """Return a label for new weights: it counts up from the last one, past every label that was used before."""
+        label = self.weight_version
+        while label in self._used_versions:
+            # A label that the caller has chosen need not be a number, or may be longer than Python reads.
+            label = str(int(label) + 1) if label.isdecimal() and len(label) < 19 else f"{label}+1"
+        return label
+
     def require(self, capability: str, why: str) -> None:
         """Refuse a call that needs a capability which the engine does not have.
 
@@ -97,11 +114,11 @@ class OpenEngine:
 
     def time_limit(self, timeout: float | None) -> float | None:
         """Return the seconds that a call may take: its own timeout, else the engine's."""
-        return self.timeout if timeout is None else validate.positive("timeout", timeout)
+        return self.timeout if timeout is None else seconds("timeout", timeout)
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
-        if self.hooks.closed:
+        if self.hooks.closed or self.hooks.elsewhere:
             return False
         return not self.hooks.implements("health") or bool(self.hooks.call("health", HealthRequest()))
 

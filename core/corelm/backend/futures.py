@@ -1,19 +1,33 @@
-"""Helpers for `concurrent.futures`: settle a future that others may settle too, and run a function on a thread."""
+"""Helpers for futures and threads: settle a future that others may settle too, wait, and run a function on a thread."""
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import copy
+import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from corelm.errors import described, is_interrupt, is_main_thread
+
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
+#: Seconds after which a thread that waits for another one looks whether it still has to.
+_LOOK_AGAIN = 0.1
+
 
 def settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> bool:
-    """Give the future its result or error. Return False if it already has one or was cancelled."""
+    """Give the future its result or error. Return False if it already has one or was cancelled.
+
+    What a callback of the future raises is logged and affects no other request, even a `SystemExit`.
+    """
     try:
         if error is None:
             future.set_result(result)
@@ -21,6 +35,11 @@ def settle(future: Future[Any], result: Any = None, *, error: BaseException | No
             future.set_exception(error)
     except InvalidStateError:
         return False
+    except BaseException as failure:
+        # concurrent.futures logs what a callback raises, but lets through what is not an Exception.
+        if is_interrupt(failure):
+            raise
+        _log.error("a callback of a request raised %s", described(failure), exc_info=failure)
     return True
 
 
@@ -31,8 +50,43 @@ def own(error: E) -> E:
     except Exception:
         # This exception class cannot be copied.
         return error
+    if not isinstance(made, type(error)):
+        return error
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
+
+
+def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> set[Future[Any]]:
+    """Wait until all futures are done. Return those that are not done after `timeout` seconds.
+
+    Unlike `concurrent.futures.wait`, it may be interrupted without leaving a future locked.
+    """
+    waiting, done = set(futures), SimpleQueue[Future[Any]]()
+    end = None if timeout is None else time.monotonic() + timeout
+
+    def tell() -> None:
+        for future in list(waiting):
+            future.add_done_callback(done.put)
+
+    uninterrupted(tell)
+    while waiting:
+        try:
+            waiting.discard(done.get(timeout=None if end is None else max(0.0, end - time.monotonic())))
+        except Empty:
+            break
+    return waiting
+
+
+def join(threads: Iterable[threading.Thread], patience: float, meanwhile: Callable[[], bool] | None = None) -> None:
+    """Wait until the threads have ended, for `patience` seconds after `meanwhile` last returned True."""
+    since = time.monotonic()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_LOOK_AGAIN)
+            if meanwhile is not None and meanwhile():
+                since = time.monotonic()
+            elif time.monotonic() - since > patience:
+                return
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
@@ -51,3 +105,62 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
     future.add_done_callback(lambda done: done.cancelled() and done.set_running_or_notify_cancel())
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def uninterrupted(function: Callable[[], T]) -> T:
+    """Return what the function returns. An interrupt may end the wait for it, but not the function itself.
+
+    Python raises a `KeyboardInterrupt` in the main thread only, between any two steps of it. State that several threads
+    share must not be left half changed, so the main thread has another thread change it.
+    """
+    if not is_main_thread() or _in_event_loop():
+        return function()
+    outcome = Outcome()
+    try:
+        _thread.start_new_thread(outcome.of, (function,))
+    except RuntimeError:
+        # The interpreter is ending, or the system has no room for a thread.
+        return function()
+    result: T = outcome.get()
+    return result
+
+
+class Outcome:
+    """What a function on another thread returned or raised.
+
+    Unlike a future, it has no lock that an interrupt of the thread that waits can leave locked.
+    """
+
+    def __init__(self) -> None:
+        self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def of(self, function: Callable[[], object]) -> None:
+        """Call the function and keep what it returns or raises."""
+        try:
+            self._found.put((function(), None))
+        except BaseException as error:
+            self._found.put((None, error))
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return what the function returned, or raise what it raised.
+
+        Raises:
+            queue.Empty: the function has not ended within `timeout` seconds.
+        """
+        result, error = self._found.get(timeout=timeout)
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            # The error's traceback refers to this frame.
+            del error
+
+
+def _in_event_loop() -> bool:
+    # asyncio turns an interrupt into a cancelled task, and its thread must not wait.
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -6,10 +6,11 @@ pluggy calls every plugin that is registered, but a user opens one engine by nam
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ import pluggy
 import tenacity
 
 from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.rwlock import ReadersWriterLock
+from corelm.backend.rwlock import ReadersWriterLock, Visit, WouldDeadlock
+from corelm.backend.waits import call_for
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
@@ -27,6 +29,9 @@ from corelm.errors import (
     CoreLMError,
     EngineError,
     InvalidRequestError,
+    described,
+    is_interrupt,
+    message,
 )
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec
@@ -37,19 +42,28 @@ from corelm.tensors.modes import no_inference_mode
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
 #: Hooks that do not wait for the calls under way: `abort` ends one of them, and `health` must answer at any time.
 OUT_OF_TURN = frozenset({"abort", "health"})
+#: Seconds that closing waits for a call whose caller has stopped waiting.
+PATIENCE = 5.0
 
 
 class EngineHooks:
     """Calls the hooks of one engine.
 
     One thread at a time enters an engine that does not declare `concurrent_calls`. New weights are loaded into any
-    engine while no other call is under way.
+    engine while no other call is under way. A call belongs to the process that opened the engine, and not to its forks.
+
+    A call with a timeout into an engine that does not declare `stops_at_timeout` is made on a thread that the caller
+    waits for: when the time is over, the caller gets its error, and the engine finishes the call alone. Scoring with
+    gradients always runs on the caller's thread, where autograd's settings are.
 
     Args:
         engine: what the plugin's ``open`` returned.
         name: the name that the engine was opened by.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
+
+    Attributes:
+        capabilities: what the engine can do, as it declared when it was opened.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
@@ -64,17 +78,23 @@ class EngineHooks:
         self._name = name
         self._retry = _retrying(retry)
         self._lock = ReadersWriterLock()
-        self._closing = threading.Lock()
-        self._in_flight: dict[object, tuple[str, ...]] = {}
-        capabilities = getattr(engine, "capabilities", None)
-        if not isinstance(capabilities, Capabilities) or not hasattr(engine, "tokenizer"):
-            raise self._misfit(f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`")
-        self._concurrent = capabilities.concurrent_calls
-        self._can_abort = capabilities.abort
+        # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
+        # waiting, the one that makes the last call.
+        self._release_claim = threading.Lock()
+        self._release_late = False
+        self._process = os.getpid()
+        misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
+        try:
+            capabilities, tokenizer = engine.capabilities, engine.tokenizer
+        except Exception as error:
+            raise self._misfit(f"{misfit}: {described(error)}") from error
+        if not isinstance(capabilities, Capabilities):
+            raise self._misfit(f"{misfit}: `capabilities` is of the type {type(capabilities).__name__}")
+        self.capabilities = capabilities
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(BackendSpec)
         try:
-            manager.register(DefaultHooks(engine.tokenizer))
+            manager.register(DefaultHooks(tokenizer))
             manager.register(engine, name)
             for wrapper in wrappers:
                 manager.register(wrapper)
@@ -100,60 +120,191 @@ class EngineHooks:
         return bool(getattr(self._hooks, hook).get_hookimpls())
 
     def require_open(self) -> None:
-        """Refuse a call to a closed engine.
+        """Refuse a call to a closed engine, and to one that another process has opened.
 
         Raises:
-            BackendClosedError: the engine is closed.
+            BackendClosedError: the engine is closed, or this is a fork of the process that opened it.
         """
         if self.closed:
             raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
+        if self.elsewhere:
+            raise BackendClosedError(
+                f"backend {self._name!r} belongs to another process, which this one is a fork of; "
+                "call get_backend in this process"
+            )
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a fork of the process that opened the engine. Its threads and connections are not here."""
+        return os.getpid() != self._process
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is in a call to the engine, for example in a wrapper."""
+        return self._lock.visit(exclusive=False).outer is not None
 
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Return a function that makes the error for a result that breaks the specification."""
         return lambda what: EngineError(f"backend {self._name!r}, hook {hook}: {what}", usable=True)
 
-    def call(self, hook: str, request: Any, finish: Callable[[Any], Any] = lambda result: result) -> Any:
+    def call(
+        self,
+        hook: str,
+        request: Any,
+        finish: Callable[[Any], Any] = lambda result: result,
+        fill: Callable[[Any], Any] = lambda request: request,
+        attended: Callable[[], bool] | None = None,
+    ) -> Any:
         """Call a hook and return what `finish` makes of its result.
 
-        `finish` runs before another call may enter the engine, so no other caller can have changed the weights.
+        Args:
+            hook: the hook's name.
+            request: its request.
+            finish: makes the result from what the engine returned, while no other call can change the weights.
+            fill: makes the request that the engine is sent, while no other call can change the weights.
+            attended: returns whether a caller still waits for the result; None if this thread does.
 
         Raises:
             BackendClosedError: the engine is closed.
             CapabilityError: the engine has no such hook.
             BackendTimeoutError: waiting for a turn and the engine's work together took longer than ``request.timeout``.
-            EngineError: the hook raised another exception (chained), or returned None.
+            EngineError: the hook raised another exception (chained), or returned None or what `finish` cannot read.
         """
         self.require_open()
         if not self.implements(hook):
             raise CapabilityError(f"backend {self._name!r} has no hook {hook}", capability=hook)
         timeout = getattr(request, "timeout", None)
-        attempt = partial(self._attempt, hook, request, finish, None if timeout is None else time.monotonic() + timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        attempt = partial(
+            self._attempt, hook, request, partial(self._serve, hook, request, finish, fill, end), end, attended
+        )
         return attempt() if self._retry is None or hook not in RETRIED else self._retry.copy()(attempt)
 
-    def close(self) -> None:
+    def close(self, patience: float = PATIENCE) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
-        An engine that takes one call at a time finishes that call first. An engine with `concurrent_calls` ends the
-        calls under way.
-        """
-        with nullcontext() if self._concurrent else self._lock.exclusive():
-            with self._closing:
-                if self.closed:
-                    return
-                self.closed = True
-            if self.implements("close"):
-                self._ask("close", CloseRequest())
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it. An engine
+        with `concurrent_calls` ends the calls under way. In a fork of the process that opened the engine, this does
+        nothing.
 
-    def _attempt(self, hook: str, request: Any, finish: Callable[[Any], Any], end: float | None) -> Any:
-        if hook == "update_weights" and not request.drain:
+        Args:
+            patience: seconds to wait for a call whose caller has stopped waiting.
+
+        Raises:
+            BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is called
+                when that call ends.
+        """
+        if self.elsewhere:
+            return
+        if self.capabilities.concurrent_calls:
+            self._shut()
+        else:
+            try:
+                visit = self._lock.visit(exclusive=True)
+                self._lock.hold(visit, self._shut, remind=_Patience(self._lock.inside, patience))
+            except TimeoutError:
+                self.closed = self._release_late = True
+                if self._lock.inside:
+                    raise BackendTimeoutError(
+                        f"backend {self._name!r} still works on a call whose caller has stopped waiting; it is closed "
+                        "to new calls, and the engine is released when that call ends"
+                    ) from None
+        self._release()
+
+    def _shut(self) -> None:
+        self.closed = True
+
+    def _release(self) -> None:
+        if self._release_claim.acquire(blocking=False) and self.implements("close"):
+            self._ask("close", CloseRequest())
+
+    def _attempt(
+        self,
+        hook: str,
+        request: Any,
+        serve: Callable[[], Any],
+        end: float | None,
+        attended: Callable[[], bool] | None,
+    ) -> Any:
+        if hook in OUT_OF_TURN:
+            return serve()
+        if hook in self._own_turns:
+            with self._own_turns[hook]:
+                self.require_open()
+                return serve()
+        aborts = hook == "update_weights" and not request.drain
+        if aborts:
             self._abort_all()
-        with self._turn(hook, request, end), no_inference_mode(), self._listed(hook, request):
+        visit = self._lock.visit(
+            exclusive=hook == "update_weights" or not self.capabilities.concurrent_calls,
+            names=request.request_ids if hook == "generate" else (),
+            attended=attended,
+        )
+        # An abort that reaches the engine before its request does is lost, so it is repeated.
+        remind = self._abort_all if aborts else None
+        in_turn = partial(self._in_turn, visit, serve, end, remind)
+        if end is None or self.capabilities.stops_at_timeout or getattr(request, "grad", False):
+            return in_turn()
+        try:
+            return call_for(self._left(end), in_turn, f"corelm-{self._name}-{hook}")
+        except TimeoutError as error:
+            visit.left = True
+            if isinstance(error, BackendTimeoutError):
+                raise
+            if not visit.entered:
+                raise self._busy() from None
+            raise BackendTimeoutError(
+                f"backend {self._name!r}, hook {hook}: no answer within {request.timeout:g} s; the engine still works "
+                "on the call, and later calls wait for it"
+            ) from None
+        except BaseException:
+            # For example a KeyboardInterrupt.
+            visit.left = True
+            raise
+
+    def _in_turn(
+        self,
+        visit: Visit,
+        serve: Callable[[], Any],
+        end: float | None,
+        remind: Callable[[], object] | None,
+    ) -> Any:
+        def inside() -> Any:
+            self.require_open()
+            return serve()
+
+        try:
+            return self._lock.hold(visit, inside, None if end is None else self._left(end), remind)
+        except WouldDeadlock:
+            raise EngineError(
+                f"backend {self._name!r}: two calls under way each want to update the weights, and would wait for each "
+                "other; this one is refused. Update the weights outside other calls",
+                usable=True,
+            ) from None
+        except TimeoutError:
+            if visit.entered:
+                raise
+            raise self._busy() from None
+        finally:
+            if self._release_late and not self._lock.inside:
+                self._release()
+
+    def _serve(
+        self, hook: str, request: Any, finish: Callable[[Any], Any], fill: Callable[[Any], Any], end: float | None
+    ) -> Any:
+        with no_inference_mode():
+            request = fill(request)
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             result = self._ask(hook, request)
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
-            return finish(result)
+            try:
+                return finish(result)
+            except CoreLMError:
+                raise
+            except Exception as error:
+                raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
 
     def _ask(self, hook: str, request: Any) -> Any:
         try:
@@ -161,49 +312,20 @@ class EngineHooks:
         except CoreLMError:
             raise
         except TimeoutError as error:
-            raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {error}") from error
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise EngineError(f"backend {self._name!r}, hook {hook}: {cause}") from error
-
-    def _turn(self, hook: str, request: Any, end: float | None) -> AbstractContextManager[object]:
-        if hook in OUT_OF_TURN:
-            return nullcontext()
-        if hook == "update_weights":
-            # An abort that reaches the engine before its request does is lost, so it is repeated.
-            remind = None if request.drain else self._abort_all
-            return self._in_turn(partial(self._lock.exclusive, remind=remind), end)
-        return self._own_turns.get(hook) or self._in_turn(
-            self._lock.shared if self._concurrent else self._lock.exclusive, end
-        )
-
-    @contextmanager
-    def _in_turn(
-        self, enter: Callable[[float | None], AbstractContextManager[None]], end: float | None
-    ) -> Iterator[None]:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(enter(None if end is None else self._left(end)))
-            except TimeoutError:
-                busy = f"backend {self._name!r} was busy with other calls for the whole timeout"
-                raise BackendTimeoutError(busy) from None
-            self.require_open()
-            yield
-
-    @contextmanager
-    def _listed(self, hook: str, request: Any) -> Iterator[None]:
-        """Remember the names of answers under way, so that they can be aborted."""
-        call = object()
-        self._in_flight[call] = request.request_ids if hook == "generate" else ()
-        try:
-            yield
-        finally:
-            del self._in_flight[call]
+            raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {message(error)}") from error
+        except BaseException as error:
+            # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
+            if is_interrupt(error):
+                raise
+            raise EngineError(f"backend {self._name!r}, hook {hook}: {described(error)}") from error
 
     def _abort_all(self) -> None:
-        names = tuple(name for names in list(self._in_flight.values()) for name in names)
-        if names and self._can_abort:
+        names = tuple(name for visit in list(self._lock.inside) for name in visit.names)
+        if names and self.capabilities.abort:
             self._ask("abort", AbortRequest(request_ids=names))
+
+    def _busy(self) -> BackendTimeoutError:
+        return BackendTimeoutError(f"backend {self._name!r} was busy with other calls for the whole timeout")
 
     def _left(self, end: float) -> float:
         left = end - time.monotonic()
@@ -213,6 +335,22 @@ class EngineHooks:
 
     def _misfit(self, what: str) -> BackendIncompatibleError:
         return BackendIncompatibleError(f"backend {self._name!r} does not fit the hook specification: {what}")
+
+
+class _Patience:
+    """Raises `TimeoutError` once no caller has waited for any of the visits inside for `patience` seconds."""
+
+    def __init__(self, inside: dict[Visit, None], patience: float) -> None:
+        self._inside, self._patience = inside, patience
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        if not all(visit.abandoned for visit in list(self._inside)):
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > self._patience:
+            raise TimeoutError
 
 
 def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying | None:

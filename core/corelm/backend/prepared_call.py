@@ -52,17 +52,18 @@ class PreparedCall(Generic[R]):
     tokens: int
     on_caller_thread: bool = False
 
-    def run(self, timeout: float | None = None) -> R:
+    def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
         """Make the call on this thread and return its result.
 
         Args:
             timeout: seconds, instead of the request's own.
+            attended: returns whether a caller still waits for the result; None if this thread does.
         """
         if self.nothing is not None:
             with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        result: R = self.engine.hooks.call(self.hook, request, self._checked)
+        result: R = self.engine.hooks.call(self.hook, request, self._checked, attended=attended)
         return result
 
     def _checked(self, result: Any) -> R:

@@ -29,6 +29,9 @@ from corelm.errors import (
     CoreLMError,
     EngineError,
     InvalidRequestError,
+    described,
+    first_few,
+    is_interrupt,
 )
 from corelm.spec.hookspecs import API_VERSION, PROJECT
 from corelm.validate import did_you_mean, nearest
@@ -97,7 +100,7 @@ def scan() -> Scan:
         try:
             claims = list(_claims(distribution))
         except Exception as error:  # a corrupt file must not hide the other backends
-            unreadable.append(f"{_where(distribution)} ({type(error).__name__}: {error})")
+            unreadable.append(f"{_where(distribution)} ({described(error)})")
             continue
         if claims:
             # A distribution may be on sys.path twice; the first one is used, as for imports.
@@ -139,10 +142,12 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     info = claims[0]
     try:
         plugin = metadata.EntryPoint(name, info.target, BACKENDS).load()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise BackendImportError(
             f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
-            f"{type(error).__name__}: {error}. To upgrade it: pip install --upgrade {info.distribution}"
+            f"{described(error)}. To upgrade it: pip install --upgrade {info.distribution}"
         ) from error
     faults = list(_faults(plugin))
     if faults:
@@ -157,7 +162,7 @@ def open_error(info: BackendInfo, error: BaseException) -> EngineError:
     if info.engine_available is False:
         hint = f". Its engine is not installed{f': {line}' if line else ''}"
     return EngineError(
-        f"backend {info.name!r} ({info.label}) could not be opened: {type(error).__name__}: {error}{hint}", usable=False
+        f"backend {info.name!r} ({info.label}) could not be opened: {described(error)}{hint}", usable=False
     )
 
 
@@ -245,7 +250,8 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
     extras, allowed = _extras(), allow_list()
     installed = f"Installed: {', '.join(found.names) or 'none'}."
     if allowed is not None:
-        listing = ", ".join(sorted(allowed)) or "none"
+        # The variable may hold anything, so each name is shown with its special characters escaped.
+        listing = first_few([ascii(name) for name in sorted(allowed)]) or "none"
         installed = f"{ALLOW_LIST} allows: {listing}. Of these, installed: {', '.join(found.names) or 'none'}."
     if found.unreadable:
         installed += f" Skipped, because their metadata cannot be read: {', '.join(found.unreadable)}."

@@ -1,92 +1,169 @@
-"""`ReadersWriterLock`: many threads hold it together (shared), or one alone (exclusive)."""
+"""`ReadersWriterLock`: many visits hold it together (shared), or one alone (exclusive)."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
 
 #: Seconds between two calls of `remind`.
 REMINDER = 0.1
+#: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have woken it may
+#: have been interrupted.
+LOOK_AGAIN = 0.25
+
+
+class WouldDeadlock(RuntimeError):
+    """Two holders wait for each other to release the lock."""
+
+
+class Visit:
+    """One use of the lock.
+
+    Attributes:
+        exclusive: whether it holds the lock alone.
+        outer: the visit in which it is made; None for one that is made outside every other.
+        names: the requests that are made in it.
+        entered: whether it has held the lock.
+        left: whether its caller has stopped waiting for it.
+    """
+
+    __slots__ = ("_attended", "entered", "exclusive", "left", "names", "outer")
+
+    def __init__(
+        self, exclusive: bool, outer: Visit | None, names: Iterable[str], attended: Callable[[], bool] | None
+    ) -> None:
+        self.exclusive, self.outer, self.names, self._attended = exclusive, outer, tuple(names), attended
+        self.entered = self.left = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether no caller waits for it any more."""
+        return self.left or (self._attended is not None and not self._attended())
+
+    def enclosing(self) -> set[Visit]:
+        """Return the visits in which this one is made."""
+        found, visit = set[Visit](), self.outer
+        while visit is not None:
+            found.add(visit)
+            visit = visit.outer
+        return found
 
 
 class ReadersWriterLock:
     """A lock that is held shared or exclusive.
 
     A thread that waits for exclusive access goes before threads that later ask for shared access, so it never starves.
-    A thread that holds the lock may acquire it again, in either mode.
+    A visit may be made inside another one, in either mode.
+
+    An interrupt, such as a `KeyboardInterrupt`, can be raised between any two bytecodes of the main thread. It must
+    never leave the lock held. So `hold` takes a function: the ``__exit__`` of a context manager is interrupted before
+    it has done anything. The lock is held by the visits in `inside`, which one C call each adds and removes. Everything
+    else is only there to wake the waiting threads sooner.
+
+    Attributes:
+        inside: the visits that hold the lock.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside: Counter[int] = Counter()
-        self._exclusive: int | None = None
-        self._waiting_for_exclusive = 0
+        self.inside: dict[Visit, None] = {}
+        self._waiting: dict[Visit, SimpleQueue[None]] = {}
+        # A lock in C: its `with` statement cannot be interrupted half-way. Reentrant, because a signal handler and a
+        # finalizer may call this on a thread that is in here.
+        self._mutex = threading.RLock()
+        self._local = threading.local()
 
-    @contextmanager
-    def shared(self, timeout: float | None = None) -> Iterator[None]:
-        """Hold the lock together with other threads.
-
-        Raises:
-            TimeoutError: for `timeout` seconds, another thread held the lock exclusively or waited to.
-        """
-        me = threading.get_ident()
-
-        def may_enter() -> bool:
-            return me in self._inside or (self._exclusive is None and not self._waiting_for_exclusive)
-
-        with self._changed:
-            self._wait(may_enter, timeout)
-            self._inside[me] += 1
-        try:
-            yield
-        finally:
-            self._leave(me)
-
-    @contextmanager
-    def exclusive(self, timeout: float | None = None, remind: Callable[[], object] | None = None) -> Iterator[None]:
-        """Hold the lock alone.
+    def visit(self, *, exclusive: bool, names: Iterable[str] = (), attended: Callable[[], bool] | None = None) -> Visit:
+        """Return a new visit for `hold`, inside the one that this thread is in.
 
         Args:
-            remind: called every `REMINDER` seconds while other threads hold the lock, to make them release it.
+            exclusive: whether it holds the lock alone.
+            names: the requests that are made in it.
+            attended: returns whether a caller waits for it; None if one does as long as `left` is not set.
+        """
+        outer = getattr(self._local, "visit", None)
+        while outer is not None and outer not in self.inside:
+            # Left over from an interrupt.
+            outer = outer.outer
+        return Visit(exclusive, outer, names, attended)
+
+    def hold(
+        self,
+        visit: Visit,
+        function: Callable[[], T],
+        timeout: float | None = None,
+        remind: Callable[[], object] | None = None,
+    ) -> T:
+        """Call the function while holding the lock, and return what it returns.
+
+        Args:
+            visit: a new visit. It may have been made on another thread, which waits for this one.
+            timeout: seconds to wait for the lock; None waits as long as it takes.
+            remind: called every `REMINDER` seconds while other visits hold the lock, to make them release it. What it
+                raises ends the wait.
 
         Raises:
-            TimeoutError: other threads held the lock for `timeout` seconds.
+            TimeoutError: other visits held the lock for `timeout` seconds.
+            WouldDeadlock: the lock is held shared around an exclusive visit, and another such visit waits already.
         """
-        me = threading.get_ident()
-        with self._changed:
-            self._waiting_for_exclusive += 1
-            try:
-                self._wait(lambda: self._exclusive in (None, me) and not self._inside.keys() - {me}, timeout, remind)
-            finally:
-                self._waiting_for_exclusive -= 1
-                self._changed.notify_all()
-            outer, self._exclusive = self._exclusive, me
-            self._inside[me] += 1
+        outside = getattr(self._local, "visit", None)
         try:
-            yield
+            self._enter(visit, timeout, remind)
+            self._local.visit, visit.entered = visit, True
+            return function()
         finally:
-            self._exclusive = outer
-            self._leave(me)
+            self.inside.pop(visit, None)
+            self._local.visit = outside
+            self._wake()
 
-    def _wait(
-        self, condition: Callable[[], bool], timeout: float | None, remind: Callable[[], object] | None = None
-    ) -> None:
+    def _enter(self, visit: Visit, timeout: float | None, remind: Callable[[], object] | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._changed.wait_for(condition, timeout if remind is None else min(REMINDER, timeout or REMINDER)):
-            if remind is None or (end is not None and time.monotonic() >= end):
-                raise TimeoutError
-            self._changed.release()
-            try:
-                remind()
-            finally:
-                self._changed.acquire()
+        pause = LOOK_AGAIN if remind is None else REMINDER
+        bell: SimpleQueue[None] = SimpleQueue()
+        try:
+            while True:
+                with self._mutex:
+                    if self._may_enter(visit):
+                        self.inside[visit] = None
+                        return
+                    self._waiting[visit] = bell
+                left = pause if end is None else min(pause, end - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError
+                try:
+                    bell.get(timeout=left)
+                except Empty:
+                    if remind is not None:
+                        remind()
+        finally:
+            self._waiting.pop(visit, None)
 
-    def _leave(self, me: int) -> None:
-        with self._changed:
-            self._inside[me] -= 1
-            if not self._inside[me]:
-                del self._inside[me]
-            self._changed.notify_all()
+    def _may_enter(self, visit: Visit) -> bool:
+        others, nested = self._others(visit), self._nested(visit)
+        # A copy, made in one step: a thread that stops waiting does not take the mutex.
+        exclusive = [other for other in list(self._waiting) if other.exclusive and other is not visit]
+        if not visit.exclusive:
+            return not any(other.exclusive for other in others) and (nested or not exclusive)
+        if others and nested and any(map(self._nested, exclusive)):
+            raise WouldDeadlock
+        return not others
+
+    def _others(self, visit: Visit) -> set[Visit]:
+        """Return the visits that hold the lock and that this one is not made in."""
+        return self.inside.keys() - visit.enclosing()
+
+    def _nested(self, visit: Visit) -> bool:
+        return not visit.enclosing().isdisjoint(self.inside)
+
+    def _wake(self) -> None:
+        with self._mutex:
+            for visit, bell in list(self._waiting.items()):
+                if not visit.exclusive:
+                    bell.put(None)
+                elif not self._others(visit):
+                    bell.put(None)
+                    return

@@ -2,8 +2,9 @@
 
 - `scheduling.py`: the rules that say which requests go next, without threads.
 - `merging.py`: how requests are merged into one call, and how its result is split.
-- `dispatcher.py`: the threads that take requests to the engine.
+- `dispatcher.py`: the threads that take requests to the engine; `queued_call.py`: a request on its way.
 - `timers.py`: a thread that fails requests when they time out.
+- `aborts.py`: a thread that ends requests in the engine.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 

@@ -17,18 +17,17 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend.backend import Backend
 from corelm.backend.futures import settle
+from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
-from corelm.batching.dispatcher import Dispatcher, QueuedCall
+from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
+from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
-from corelm.errors import EngineError
+from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
-
-#: Seconds that an ending interpreter waits for a call under way.
-PATIENCE_AT_EXIT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +123,9 @@ class DynamicBatcher(Backend):
             return call.run()
         if call.on_caller_thread:
             turn = self._ticket(call, prepared=None)
-            with self.dispatcher.turn(turn):
-                return call.run(self.dispatcher.left([turn]))
-        future = self.submit(call)
-        try:
-            return future.result()
-        finally:
-            # After an interrupted wait no caller needs the result any more.
-            future.cancel()
-            del future
+            return self.dispatcher.in_turn(turn, lambda: call.run(self.dispatcher.left([turn])))
+        answer: R = self.dispatcher.ask(self._ticket(call, prepared=call, key=sharing_key(call)))
+        return answer
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Queue a prepared call and return its future.
@@ -170,8 +163,8 @@ class DynamicBatcher(Backend):
         if not drain:
             return super().update_weights(weights, version, drain)
         turn = QueuedCall(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)
-        with self.dispatcher.turn(turn):
-            return super().update_weights(weights, version, drain)
+        update = super().update_weights
+        return self.dispatcher.in_turn(turn, lambda: update(weights, version, drain))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
@@ -203,19 +196,31 @@ class DynamicBatcher(Backend):
         """Answer the waiting requests, end the threads and close the engine.
 
         Args:
-            flush: False fails the waiting requests with `BackendClosedError` and aborts the calls under way if the
-                engine can abort; another engine finishes them.
+            flush: True also waits for the calls under way, as long as their callers do. False fails the waiting
+                requests with `BackendClosedError`, and aborts the calls under way if the engine can abort. After 5
+                seconds it fails these as well, except for a call that computes gradients on its caller's own thread.
+
+        Raises:
+            BackendTimeoutError: the engine still works on a call that no caller waits for. The backend is closed, and
+                the engine is released when that call ends.
         """
+        ended = True
         try:
-            self.dispatcher.stop(flush=flush, final=True)
+            ended = self.dispatcher.stop(flush=flush, final=True)
         finally:
-            super().close()
+            # If a thread is left, the patience with its call has been spent.
+            self.engine.hooks.close(patience=PATIENCE if ended else 0.0)
 
     def __enter__(self) -> DynamicBatcher:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close(flush=exc[0] is None)
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close(flush=kind is None)
+        except BackendTimeoutError:
+            # The error that ends the block is more important than that the engine is released later.
+            if kind is None:
+                raise
 
     def state(self) -> BatchingState:
         """Return what the batcher is doing at this moment."""
@@ -261,4 +266,4 @@ _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 def _stop_all() -> None:
     # A daemon thread that is inside an engine could crash an interpreter that is being taken down.
     for dispatcher in list(_DISPATCHERS):
-        dispatcher.stop(flush=False, final=True, patience=PATIENCE_AT_EXIT)
+        dispatcher.stop(flush=False, final=True)

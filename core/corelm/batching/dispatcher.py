@@ -8,45 +8,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from corelm.backend.engine import OpenEngine
-from corelm.backend.futures import own, settle
+from corelm.backend.futures import join, own, settle, unfinished, uninterrupted
+from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
+from corelm.batching.aborts import Aborts
 from corelm.batching.merging import Result, ask_together, bisect
-from corelm.batching.scheduling import Ticket, TicketQueue
-from corelm.batching.timers import Timer, Timers
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError
+from corelm.batching.queued_call import QueuedCall, time_left
+from corelm.batching.scheduling import TicketQueue
+from corelm.batching.timers import Timers
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError, described
 
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class QueuedCall(Ticket):
-    """A request on its way to the engine, or a caller's turn to use the engine on the caller's own thread.
-
-    Attributes:
-        prepared: the call to make; None for a turn, in which the engine is the caller's until `released` is set.
-        owner: an object that must not be garbage-collected before the request is answered.
-        timeout: seconds after which the request fails, whether it is queued or in the engine; None for never.
-        future: gets the result, or becomes ready when the turn has come.
-        released: set by the caller at the end of a turn.
-        end: the time at which the request fails; None for never.
-        timer: the timer that goes off at `end`.
-        answered: the engine has finished with the request.
-    """
-
-    prepared: PreparedCall[Any] | None
-    owner: object
-    timeout: float | None = None
-    future: Future[Any] = field(default_factory=Future, init=False)
-    released: threading.Event = field(default_factory=threading.Event, init=False)
-    end: float | None = field(default=None, init=False)
-    timer: Timer | None = field(default=None, init=False)
-    answered: bool = field(default=False, init=False)
+T = TypeVar("T")
 
 
 class Dispatcher:
@@ -82,8 +61,7 @@ class Dispatcher:
         self._room = threading.Condition(self.lock)
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
-        # Callers' threads that have a turn, and so must not wait for another one.
-        self._turning: set[threading.Thread] = set()
+        self._aborts = Aborts(engine.abort, f"corelm-{engine.name}-abort")
         self._idle = self._generation = 0
         self._process = os.getpid()
 
@@ -99,8 +77,148 @@ class Dispatcher:
             BackendClosedError: the batcher is closed, or belongs to another process.
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
-        if os.getpid() != self._process:
+        if self.elsewhere:
             raise BackendClosedError("this batcher belongs to another process; call get_backend in this one")
+        uninterrupted(partial(self._add, call))
+        if block and not self.mine:
+            self._wait_for_room(call)
+        return call.future
+
+    def ask(self, call: QueuedCall) -> Any:
+        """Queue a call, wait for its answer and return it. If the wait is interrupted, the call is cancelled."""
+        # Not `Future.result`: an interrupt in it can leave the future's lock locked, and a worker would wait for it.
+        answered: SimpleQueue[Future[Any]] = SimpleQueue()
+        call.future.add_done_callback(answered.put)
+        try:
+            self.submit(call, block=False)
+            answered.get()
+        except BaseException:
+            uninterrupted(call.future.cancel)
+            raise
+        try:
+            return call.future.result()
+        finally:
+            # The error's traceback refers to this frame.
+            del call
+
+    def in_turn(self, call: QueuedCall, function: Callable[[], T]) -> T:
+        """Wait for this thread's turn in the queue, and call the function while the engine is this thread's.
+
+        Raises:
+            BackendTimeoutError: the turn did not come in time.
+            BackendClosedError: the batcher was closed before the turn came.
+        """
+        if self.mine:
+            return function()
+        try:
+            self.ask(call)
+            return function()
+        finally:
+            # In one call, which no interrupt can divide.
+            call.released.put(None)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is one of the dispatcher's own or in the engine, and so must not wait for the queue."""
+        me = threading.current_thread()
+        own = me in self._threads or me is self._timers.thread or me is self._aborts.thread
+        return own or self.engine.hooks.entered
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a fork of the process that made the dispatcher. The threads are not here."""
+        return os.getpid() != self._process
+
+    def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
+        """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
+
+        def remove() -> list[QueuedCall]:
+            with self.lock:
+                found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
+                for call in found:
+                    self.queue.remove(call)
+                self._notify_all()
+            return found
+
+        return uninterrupted(remove)
+
+    def left(self, calls: Sequence[QueuedCall]) -> float | None:
+        """Return the seconds that these calls have left; see `time_left`."""
+        return time_left(calls, self.clock(), self.engine.name)
+
+    def threads(self) -> list[threading.Thread]:
+        with self.lock:
+            return [*self._threads, *filter(None, (self._timers.thread, self._aborts.thread))]
+
+    # Ending ----------------------------------------------------------------------------------------------------------
+
+    def stop(self, *, flush: bool, final: bool, patience: float = PATIENCE) -> bool:
+        """Answer or refuse the waiting requests and end the threads. Return whether all have ended. A fork ends none.
+
+        Args:
+            flush: True answers them. False refuses them and aborts the requests in the engine if it can abort; another
+                engine finishes them.
+            final: True refuses later requests, and without `flush` fails those still in the engine after `patience`
+                seconds. False starts new threads for later requests.
+            patience: seconds to wait for a call that no caller waits for. Its thread then ends with that call.
+        """
+        if self.elsewhere:
+            self.closed |= final
+            return True
+        with self.lock:
+            self.closed |= final
+            dropped = [] if flush else self.queue.clear()
+            self.queue.rush()
+            running = [] if flush else list(self.in_flight)
+            pending, threads = list(self.pending), set(self._threads)
+            self._notify_all()
+        advice = "open the backend again with get_backend" if final else "send it again"
+        for call in dropped:
+            why = f"the batcher was stopped before this request reached the engine; {advice}"
+            settle(call.future, error=BackendClosedError(why))
+        if self.mine:
+            # A request's callback calls this. The threads end once the queue is empty.
+            self._unattended = final
+            return True
+        for call in running:
+            self._abort(call)
+        if flush:
+            unfinished(pending)
+        elif final:
+            for future in unfinished([call.future for call in running], patience):
+                why = f"the batcher was closed before the engine had finished this request; {advice}"
+                settle(future, error=BackendClosedError(why))
+        with self.lock:
+            for call in list(self.queue):
+                if call.future.done():
+                    # Its caller has just cancelled it.
+                    self.queue.remove(call)
+            self._generation += 1
+            threads |= self._threads
+            self._notify_all()
+        join(threads, patience, self._awaited if flush or not final else None)
+        self._aborts.join(patience)
+        self._timers.stop(patience)
+        return not self.threads()
+
+    def _awaited(self) -> bool:
+        """Return whether a caller waits for a call in the engine."""
+        with self.lock:
+            return any(call.prepared is None or not call.future.done() for call in self.in_flight)
+
+    def abandon(self) -> None:
+        """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
+        self.closed = self._unattended = True
+        if self.elsewhere:
+            return
+        with self.lock:
+            self._notify_all()
+        if not self._threads:
+            self._timers.stop(0)
+
+    # Workers ---------------------------------------------------------------------------------------------------------
+
+    def _add(self, call: QueuedCall) -> None:
         with self.lock:
             if self.closed:
                 raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
@@ -116,120 +234,6 @@ class Dispatcher:
                 call.timer = self._timers.call_at(call.end, partial(self._expire, call.future))
             self._work.notify()
         call.future.add_done_callback(self._gone)
-        if block and not self.mine:
-            self._wait_for_room(call)
-        return call.future
-
-    @contextmanager
-    def turn(self, call: QueuedCall) -> Iterator[None]:
-        """Wait for this thread's turn in the queue, and keep the engine until the block ends.
-
-        Raises:
-            BackendTimeoutError: the turn did not come in time.
-            BackendClosedError: the batcher was closed before the turn came.
-        """
-        if self.mine:
-            yield
-            return
-        me = threading.current_thread()
-        self.submit(call, block=False)
-        try:
-            call.future.result()
-            # Requests that a wrapper makes from in here are part of the turn.
-            self._turning.add(me)
-            yield
-        finally:
-            self._turning.discard(me)
-            call.future.cancel()
-            call.released.set()
-
-    @property
-    def mine(self) -> bool:
-        """Whether this thread is one of the dispatcher's own or has a turn, and so must not wait for the queue."""
-        me = threading.current_thread()
-        return me in self._threads or me in self._turning or me is self._timers.thread
-
-    def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
-        """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
-        with self.lock:
-            found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
-            for call in found:
-                self.queue.remove(call)
-            self._notify_all()
-        return found
-
-    def left(self, calls: Sequence[QueuedCall]) -> float | None:
-        """Return the seconds until the last of these calls times out; None for never.
-
-        Raises:
-            BackendTimeoutError: all of them have timed out.
-        """
-        latest = 0.0
-        for call in calls:
-            if call.end is None:
-                return None
-            latest = max(latest, call.end)
-        left = latest - self.clock()
-        if left <= 0:
-            raise BackendTimeoutError(f"backend {self.engine.name!r}: the timeout passed before the engine was called")
-        return left
-
-    def threads(self) -> list[threading.Thread]:
-        with self.lock:
-            timers = self._timers.thread
-            return [*self._threads, *([] if timers is None else [timers])]
-
-    # Ending ----------------------------------------------------------------------------------------------------------
-
-    def stop(self, *, flush: bool, final: bool, patience: float | None = None) -> None:
-        """Answer or refuse the waiting requests, and end the threads.
-
-        Args:
-            flush: True answers them. False refuses them and aborts the requests in the engine if it can abort; another
-                engine finishes them.
-            final: True refuses later requests. False starts new threads for them.
-            patience: seconds to wait for the threads; None waits as long as it takes.
-        """
-        with self.lock:
-            self.closed |= final
-            dropped = [] if flush else self.queue.clear()
-            self.queue.rush()
-            running = [] if flush else list(self.in_flight)
-            pending, threads = list(self.pending), set(self._threads)
-            self._notify_all()
-        advice = "open the backend again with get_backend" if final else "send it again"
-        for call in dropped:
-            why = f"the batcher was stopped before this request reached the engine; {advice}"
-            settle(call.future, error=BackendClosedError(why))
-        if self.mine:
-            # A request's callback calls this. The threads end once the queue is empty.
-            self._unattended = final
-            return
-        for call in running:
-            self._abort(call)
-        if flush:
-            wait(pending, patience)
-        with self.lock:
-            for call in list(self.queue):
-                if call.future.done():
-                    # Its caller has just cancelled it.
-                    self.queue.remove(call)
-            self._generation += 1
-            threads |= self._threads
-            self._notify_all()
-        for thread in threads:
-            thread.join(patience)
-        self._timers.stop(patience)
-
-    def abandon(self) -> None:
-        """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
-        self.closed = self._unattended = True
-        with self.lock:
-            self._notify_all()
-        if not self._threads:
-            self._timers.stop(0)
-
-    # Workers ---------------------------------------------------------------------------------------------------------
 
     def _staff(self) -> None:
         """Start a thread if one more call needs one. The caller holds the lock."""
@@ -313,11 +317,16 @@ class Dispatcher:
             self.batches += 1
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
-        results = dict(zip(there, ask_together(prepared, self.left(there)), strict=True))
+        attended = partial(self._any_waits, there)
+        results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))
         with self.lock:
             now = self.clock()
             self.queue.came_back(there, now - started, now)
         return [results.get(call, BackendClosedError("the caller has cancelled this request")) for call in calls]
+
+    @staticmethod
+    def _any_waits(calls: Sequence[QueuedCall]) -> bool:
+        return not all(call.future.done() for call in calls)
 
     def _answer(self, call: QueuedCall, result: Result) -> None:
         call.answered = True
@@ -329,14 +338,12 @@ class Dispatcher:
     def _give_turn(self, call: QueuedCall) -> None:
         call.answered = True
         if settle(call.future):
-            call.released.wait()
+            call.released.get()
 
     def _failure(self, error: BaseException) -> CoreLMError:
         if isinstance(error, CoreLMError):
             return error
-        failure = EngineError(
-            f"backend {self.engine.name!r}: the batching thread failed with {type(error).__name__}: {error}"
-        )
+        failure = EngineError(f"backend {self.engine.name!r}: the batching thread failed with {described(error)}")
         failure.__cause__ = error
         return failure
 
@@ -351,6 +358,9 @@ class Dispatcher:
 
     def _gone(self, future: Future[Any]) -> None:
         """Clean up after a future that a worker, its timer, or its caller (by cancelling it) has settled."""
+        uninterrupted(partial(self._clean_up, future))
+
+    def _clean_up(self, future: Future[Any]) -> None:
         with self.lock:
             call = self.pending.pop(future, None)
             if call is None:
@@ -360,9 +370,8 @@ class Dispatcher:
                 self._timers.cancel(call.timer)
             if self.queue.remove(call):
                 self._notify_all()
-            elif call in self.in_flight and not call.answered and self.engine.capabilities.abort:
-                # Abort on the timer thread: this thread may be an event loop's, which must not wait.
-                self._timers.call_at(self.clock(), partial(self._abort, call))
+            elif call in self.in_flight and not call.answered:
+                self._abort(call)
         if future.cancelled():
             # Otherwise concurrent.futures.wait would go on waiting for it.
             future.set_running_or_notify_cancel()
@@ -373,11 +382,7 @@ class Dispatcher:
 
     def _abort(self, call: QueuedCall) -> None:
         if call.prepared is not None and self.engine.capabilities.abort:
-            try:
-                self.engine.abort(call.prepared.request.request_ids)
-            except CoreLMError:
-                # The request then goes on, and its answer is dropped.
-                return
+            self._aborts.add(call.prepared.request.request_ids)
 
     def _wait_for_room(self, call: QueuedCall) -> None:
         try:

@@ -38,14 +38,20 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids, request.seeds is None)
 
 
-def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> list[Result]:
+def ask_together(
+    calls: Sequence[PreparedCall[Any]], timeout: float | None, attended: Callable[[], bool] | None = None
+) -> list[Result]:
     """Make one call for calls with equal keys, and return a result or an error for each of them.
+
+    Args:
+        timeout: seconds for the call.
+        attended: returns whether a caller still waits; None if this caller does.
 
     Raises:
         CoreLMError: the call failed for all of them; see `EngineHooks.call`.
     """
     if len(calls) == 1:
-        return [calls[0].run(timeout)]
+        return [calls[0].run(timeout, attended)]
     hook = calls[0].hook
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
@@ -53,7 +59,7 @@ def ask_together(calls: Sequence[PreparedCall[Any]], timeout: float | None) -> l
         calls[0].check(batch, request)
         return list(_parted(batch, calls))
 
-    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish)
+    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish, attended=attended)
     return parted
 
 

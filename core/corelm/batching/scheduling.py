@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from corelm import validate
+from corelm.backend.waits import seconds
 
 #: Callers that were answered together often come back together with their next requests. So the engine does not start
 #: with the first of them alone but waits for the others: after the call, and after each new request, for PATIENCE times
@@ -56,7 +57,7 @@ class Limits:
             raise validate.invalid(
                 "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
             )
-        validate.positive("batching_timeout", self.batching_timeout)
+        object.__setattr__(self, "batching_timeout", seconds("batching_timeout", self.batching_timeout))
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
     def fits(self, rows: int, tokens: int) -> bool:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+
+from corelm.backend.waits import LONGEST
+from corelm.errors import described
+
+_log = logging.getLogger(__name__)
 
 
 class Timer:
@@ -29,7 +34,7 @@ class Timer:
 class Timers:
     """Calls functions at given times, on one thread that starts with the first timer.
 
-    Functions should not take long. Exceptions that they raise are dropped.
+    Functions should not take long. What they raise is logged and ends no thread.
 
     Args:
         clock: returns seconds and never goes back.
@@ -37,7 +42,9 @@ class Timers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        # `with` on the lock itself cannot be interrupted half-way; on the condition it can.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._heap: list[Timer] = []
         self._cancelled = 0
         self._numbers = itertools.count()
@@ -49,10 +56,11 @@ class Timers:
 
     def call_at(self, end: float, function: Callable[[], object]) -> Timer:
         """Call `function` at the time `end`."""
-        with self._changed:
+        with self._mutex:
             timer = Timer(end, next(self._numbers), function)
             heapq.heappush(self._heap, timer)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
+                # It is not alive if the clock failed, and in a fork of its process.
                 self._thread = threading.Thread(target=self._run, name="corelm-timers", daemon=True)
                 self._thread.start()
             if self._heap[0] is timer:
@@ -61,7 +69,7 @@ class Timers:
 
     def cancel(self, timer: Timer) -> None:
         """Forget a timer. A timer that has gone off is already forgotten."""
-        with self._changed:
+        with self._mutex:
             if timer.function is None:
                 return
             timer.function = None
@@ -73,7 +81,7 @@ class Timers:
 
     def stop(self, timeout: float | None = None) -> None:
         """Forget all timers and end the thread; the next timer starts another."""
-        with self._changed:
+        with self._mutex:
             self._heap, self._cancelled = [], 0
             thread, self._thread = self._thread, None
             self._changed.notify()
@@ -83,17 +91,19 @@ class Timers:
     def _run(self) -> None:
         me = threading.current_thread()
         while True:
-            with self._changed:
+            with self._mutex:
                 while self._thread is me and not self._due():
-                    self._changed.wait(self._heap[0].end - self._clock() if self._heap else None)
+                    self._changed.wait(min(self._heap[0].end - self._clock(), LONGEST) if self._heap else None)
                 if self._thread is not me:
                     return
                 timer = heapq.heappop(self._heap)
                 function, timer.function = timer.function, None
                 self._cancelled -= function is None
             if function is not None:
-                with suppress(Exception):
+                try:
                     function()
+                except BaseException as error:
+                    _log.error("a timer raised %s", described(error), exc_info=error)
             del timer, function
 
     def _due(self) -> bool:

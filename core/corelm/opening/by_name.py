@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tenacity
 
 from corelm.backend.backend import Backend
 from corelm.backend.registry import check_options, load_backend, open_error
-from corelm.errors import CoreLMError
+from corelm.errors import CoreLMError, is_interrupt
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
 
@@ -55,15 +56,17 @@ def get_backend(
         opened = plugin.open(model, **options)
     except CoreLMError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise open_error(info, error) from error
     try:
         return Backend.from_plugin(
             opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
         )
     except BaseException:
-        # The caller gets no backend to close, and the engine may own processes.
-        if callable(getattr(opened, "close", None)):
+        # The caller gets no backend to close, and the engine may own processes. Why it does not fit is what matters.
+        with suppress(Exception):
             opened.close(CloseRequest())
         raise
 

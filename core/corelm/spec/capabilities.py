@@ -53,6 +53,9 @@ class Capabilities:
         native_samples: `generate` accepts ``sampling.num_samples`` and returns that many rows per prompt, next to each
             other. Otherwise core repeats the prompts.
         concurrent_calls: hooks may be called from several threads at once.
+        stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a `TimeoutError`
+            and the engine stops working on the request. Otherwise core ends the caller's wait in time, and the engine
+            finishes the request while later calls wait.
         update_weights: the optional hook `update_weights` works.
         abort: the optional hook `abort` works.
 
@@ -75,6 +78,7 @@ class Capabilities:
     seeds_are_costly: bool = False
     native_samples: bool = False
     concurrent_calls: bool = False
+    stops_at_timeout: bool = False
     update_weights: bool = False
     abort: bool = False
 

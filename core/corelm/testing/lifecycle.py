@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 from typing import Any
 
@@ -11,12 +14,16 @@ import pytest
 import torch
 
 from corelm import Backend, Ragged, SamplingParams
-from corelm.errors import BackendClosedError, CapabilityError
+from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import EVERY_ENGINE
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 
 THREADS = 8
+#: Seconds that a call must take for its timeout to be tested.
+LONG_CALL = 0.4
+#: The largest number of rows that such a call may have.
+MOST_ROWS = 4096
 
 
 class LifecyclePromises(ConformanceBase):
@@ -92,6 +99,28 @@ class LifecyclePromises(ConformanceBase):
         with ThreadPoolExecutor(THREADS) as pool:
             for sequences, batch in zip(rows, pool.map(backend.score_logprobs, rows), strict=True):
                 self.assert_true_scores(sequences, batch)
+
+    def test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so(self, backend: Backend) -> None:
+        room = backend.capabilities.max_context
+        most = 64 if room is None else min(64, room - 8)
+
+        def seconds(count: int, new: int = most, timeout: float | None = None) -> float:
+            prompts, started = self.rows(backend, *[8] * count), time.monotonic()
+            with nullcontext() if timeout is None else pytest.raises(BackendTimeoutError):
+                backend.generate(prompts, {"max_new_tokens": new}, logprobs="none", timeout=timeout)
+            return time.monotonic() - started
+
+        rows, whole = 8, seconds(8)
+        while whole < LONG_CALL:
+            rows *= min(16, 1 + math.ceil(LONG_CALL / whole))
+            if rows > MOST_ROWS:
+                not_applicable("calls that take long enough for a timeout")
+            whole = seconds(rows)
+        waited = seconds(rows, timeout=whole / 10)
+        assert waited < whole / 2, f"a timeout of {whole / 10:.2f} s ended the call after {waited:.2f} s"
+        after = seconds(1, new=1)
+        if backend.capabilities.stops_at_timeout:
+            assert after < whole / 2, f"declared stops_at_timeout, but the next call waited {after:.2f} s"
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:

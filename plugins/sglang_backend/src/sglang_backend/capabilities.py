@@ -81,6 +81,7 @@ def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
         concurrent_calls=True,
+        stops_at_timeout=True,
         update_weights=True,
         abort=True,
     )

@@ -38,5 +38,6 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         logits=True,
         gradients=True,
         per_answer_seeds=True,
+        stops_at_timeout=True,
         update_weights=True,
     )

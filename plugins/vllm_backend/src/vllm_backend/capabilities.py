@@ -90,6 +90,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls,
+        stops_at_timeout=True,
         update_weights=checkpoint is not None,
         abort=abort,
     )
@@ -207,6 +208,7 @@ def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
         sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
         score=fields is None or fields >= SCORING_FIELDS,
         concurrent_calls=True,
+        stops_at_timeout=True,
         update_weights=routes >= WEIGHT_ROUTES,
         abort=True,
     )

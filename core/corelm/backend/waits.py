@@ -1,0 +1,72 @@
+"""How long corelm waits: the limit on every timeout, and a call whose caller stops waiting while it goes on."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import Empty
+from typing import Any, TypeVar
+
+from corelm.backend.futures import Outcome, uninterrupted
+from corelm.errors import EngineError
+from corelm.tensors.modes import CallerModes
+from corelm.validate import positive
+
+T = TypeVar("T")
+
+#: The longest timeout in seconds, 23 days. Locks, sockets and event loops each refuse longer ones, at different limits.
+LONGEST = 2_000_000.0
+#: Seconds that an ending interpreter waits for the calls whose callers stopped waiting.
+PATIENCE_AT_EXIT = 5.0
+
+_left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def seconds(field: str, given: Any) -> float:
+    """Return `given` as a number of seconds above 0 that every wait accepts. More than `LONGEST` becomes `LONGEST`."""
+    return min(positive(field, given), LONGEST)
+
+
+def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
+    """Return what the function returns, but wait for at most `timeout` seconds.
+
+    The function runs on a new daemon thread, with the caller's context variables and torch modes. If the wait ends
+    early, the function goes on, its result is dropped, and the thread ends with it.
+
+    Raises:
+        TimeoutError: the function did not return in time.
+        EngineError: the system has no room for another thread.
+    """
+    outcome, modes, context = Outcome(), CallerModes(), contextvars.copy_context()
+
+    def in_modes() -> T:
+        with modes:
+            return function()
+
+    thread = threading.Thread(target=context.run, args=(outcome.of, in_modes), name=name, daemon=True)
+    try:
+        # An interrupt in `start` would leave a thread that never starts.
+        uninterrupted(thread.start)
+    except RuntimeError as error:
+        raise EngineError(f"a call with a timeout needs a thread: {error}", usable=True) from error
+    try:
+        result: T = outcome.get(timeout)
+    except BaseException as error:
+        # If this is the function's own error, its thread is ending and costs no wait.
+        _left_behind.add(thread)
+        if isinstance(error, Empty):
+            raise TimeoutError from None
+        raise
+    return result
+
+
+@atexit.register
+def _await_left_behind() -> None:
+    # A daemon thread that is inside an engine could crash an interpreter that is being taken down.
+    end = time.monotonic() + PATIENCE_AT_EXIT
+    for thread in list(_left_behind):
+        thread.join(max(0.0, end - time.monotonic()))

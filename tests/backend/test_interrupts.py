@@ -1,0 +1,43 @@
+"""A `KeyboardInterrupt` at any point of a call leaves the backend usable for every other thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from corelm import Backend, DynamicBatcher
+from helpers.batching_fakes import SEEDED, GatedEngine, all_capabilities, lone_answer
+from helpers.interrupts import interrupt_everywhere
+
+
+class Engine(GatedEngine):
+    """A `GatedEngine` without a lock of its own, which an interrupt could leave locked."""
+
+    def wait_for_permit(self, request):
+        return set()
+
+
+CALLS = {
+    "generate": lambda backend: backend.generate([[4]], SEEDED),
+    "generate with a timeout": lambda backend: backend.generate([[4]], SEEDED, timeout=20.0),
+    "score with gradients": lambda backend: backend.score_logprobs([[4, 5]], grad=True),
+    "update": lambda backend: backend.update_weights({}),
+}
+
+
+@pytest.mark.parametrize("concurrent", [False, True], ids=["one-call-at-a-time", "concurrent"])
+@pytest.mark.parametrize("batched", [False, True], ids=["plain", "batched"])
+@pytest.mark.parametrize("call", CALLS)
+def test_other_threads_are_served_after_an_interrupt(call, batched, concurrent):
+    backend = Backend.from_plugin(Engine(**all_capabilities(concurrent_calls=concurrent)), "gated")
+    if batched:
+        backend = DynamicBatcher(backend)
+    points = 0
+    with ThreadPoolExecutor(1) as other, backend:
+        # An odd step, so that every second run does not end at the same kind of point.
+        for _ in interrupt_everywhere(lambda: CALLS[call](backend), step=3):
+            points += 1
+            answer = other.submit(backend.generate, [[6]], SEEDED, timeout=10.0).result(timeout=20)
+            assert answer.ids.tolist() == [lone_answer([6])]
+    assert points > 10

@@ -1,0 +1,114 @@
+"""A backend in a forked or spawned process: it refuses what cannot work there, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from corelm import Backend, DynamicBatcher
+from helpers.fakes import Fake
+
+#: The parent has a call in the engine and one in the queue, and forks once for each part. Each child does its part.
+PROGRAM = """
+import atexit, faulthandler, gc, os, signal, sys, threading
+from helpers.batching_fakes import GatedEngine
+from corelm import Backend
+from corelm.batching import DynamicBatcher
+from corelm.errors import BackendClosedError
+
+engine = GatedEngine(permits=0{capabilities})
+backend = Backend.from_plugin(engine, "gated")
+batcher = DynamicBatcher(backend)
+futures = [batcher.submit_generate([[n]], {{"max_new_tokens": 2}}, timeout=500.0) for n in (3, 4)]
+engine.wait_for_calls(1)
+
+
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except BackendClosedError as error:
+        assert "another process" in str(error) and "get_backend" in str(error), error
+    else:
+        raise AssertionError("the call was not refused")
+
+
+def collect():
+    global batcher
+    del batcher
+    gc.collect()
+
+
+def close():
+    batcher.close()
+    backend.close()
+    assert not engine.requests
+
+
+short = {{"max_new_tokens": 1}}
+parts = [
+    close,
+    lambda: batcher.close(flush=False),
+    lambda: batcher.cleanup(),
+    collect,
+    lambda: backend.health() and 1 / 0,
+    atexit._run_exitfuncs,
+    lambda: refused(backend.generate, [[1]], short),
+    lambda: refused(batcher.generate, [[1]], short),
+    lambda: refused(batcher.submit_generate, [[1]], short),
+    lambda: refused(batcher.update_weights, dict()),
+    lambda: refused(backend.tokenize, ["1"]),
+]
+held, ended = threading.Event(), threading.Event()
+
+
+def hold():
+    # A lock that another thread holds when the process forks is never released in the child.
+    with batcher.dispatcher.lock, backend.engine.hooks._lock._mutex:
+        held.set()
+        ended.wait()
+
+
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+for number, part in enumerate(parts):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        faulthandler.dump_traceback_later(20)
+        part()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if status:
+        print(f"part {{number}} failed: {{status}}", flush=True)
+ended.set()
+holder.join()
+engine.free()
+print([future.result(20).ids.tolist() for future in futures])
+batcher.close()
+"""
+
+
+@pytest.mark.parametrize("capabilities", ["", ", concurrent_calls=True, abort=True"], ids=["one", "concurrent"])
+def test_a_fork_is_refused_or_ends_and_leaves_the_parents_requests_alone(capabilities):
+    path = ":".join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM.format(capabilities=capabilities)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("[[["), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("make", [lambda backend: backend, DynamicBatcher], ids=["backend", "batcher"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_open_engine_is_not_copied(make, copied):
+    with pytest.raises(TypeError, match="cannot be copied or pickled; call get_backend in the process that needs it"):
+        copied(make(Backend.from_plugin(Fake(), "fake")))

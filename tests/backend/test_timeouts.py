@@ -1,0 +1,258 @@
+"""A timeout ends the caller's wait even if the engine goes on, and closing does not wait for such a call for ever."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from corelm import Backend, DynamicBatcher, hookimpl
+from corelm.backend.waits import LONGEST, call_for, seconds
+from corelm.batching import Limits
+from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
+from helpers.batching_fakes import LONG, SEEDED, GatedEngine, all_capabilities, ids, join_threads, lone_answer
+from helpers.fakes import SHORT, Fake, Gate, fake, sent
+
+ENDLESS = [1e10, float(sys.maxsize), 1e300]
+
+
+def corelm_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("corelm")]
+
+
+# Large timeouts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endless", ENDLESS)
+def test_a_timeout_too_long_for_a_lock_is_shortened(endless):
+    assert seconds("timeout", endless) == LONGEST < threading.TIMEOUT_MAX
+    assert Limits(batching_timeout=endless).batching_timeout == LONGEST
+    assert Backend.from_plugin(Fake(), "fake", timeout=endless).timeout == LONGEST
+    for never in (0, -1, float("nan"), float("inf"), True, "3"):
+        with pytest.raises(InvalidRequestError, match="timeout: expected a finite number above 0"):
+            seconds("timeout", never)
+
+
+@pytest.mark.parametrize("endless", ENDLESS)
+def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
+    gate = Gate()
+    backend = Backend.from_plugin(Fake(gate), "fake", timeout=endless)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(backend.generate, [[1]], SHORT)
+        gate.wait_for_call()
+        second = pool.submit(backend.generate, [[3]], SHORT, timeout=endless)
+        gate.opened.set()
+        assert ids(first) == [[1, 1]] and ids(second) == [[3, 3]]
+
+
+# Engines that ignore the timeout -------------------------------------------------------------------------------------
+
+
+def test_a_timeout_ends_the_wait_and_later_calls_wait_for_the_engine():
+    gate = Gate()
+    backend = fake(gate)
+    with pytest.raises(BackendTimeoutError, match=r"generate: no answer within 0\.1 s; the engine still works"):
+        backend.generate([[1]], SHORT, timeout=0.1)
+    with pytest.raises(BackendTimeoutError, match="busy with other calls"):
+        backend.generate([[3]], SHORT, timeout=0.1)
+    assert len(sent(backend)) == 1, "one call at a time"
+    threads = corelm_threads()
+    gate.opened.set()
+    assert backend.generate([[5]], SHORT).ids.tolist() == [[5, 5]]
+    join_threads(threads)
+    assert not corelm_threads()
+    backend.close()
+
+
+def test_an_engine_that_stops_by_itself_is_called_on_the_callers_thread():
+    threads = []
+
+    def note(batch):
+        threads.append(threading.current_thread())
+        return batch
+
+    for stops in (True, False):
+        fake(note, stops_at_timeout=stops).generate([[1]], SHORT, timeout=9.0)
+    assert threads[0] is threading.current_thread() is not threads[1]
+    grad = fake(note, gradients=True)
+    grad.engine.plugin.bend = lambda batch: threads.append(threading.current_thread())
+    with pytest.raises(EngineError, match="returned None"):
+        grad.score_logprobs([[1, 2]], grad=True, timeout=9.0)
+    assert threads[2] is threading.current_thread()
+
+
+def test_an_error_on_the_thread_of_a_call_reaches_the_caller():
+    def fail(batch):
+        raise OSError("lost")
+
+    with pytest.raises(EngineError, match="OSError: lost") as error:
+        fake(fail).generate([[1]], SHORT, timeout=9.0)
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_the_thread_of_a_call_has_the_modes_of_its_caller():
+    def modes():
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert call_for(9.0, modes, "a call") == (False, True, torch.bfloat16) == modes()
+    with torch.enable_grad(), torch.autocast("cpu", torch.float16):
+        assert call_for(9.0, modes, "a call") == (True, True, torch.float16) == modes()
+    assert call_for(9.0, modes, "a call")[:2] == (True, False)
+
+
+def test_a_wrapper_may_make_calls_within_a_call_with_a_timeout():
+    class Nested:
+        @hookimpl(wrapper=True)
+        def generate(self, request):
+            batch = yield
+            if request.prompts.tolist() == [[1]]:
+                self.backend.generate([[3]], SHORT, timeout=9.0)
+                self.backend.update_weights({})
+            return batch
+
+    nested = Nested()
+    nested.backend = backend = Backend.from_plugin(Fake(), "fake", wrappers=[nested])
+    assert backend.generate([[1]], SHORT, timeout=9.0).ids.tolist() == [[1, 1]]
+    assert backend.weight_version == "1"
+
+
+def test_two_calls_that_update_the_weights_do_not_wait_for_each_other():
+    together = threading.Barrier(2)
+
+    class Updating:
+        @hookimpl(wrapper=True)
+        def generate(self, request):
+            batch = yield
+            together.wait(timeout=LONG)
+            self.backend.update_weights({})
+            return batch
+
+    updating = Updating()
+    engine = Fake(concurrent_calls=True)
+    updating.backend = backend = Backend.from_plugin(engine, "fake", wrappers=[updating])
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(backend.generate, [[1]], SHORT) for _ in range(2)]
+        errors = [future.exception(timeout=LONG) for future in futures]
+    (refused,) = filter(None, errors)
+    assert isinstance(refused, EngineError) and "two calls under way each want to update" in str(refused)
+    assert backend.weight_version == "1"
+
+
+# Closing -------------------------------------------------------------------------------------------------------------
+
+
+class Closing(Fake):
+    """Counts the calls of `close`; with `stuck`, `close` waits until it is set."""
+
+    def __init__(self, *args, **capabilities):
+        super().__init__(*args, **capabilities)
+        self.closed, self.stuck, self.closing = 0, None, threading.Event()
+
+    @hookimpl
+    def close(self, request):
+        self.closing.set()
+        if self.stuck is not None:
+            assert self.stuck.wait(LONG)
+        self.closed += 1
+        return True
+
+
+def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
+    gate = Gate()
+    engine = Closing(gate)
+    backend = Backend.from_plugin(engine, "fake")
+    with pytest.raises(BackendTimeoutError):
+        backend.generate([[1]], SHORT, timeout=0.1)
+    for _ in range(2):
+        with pytest.raises(BackendTimeoutError, match="still works on a call whose caller has stopped waiting"):
+            backend.engine.hooks.close(patience=0.1)
+        assert backend.closed and engine.closed == 0
+    with pytest.raises(BackendClosedError):
+        backend.generate([[1]], SHORT)
+    threads = corelm_threads()
+    gate.opened.set()
+    join_threads(threads)
+    assert engine.closed == 1, "the last call must release the engine"
+    backend.close()
+    assert engine.closed == 1
+
+
+def test_closing_waits_for_a_call_whose_caller_waits():
+    gate = Gate()
+    engine = Closing(gate)
+    backend = Backend.from_plugin(engine, "fake")
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(backend.generate, [[1]], SHORT)
+        gate.wait_for_call()
+        closing = pool.submit(backend.engine.hooks.close, patience=0.01)
+        with pytest.raises(TimeoutError):
+            closing.result(timeout=0.5)
+        gate.opened.set()
+        assert ids(call) == [[1, 1]]
+        closing.result(LONG)
+    assert engine.closed == 1
+
+
+def test_a_close_hook_that_hangs_keeps_no_other_closer_waiting():
+    engine = Closing()
+    engine.stuck = threading.Event()
+    backend = Backend.from_plugin(engine, "fake")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(backend.close)
+        assert engine.closing.wait(LONG)
+        pool.submit(backend.close).result(LONG)
+        assert backend.closed and not first.done()
+        engine.stuck.set()
+        first.result(LONG)
+    assert engine.closed == 1
+
+
+def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
+    gate = Gate()
+    backend = fake(gate)
+    close = backend.engine.hooks.close
+    monkeypatch.setattr(backend.engine.hooks, "close", lambda: close(patience=0.1))
+    with pytest.raises(ZeroDivisionError), backend:
+        with pytest.raises(BackendTimeoutError):
+            backend.generate([[1]], SHORT, timeout=0.1)
+        raise ZeroDivisionError
+    threads = corelm_threads()
+    gate.opened.set()
+    join_threads(threads)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
+    engine = GatedEngine(permits=0, **all_capabilities(abort=False))
+    batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
+    stop = batcher.dispatcher.stop
+    monkeypatch.setattr("corelm.batching.batcher.PATIENCE", 0.2)
+    monkeypatch.setattr(batcher.dispatcher, "stop", lambda **options: stop(patience=0.2, **options))
+    running = batcher.submit_generate([[3]], SEEDED, timeout=0.5 if flush else None)
+    engine.wait_for_calls(1)
+    queued = batcher.submit_generate([[4]], SEEDED, timeout=0.5)
+    started = time.monotonic()
+    with pytest.raises(BackendTimeoutError, match="engine is released when that call ends"):
+        batcher.close(flush=flush)
+    assert time.monotonic() - started < LONG / 2
+    expected = BackendTimeoutError if flush else BackendClosedError
+    assert isinstance(running.exception(0), expected) and isinstance(queued.exception(0), expected)
+    threads = corelm_threads()
+    engine.free()
+    join_threads(threads)
+    assert not batcher.dispatcher.in_flight and batcher.state().threads == 0
+
+
+def test_a_batcher_frees_its_callers_and_serves_the_next_after_a_hung_call():
+    engine = GatedEngine(permits=0, **all_capabilities(abort=False))
+    with DynamicBatcher(Backend.from_plugin(engine, "gated")) as batcher:
+        with pytest.raises(BackendTimeoutError):
+            batcher.generate([[3]], SEEDED, timeout=0.1)
+        later = batcher.submit_generate([[4]], SEEDED)
+        engine.free()
+        assert ids(later) == [lone_answer([4])]

@@ -1,0 +1,151 @@
+"""What one caller does (an endless timeout, a failing callback, an abort that hangs) affects no other caller."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from corelm import hookimpl
+from corelm.batching.timers import Timers
+from corelm.errors import BackendTimeoutError, EngineError
+from helpers.batching_fakes import (
+    LONG,
+    POISON,
+    SEEDED,
+    GatedEngine,
+    all_capabilities,
+    hold_one,
+    ids,
+    join_threads,
+    lone_answer,
+    open_batcher,
+    wait_until,
+)
+
+
+@pytest.mark.parametrize("endless", [1e10, float(sys.maxsize)])
+def test_an_endless_timeout_does_not_end_the_timeouts_of_others(endless):
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        endlessly = batcher.submit_generate([[3]], SEEDED, timeout=endless)
+        engine.wait_for_calls(1)
+        assert isinstance(batcher.submit_generate([[4]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
+        assert isinstance(batcher.submit_generate([[5]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
+        engine.free()
+        assert ids(endlessly) == [lone_answer([3])]
+
+
+def test_a_batch_may_wait_endlessly_for_its_rows():
+    with open_batcher(GatedEngine(), min_batch_size=2, batching_timeout=1e10) as batcher:
+        first = batcher.submit_generate([[3]], SEEDED)
+        assert not wait([first], 0.05).done
+        assert ids(batcher.generate([[4]], SEEDED)) == [lone_answer([4])] and ids(first) == [lone_answer([3])]
+
+
+def test_a_timeout_does_not_wait_for_the_aborts_of_others():
+    class SlowAbort(GatedEngine):
+        aborting, may_abort, calls_of_abort = threading.Event(), threading.Event(), 0
+
+        @hookimpl
+        def abort(self, request):
+            self.aborting.set()
+            self.calls_of_abort += 1
+            assert self.may_abort.wait(LONG)
+            return super().abort(request)
+
+    engine = SlowAbort(permits=0, **all_capabilities(concurrent_calls=True, stops_at_timeout=True))
+    with open_batcher(engine) as batcher:
+        futures = [batcher.submit_generate([[n]], SEEDED, request_ids=[str(n)]) for n in (3, 4, 5, 6)]
+        engine.wait_for_calls(4)
+        assert all(future.cancel() for future in futures)
+        assert engine.aborting.wait(LONG)
+        started = time.monotonic()
+        assert isinstance(batcher.submit_generate([[7]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
+        assert time.monotonic() - started < LONG / 2 and not engine.aborted
+        engine.may_abort.set()
+        engine.wait_for(lambda: engine.aborted >= {"3", "4", "5", "6"})
+        assert engine.calls_of_abort <= 3, "names that wait must share a call"
+    assert batcher.state().threads == 0
+
+
+def test_an_abort_that_fails_affects_no_other_abort():
+    class FailingAbort(GatedEngine):
+        @hookimpl
+        def abort(self, request):
+            super().abort(request)
+            raise SystemExit(3)
+
+    engine = FailingAbort(permits=0, **all_capabilities(concurrent_calls=True))
+    with open_batcher(engine) as batcher:
+        for number in (3, 4):
+            future = batcher.submit_generate([[number]], SEEDED, request_ids=[str(number)])
+            engine.wait_for_calls(number - 2)
+            assert future.cancel()
+            engine.wait_for(lambda number=number: str(number) in engine.aborted)
+
+
+def exits(future):
+    sys.exit(3)
+
+
+def test_a_callback_that_exits_fails_no_other_request_of_its_batch():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[n]], SEEDED) for n in (4, 5, 6)]
+        futures[0].add_done_callback(exits)
+        threads = batcher.dispatcher.threads()
+        engine.free()
+        assert [ids(future) for future in futures] == [[lone_answer([n])] for n in (4, 5, 6)]
+        assert ids(batcher.generate([[7]], SEEDED)) == [lone_answer([7])]
+        assert batcher.dispatcher.threads() == threads, "the thread must go on"
+    assert len(engine.calls) == 3
+
+
+def test_a_callback_that_exits_does_not_end_the_timeouts_of_others():
+    engine = GatedEngine(permits=0)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        for number in (4, 5):
+            future = batcher.submit_generate([[number]], SEEDED, timeout=0.05)
+            future.add_done_callback(exits)
+            assert isinstance(future.exception(LONG), BackendTimeoutError)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_an_engine_that_raises_no_exception_fails_the_request_at_fault_only(error):
+    engine = GatedEngine(permits=0, error=error)
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[n]], SEEDED) for n in (4, POISON, 5)]
+        engine.free()
+        assert [ids(futures[at]) for at in (0, 2)] == [[lone_answer([4])], [lone_answer([5])]]
+        failure = futures[1].exception(LONG)
+        assert isinstance(failure, EngineError) and failure.__cause__ is error
+
+
+def test_timers_whose_thread_has_ended_get_another():
+    timers, rung = Timers(time.monotonic), threading.Event()
+    timers.call_at(0.0, lambda: None)
+    (thread,) = [thread for thread in threading.enumerate() if thread is timers.thread]
+    timers.stop(LONG)
+    join_threads([thread])
+    timers._thread = thread
+    timers.call_at(0.0, rung.set)
+    assert rung.wait(LONG)
+    timers.stop(LONG)
+
+
+def test_what_a_timer_raises_ends_no_thread(caplog):
+    timers, rung = Timers(time.monotonic), threading.Event()
+    timers.call_at(0.0, lambda: sys.exit(3))
+    thread = timers.thread
+    timers.call_at(0.0, rung.set)
+    assert rung.wait(LONG) and timers.thread is thread
+    wait_until(lambda: "a timer raised SystemExit: 3" in caplog.text)
+    timers.stop(LONG)

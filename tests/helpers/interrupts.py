@@ -1,0 +1,51 @@
+"""Interrupt a call at every point at which CPython can raise a `KeyboardInterrupt` in it."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import _base
+from pathlib import Path
+from typing import Any
+
+import corelm
+
+#: Where an interrupt can leave a lock of ours or of a future locked.
+_FILES = (str(Path(corelm.__file__).parent), threading.__file__, queue.__file__, _base.__file__)
+
+
+def interrupt_everywhere(call: Callable[[], Any], step: int = 1) -> Iterator[int]:
+    """Make the call again and again. Interrupt it at its first point, then at the second, until it ends by itself.
+
+    CPython checks for signals where a Python function starts and after a C function has returned. Yields the number of
+    the point after each interrupt, so that the test can look at what the call has left behind.
+
+    Args:
+        step: interrupt only at every so many points.
+    """
+    number = 1
+    while _interrupted(call, number):
+        yield number
+        number += step
+
+
+def _interrupted(call: Callable[[], Any], number: int) -> bool:
+    seen = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_return") and frame.f_code.co_filename.startswith(_FILES)
+        if seen == number:
+            # Python also ends the profiling.
+            raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return seen >= number
