@@ -32,7 +32,15 @@ _SPELLED_OUT = 5
 
 
 class CoreLMError(Exception):
-    """Root of every error raised on purpose by `corelm` and its plugins."""
+    """Root of every error raised on purpose by `corelm` and its plugins.
+
+    Messages repeat texts from prompts, files and servers. ``str(error)`` is therefore `printable`, except that newlines
+    and tabs are kept; ``error.args`` holds the message unchanged.
+    """
+
+    def __str__(self) -> str:
+        # Not super(): KeyError would show the message in quotes.
+        return printable(Exception.__str__(self), keep="\n\t")
 
 
 class _RowsError(CoreLMError):
@@ -96,9 +104,6 @@ class InvalidRequestError(_RowsError, ValueError):
 class MissingKeyError(InvalidRequestError, KeyError):
     """The TensorDict lacks a key that the policy reads."""
 
-    # KeyError would show the message in quotes.
-    __str__ = Exception.__str__
-
 
 class TemplateError(_RowsError, ValueError):
     """A chat template is missing, fails, or cannot do what was asked of it.
@@ -150,7 +155,23 @@ class BackendTimeoutError(CoreLMError, TimeoutError):
     """The engine did not answer within the timeout of the call."""
 
 
-# Messages about many things -------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return `text` with an escape sequence for each character that is not printable.
+
+    A terminal obeys some of these characters, and others reorder or hide the text around them.
+
+    Args:
+        keep: characters to leave as they are.
+
+    >>> print(printable("a\x1b]0;title\x07b"))
+    a\x1b]0;title\x07b
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def refuse(problems: Mapping[int, str], field: str) -> None:

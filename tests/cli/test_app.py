@@ -159,11 +159,11 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
 
 def test_answers_survive_an_engine_that_fails_midway(files, fabricate, monkeypatch):
     fabricate("faulty", "1", {"faulty": "faulty_engine:Faulty"}, {"faulty_engine": FAULTY})
-    monkeypatch.setenv("FAIL_AT", "2")
+    monkeypatch.setenv("FAIL_FROM", "2")
     result = generate(files, "--batch-size", 2, backend="faulty")
     assert result.exit_code == 3 and "out of memory" in result.stderr and "to continue" in result.stderr
     assert len(rows(files[1])) == 2
-    monkeypatch.delenv("FAIL_AT")
+    monkeypatch.delenv("FAIL_FROM")
     assert generate(files, "--batch-size", 2, backend="faulty").exit_code == 0
     assert len(rows(files[1])) == 5
 

@@ -7,13 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from corelm import SamplingParams
-from corelm.cli.answering import Job
-from helpers.command_line import LINES, generate, rows, write_prompts
+from corelm.cli.output import AnswersFile, ErrorsFile
+from corelm.cli.prompts import LineError
+from helpers.command_line import LINES, generate, rows, write_prompts, write_rows
 
 
 @pytest.fixture
@@ -75,6 +77,11 @@ BAD = {
     b'{"prompt": "a", "metadata": ' + b"[" * 450 + b"]" * 450 + b"}": "nested more than 100 levels deep",
     b'{"messages": [{"role": "assistant", "token_ids": [99999999999999999999]}]}': "larger than any vocabulary",
     b'{"prompt": "a", "max_tokens": 3, "model": "b"}': "unknown keys: max_tokens, model; a line may have id, prompt",
+    b'{"prompt": "a", "metadata": {"x": [NaN]}}': "not valid JSON: JSON has no number for NaN",
+    b'{"prompt": "a", "metadata": -Infinity}': "not valid JSON: JSON has no number for -Infinity",
+    b'{"prompt": "a", "metadata": 1e999}': "not valid JSON: JSON has no number for 1e999",
+    b'{"prompt": "a", "prompt": "b"}': "not valid JSON: the key 'prompt' occurs more than once",
+    b'{"prompt": "a", "metadata": [{"x": 1, "y": 1, "x": 1}]}': "not valid JSON: the key 'x' occurs more than once",
     b'{"prompt": "a", "tools": []}': "tools: only a chat template reads tools",
     b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}': "tools: expected a list, got dict",
 }
@@ -216,8 +223,161 @@ def test_a_pipe_is_read_like_a_file(files, tmp_path):
     assert piped.read_bytes() == files[1].read_bytes()
 
 
-def test_a_secret_is_not_saved(tmp_path):
-    job = {"source": tmp_path / "in", "target": tmp_path / "out", "backend": "toy"}
-    options = {"api_key": "hush", "hf_token": "hush", "tokenizer": "here"}
-    settings = Job(**job, options=options).settings(SamplingParams())
-    assert settings["options"] == {"tokenizer": "here"} and "hush" not in str(settings)
+# ---------------------------------------------------------------- files of other runs and other programs
+
+
+FOREIGN_FAULTS = {
+    "answers": b'{"id": 1, "line": 1, "prompt_hash": "0", "response": "x", "settings": {}}\n',
+    "a text": b"notes\n",
+    "other keys": b'{"line": 1, "id": 1, "error": "x", "mine": 2}\n',
+    "cut off": b'{"id": 1, "line": 1, "prompt_ha',
+    "numbers": b"1\n",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_FAULTS)
+def test_a_file_in_place_of_the_errors_file_is_kept(files, name):
+    errors = files[1].with_name("answers.errors.jsonl")
+    errors.write_bytes(FOREIGN_FAULTS[name])
+    result = generate(files)
+    assert result.exit_code == 2 and "line 1, is not a line that failed" in result.stderr
+    assert errors.read_bytes() == FOREIGN_FAULTS[name] and not files[1].exists()
+
+
+def test_the_answers_of_another_run_are_kept(files):
+    other = files[1].with_name("answers.errors.jsonl")
+    assert generate((files[0], other)).exit_code == 0
+    before = other.read_bytes()
+    assert generate(files).exit_code == 2 and other.read_bytes() == before
+
+
+def test_the_errors_file_is_locked_like_the_output(files):
+    """Another run may have it as its output, still without an answer."""
+    with AnswersFile.open(files[1].with_name("answers.errors.jsonl"), {}):
+        result = generate(files)
+    assert result.exit_code == 2 and "another run is writing" in result.stderr
+    assert [path.name for path in files[1].parent.iterdir()] == ["prompts.jsonl"]
+
+
+def test_an_output_that_is_its_own_errors_file_is_refused(files):
+    files[1].touch()
+    files[1].with_name("answers.errors.jsonl").symlink_to(files[1])
+    result = generate(files)
+    assert result.exit_code == 2 and "is the output itself" in result.stderr
+
+
+def test_an_errors_file_cut_off_anywhere_can_be_continued(tmp_path):
+    path = tmp_path / "errors"
+    with ErrorsFile.open(path) as errors:
+        errors.add(LineError(1, 'a"\\', 'why: "this", and more'))
+        errors.add(LineError(2, None, 'why: "this", and more'))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole[:cut])
+        with ErrorsFile.open(path) as errors:
+            errors.add(LineError(3, 3, "later"))
+        first, second = whole.index(b"\n"), len(whole) - 1
+        assert [row["line"] for row in rows(path)] == [1] * (cut >= first) + [2] * (cut >= second) + [3]
+
+
+def test_an_unfinished_run_keeps_what_was_not_tried_again(tmp_path):
+    path = tmp_path / "errors"
+    with ErrorsFile.open(path) as errors:
+        for line in (1, 2, 3):
+            errors.add(LineError(line, line, "first run"))
+    with ErrorsFile.open(path) as errors:
+        errors.tried(LineError(1, 1, ""))
+        errors.add(LineError(2, 2, "second run"))
+    assert [(row["line"], row["error"]) for row in rows(path)] == [(3, "first run"), (2, "second run")]
+    with ErrorsFile.open(path) as errors:
+        errors.add(LineError(3, 3, "third run"))
+        errors.finished()
+    assert [(row["line"], row["error"]) for row in rows(path)] == [(3, "third run")]
+
+
+@pytest.mark.parametrize("name", ["plain", 'quoted "\\ é', 7])
+def test_an_output_cut_off_anywhere_can_be_continued(files, name):
+    write_rows(files[0], [{"id": name, "prompt": "The cat"}])
+    settings: dict[str, Any] = {}
+    answer = {"id": name, "line": 1, "prompt_hash": "0123456789abcdef", "response": "said"}
+    with AnswersFile.open(files[1], settings) as answers:
+        answers.write([answer])
+    whole = files[1].read_bytes()
+    for cut in range(1, len(whole)):
+        files[1].write_bytes(whole[:cut])
+        with AnswersFile.open(files[1], settings) as answers:
+            assert answers.done == ({(name, 0)} if cut == len(whole) - 1 else set())
+            answers.write([answer])
+        assert files[1].read_bytes() == whole
+
+
+@pytest.mark.parametrize("kept", [b'{"id": "a", "prompt": "b', b'{"id": "a", "line": 3, "text": "b', b'["a', b"\0" * 9])
+def test_a_cut_off_line_of_another_program_is_kept(files, kept):
+    files[1].write_bytes(kept)
+    assert generate(files).exit_code == 2 and files[1].read_bytes() == kept
+
+
+def test_zeros_after_a_power_failure_are_dropped(files):
+    generate(files, "--seed", 5)
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole + b"\0" * 4000)
+    assert generate(files, "--seed", 5).exit_code == 0 and files[1].read_bytes() == whole
+
+
+def test_a_run_never_writes_to_a_removed_file(tmp_path, monkeypatch):
+    """The first run ends, and removes its empty output, after the second one has opened it."""
+    fcntl = pytest.importorskip("fcntl")
+    path, lock = tmp_path / "answers.jsonl", fcntl.flock
+    with ExitStack() as first:
+        first.enter_context(AnswersFile.open(path, {}))
+
+        def late(file: Any, how: int) -> None:
+            first.close()
+            lock(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with AnswersFile.open(path, {}) as second:
+            second.write([{"id": 1, "line": 1, "prompt_hash": "0"}])
+    assert len(rows(path)) == 1
+
+
+def test_a_link_to_a_new_output_is_kept(files, tmp_path):
+    files[1].symlink_to(tmp_path / "elsewhere")
+    files[0].write_text("not json\n")
+    generate(files)
+    assert files[1].is_symlink() and not (tmp_path / "elsewhere").exists()
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_nothing_in_the_input_drives_the_terminal(files):
+    key = "\x1b]0;owned\x07\x9b31m\rx\nline 99: all is well\u202e :boom: [bold]"
+    write_rows(files[0], [{"prompt": "a", key: 1}, {"id": key, "prompt": 3}])
+    result = generate(files)
+    assert (
+        r"unknown keys: \x1b]0;owned\x07\x9b31m\rx\nline 99: all is well\u202e :boom: [bold]; a line" in result.stderr
+    )
+    assert "".join(result.stderr.splitlines()).isprintable()
+    assert not [line for line in result.stderr.splitlines() if line.startswith("line 99")]
+
+
+def test_a_file_name_does_not_drive_the_terminal(files, tmp_path):
+    target = tmp_path / "a\x1b[31m\nerror: b.jsonl"
+    target.write_text("something else")
+    result = generate((files[0], target))
+    assert result.exit_code == 2 and "\x1b" not in result.stderr and "\n  error: b.jsonl" in result.stderr
+
+
+def test_a_long_error_is_shortened_on_the_screen_only(files):
+    write_rows(files[0], [{"prompt": "a", "x" * 100_000: 1}])
+    result = generate(files)
+    assert len(result.stderr) < 3000 and "characters)" in result.stderr
+    assert len(rows(files[1].with_name("answers.errors.jsonl"))[0]["error"]) > 100_000
+
+
+def test_a_dash_is_the_standard_input(files):
+    command = [sys.executable, "-m", "corelm", "generate", "--backend", "toy", "--input", "-", "--max-new-tokens", "9"]
+    command += ["--output", str(files[1])]
+    result = subprocess.run(command, input=files[0].read_bytes(), capture_output=True)
+    assert result.returncode == 0 and len(rows(files[1])) == 5

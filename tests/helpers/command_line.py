@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ LINES: list[Any] = [
     {"id": "bird", "prompt": "A small bird"},
 ]
 
-#: A plugin that fails on demand: when it opens, in its chat template, or at call number `FAIL_AT`.
+#: A plugin that fails on demand: when it opens, in its chat template, at call number `FAIL_AT`, at every call from
+#: number `FAIL_FROM` on, or for a prompt with a certain word: "strange" fails the tokenizer, "poison" the call, and
+#: "plague" this call and all later ones.
 FAULTY = """
 import os
 from toy_backend import ByteTokenizer, ToyBackend
@@ -31,11 +34,17 @@ class Choosy(ByteTokenizer):
             raise ValueError("not in my template")
         return super().apply_chat_template(conversation, **options)
 
+    def __call__(self, texts, **options):
+        if any("strange" in text for text in texts):
+            raise TypeError("expected other texts")
+        return super().__call__(texts, **options)
+
 class Faulty(ToyBackend):
     calls = 0
+    dead = False
 
     @classmethod
-    def open(cls, model=None):
+    def open(cls, model=None, headers=None):
         if model == "broken":
             raise RuntimeError("no such model")
         return super().open(tokenizer=Choosy())
@@ -43,8 +52,16 @@ class Faulty(ToyBackend):
     @corelm.hookimpl
     def generate(self, request):
         self.calls += 1
-        if self.calls == int(os.environ.get("FAIL_AT", "0")):
+        prompts = [bytes(min(i, 255) for i in row) for row in request.prompts.tolist()]
+        if log := os.environ.get("CALLS"):
+            with open(log, "a") as file:
+                print(len(prompts), file=file)
+        self.dead |= self.calls >= int(os.environ.get("FAIL_FROM", "999999"))
+        self.dead |= any(b"plague" in prompt for prompt in prompts)
+        if self.dead or self.calls == int(os.environ.get("FAIL_AT", "0")):
             raise RuntimeError("out of memory")
+        if any(b"poison" in prompt for prompt in prompts):
+            raise RuntimeError("internal error")
         return super().generate(request)
 """
 
@@ -57,8 +74,12 @@ def corelm_command(*arguments: object) -> Result:
 def write_prompts(folder: Path) -> tuple[Path, Path]:
     """Write `LINES` to an input file; return its path and that of an output file, which does not exist."""
     source = folder / "prompts.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    write_rows(source, LINES)
     return source, folder / "answers.jsonl"
+
+
+def write_rows(path: Path, lines: Iterable[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def generate(files: tuple[Path, Path], *more: object, backend: str = "toy") -> Result:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 
@@ -11,6 +15,25 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f'the corelm command needs {" and ".join(missing)}: pip install "core[cli]"')
-    from corelm.cli.app import app
+    with interrupt_ends_process():
+        from corelm.cli.app import app
 
     app()
+
+
+@contextmanager
+def interrupt_ends_process() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, while libraries are imported and nothing needs to be put in order.
+
+    Some libraries catch KeyboardInterrupt while they are imported, and fail later for another reason.
+    """
+    python = signal.default_int_handler
+    # A process that ignores Ctrl-C, for example under nohup, goes on to do so.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not python:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, python)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from corelm.backend.backend import Backend
-from corelm.backend.seeds import answer_seeds
+from corelm.cli.batch import Answerer
 from corelm.cli.output import AnswersFile, ErrorsFile, check_paths, errors_path
-from corelm.cli.prompts import LineError, Prompt, count_lines, read_prompts
-from corelm.errors import TemplateError
+from corelm.cli.prompts import Id, LineError, Prompt, count_lines, read_prompts
+from corelm.cli.settings import recorded_settings
+from corelm.errors import BackendTimeoutError, EngineError, printable
 from corelm.opening.by_name import get_backend
-from corelm.policy.outputs import answer_texts
-from corelm.rendering.render import render
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.ragged import Ragged
 
-#: Engine options whose names end like this are secrets: their values are never written to a file.
-SECRETS = ("key", "password", "secret", "token")
+#: How many characters of the error of a line are shown. The errors file has all of them.
+SHOWN = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,129 +47,102 @@ class Job:
     def run(self, console: Console) -> int:
         """Run the job and return the number of lines that failed. If it raises, the answers so far are in `target`."""
         sampling = SamplingParams.make(self.sampling)
-        samples = range(sampling.num_samples or 1)
+        settings = recorded_settings(
+            sampling,
+            self.options,
+            backend=self.backend,
+            model=self.model,
+            log_probs=self.log_probs,
+            return_tokens=self.return_tokens,
+        )
         check_paths(self.source, self.target)
         # Open the files first, so that errors in them are reported before a model loads.
         with (
             self.source.open("rb") as source,
-            AnswersFile.open(self.target, self.settings(sampling)) as answers,
+            AnswersFile.open(self.target, settings) as answers,
+            ErrorsFile.open(errors_path(self.target)) as errors,
             get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options) as engine,
             _progress(console) as progress,
         ):
             before = len(answers.done)
-            errors = ErrorsFile(errors_path(self.target))
-            task = progress.add_task("answering", total=count_lines(source))
-            lines = read_prompts(source)
-            while batch := list(islice(lines, self.batch_size)):
-                prompts, failed = answers.unanswered(batch, samples)
-                if prompts:
-                    rows, failed_here = self._answer(engine, sampling, prompts)
-                    answers.write(sorted(rows, key=lambda row: row["line"]))
-                    failed += failed_here
-                for error in sorted(failed, key=lambda error: error.line):
-                    console.print(f"line {error.line}: {error.error}", markup=False, soft_wrap=True)
-                    errors.write(error)
-                progress.advance(task, len(batch))
-        written = len(answers.done) - before
-        summary = f"{written} answers written, {before} already present"
-        if errors.count:
-            summary += f", {errors.count} lines failed (see {errors.path})"
-        console.print(summary, markup=False, soft_wrap=True)
-        return errors.count
-
-    def _answer(
-        self, engine: Backend, sampling: SamplingParams, prompts: list[Prompt]
-    ) -> tuple[list[dict[str, Any]], list[LineError]]:
-        """Return the output rows of a batch, and an error for each line that failed."""
-        prompts, ids, errors = _tokenize(engine, prompts)
-        samples = sampling.num_samples or 1
-        seeds = None
-        if sampling.seed is not None and not sampling.greedy:
-            seeds = answer_seeds(sampling.seed, [prompt.line for prompt in prompts], samples)
-        batch = engine.generate(ids, sampling, logprobs=self.log_probs, seeds=seeds, on_error="skip")
-        texts, tokens, reasons = answer_texts(batch, sampling, engine), batch.ids.tolist(), batch.finish_reasons
-        log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
-        provenance = engine.provenance(batch, sampling)
-        rows: list[dict[str, Any]] = []
-        for index, text in enumerate(texts):
-            prompt, sample = prompts[index // samples], index % samples
-            if reasons[index] == "error":
-                error = batch.errors[index] if batch.errors else "the engine gave no reason"
-                errors.append(LineError(prompt.line, prompt.id, error if samples == 1 else f"sample {sample}: {error}"))
-                continue
-            row: dict[str, Any] = {"id": prompt.id, "line": prompt.line, "prompt_hash": prompt.digest}
-            if prompt.metadata is not None:
-                row["metadata"] = prompt.metadata
-            if sampling.num_samples is not None:
-                row["sample"] = sample
-            row |= {"response": text, "finish_reason": reasons[index], "tokens": len(tokens[index])}
-            if self.return_tokens:
-                row["token_ids"] = tokens[index]
-            if log_probs is not None:
-                row["log_probs"] = log_probs[index]
-                row["provenance"] = (provenance[index] if isinstance(provenance, tuple) else provenance).to_dict()
-            rows.append(row)
-        return rows, errors
-
-    def settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Return the settings saved with every answer, in JSON types. One file holds answers of one setting."""
-        settings: dict[str, Any] = {
-            "backend": self.backend,
-            "model": self.model,
-            # Secrets do not belong in a file of answers, and they do not change an answer.
-            "options": {name: value for name, value in self.options.items() if not name.endswith(SECRETS)},
-            "log_probs": self.log_probs,
-            "return_tokens": self.return_tokens,
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            **sampling.engine_parameters(),
-        }
-        if sampling.seed is not None:
-            settings["seed"] = sampling.seed
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
-
-def _tokenize(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
-    """Return the prompts that were tokenized (texts first), their ids, and an error for each other prompt."""
-    served = [prompt for prompt in prompts if prompt.text is not None]
-    ids = [backend.tokenize([prompt.text or "" for prompt in served]).ids]
-    errors: list[LineError] = []
-    chats = [prompt for prompt in prompts if prompt.chat is not None]
-    for _, alike in groupby(sorted(chats, key=_tools), key=_tools):
-        rendered, rows, failed = _render(backend, list(alike))
-        served += rendered
-        ids.append(rows)
-        errors += failed
-    return served, Ragged.cat(ids), errors
-
-
-def _tools(prompt: Prompt) -> str:
-    return json.dumps(prompt.tools)
-
-
-def _render(backend: Backend, prompts: list[Prompt]) -> tuple[list[Prompt], Ragged, list[LineError]]:
-    """Do what `_tokenize` does, for conversations that have equal tools."""
-    errors: list[LineError] = []
-    while prompts:
-        tools = prompts[0].tools
-        try:
-            rendered = render(
-                [prompt.chat or () for prompt in prompts],
-                backend.tokenizer,
-                backend.tokenize,
-                add_generation_prompt=True,
-                eos_ids=backend.eos_token_ids,
-                template_kwargs=None if tools is None else {"tools": tools},
-                want_assistant=False,
+            answerer = Answerer(
+                engine=engine, sampling=sampling, log_probs=self.log_probs, return_tokens=self.return_tokens
             )
-        except TemplateError as error:
-            if not error.problems:
-                raise
-            errors += [LineError(prompts[row].line, prompts[row].id, what) for row, what in error.problems.items()]
-            prompts = [prompt for row, prompt in enumerate(prompts) if row not in error.problems]
-        else:
-            return prompts, rendered.ids, errors
-    return [], Ragged.from_list([]), errors
+            run = _Run(answerer, answers, errors, console)
+            task = progress.add_task("answering", total=count_lines(source))
+            for lines in run.batches(read_prompts(source), self.batch_size):
+                run.answer(lines)
+                progress.advance(task, len(lines))
+            errors.finished()
+        summary = f"{len(answers.done) - before} answers written, {before} already present"
+        if errors.failed:
+            summary += f", {len(errors.failed)} lines failed (see {errors.path})"
+        _tell(console, summary)
+        return len(errors.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A job whose files and engine are open."""
+
+    answerer: Answerer
+    answers: AnswersFile
+    errors: ErrorsFile
+    console: Console
+
+    def batches(self, lines: Iterator[Prompt | LineError], size: int) -> Iterator[list[Prompt | LineError]]:
+        """Yield the lines in batches of `size`; then, one at a time, those that the engine failed at in earlier runs.
+
+        One of these lines may be the reason why the engine failed, and must not hold up the others.
+        """
+        last: dict[Id | None, int] = {name: number for number, name in enumerate(self.errors.suspects)}
+        suspects: list[Prompt | LineError] = []
+        while batch := list(islice(lines, size)):
+            suspects += [line for line in batch if line.id in last]
+            if others := [line for line in batch if line.id not in last]:
+                yield others
+        for line in sorted(suspects, key=lambda line: last[line.id]):
+            yield [line]
+
+    def answer(self, lines: list[Prompt | LineError]) -> None:
+        """Write the answers to the lines, and report the lines that failed."""
+        sampling = self.answerer.sampling
+        prompts, failed = self.answers.unanswered(lines, range(sampling.num_samples or 1))
+        for line in lines:
+            self.errors.tried(line)
+        try:
+            for rows, more in self.answerer.answer(prompts) if prompts else [([], [])]:
+                self.answers.write(rows)
+                self._report(failed + more)
+                failed = []
+        except (EngineError, BackendTimeoutError) as error:
+            self._report(failed)
+            self._note_suspects(error)
+            raise
+
+    def _report(self, failed: list[LineError]) -> None:
+        for error in sorted(failed, key=lambda error: error.line):
+            _tell(self.console, f"line {error.line}: {_shortened(error.error)}")
+            self.errors.add(error)
+
+    def _note_suspects(self, error: Exception) -> None:
+        suspects = self.answerer.attempted
+        what = f"the engine failed while it was answering this line: {error}"
+        for line in suspects:
+            self.errors.add(LineError(line.line, line.id, what, engine_failed=True))
+        numbers = ", ".join(str(line.line) for line in suspects)
+        _tell(
+            self.console,
+            f"The engine failed while it was answering the following lines; the next run tries them last: {numbers}",
+        )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
+
+
+def _tell(console: Console, line: str) -> None:
+    console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:

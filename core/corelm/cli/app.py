@@ -5,20 +5,21 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 
 from __future__ import annotations
 
-import json
+import sys
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import listing
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.cli import interrupt_ends_process, listing, strict_json
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
 
-#: Exit codes: some lines failed; the command was refused; the engine failed.
-SOME_FAILED, REFUSED, ENGINE_FAILED = 1, 2, 3
+#: Exit codes: some lines failed; the command was refused, or a file failed; the engine failed; Ctrl-C, as in a shell.
+SOME_FAILED, REFUSED, ENGINE_FAILED, INTERRUPTED = 1, 2, 3, 130
 #: Arguments of `corelm.get_backend` itself, which never reach an engine, and what to do instead.
 NOT_OPTIONS = {
     "name": "use --backend",
@@ -64,13 +65,20 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the installed backends without importing them."""
-    listing.show(as_json)
+    try:
+        listing.show(as_json)
+        sys.stdout.flush()
+    except OSError as error:
+        _tell(f"error: {error}")
+        raise typer.Exit(REFUSED) from error
 
 
 @app.command()
 def generate(
     backend: Annotated[str, typer.Option(help="Name of the backend, as listed by `corelm backends`.")],
-    input: Annotated[Path, typer.Option(help="JSONL file or pipe with the prompts, in the format described above.")],
+    input: Annotated[
+        Path, typer.Option(help="JSONL file with the prompts, in the format described above; - is the standard input.")
+    ],
     output: Annotated[
         Path, typer.Option(help="JSONL file to append answers to. Prompts it already answers are skipped.")
     ],
@@ -80,7 +88,8 @@ def generate(
         list[str] | None,
         typer.Option(
             help="Option for the engine, as KEY=VALUE; VALUE is JSON or text. Can be repeated. Options are saved with "
-            "every answer, except those whose KEY ends in key, token, secret or password."
+            "every answer, without secrets: an option called a key, token, password or the like is left out, and texts "
+            "inside JSON are saved as a fingerprint."
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer. Default: 256.")] = None,
@@ -114,10 +123,12 @@ def generate(
     the answer.
 
     Exit code 1: some lines failed. For the output answers.jsonl, they are listed
-    in answers.errors.jsonl. 2: the command was refused. 3: the engine failed.
+    in answers.errors.jsonl. 2: the command was refused, or a file could not be
+    read or written. 3: the engine failed. 130: interrupted.
     """
     # The help shows these line breaks, so they fit into a terminal of 80 columns.
-    from corelm.cli.answering import Job
+    with interrupt_ends_process():
+        from corelm.cli.answering import Job
 
     sampling = {
         "max_new_tokens": max_new_tokens,
@@ -131,10 +142,13 @@ def generate(
     }
     options = _options(option or [])
     if base_url is not None:
+        if "base_url" in options:
+            raise typer.BadParameter("base_url is given more than once", param_hint="--base-url")
         options["base_url"] = base_url
     try:
         failed = Job(
-            source=input,
+            # On the command line, a dash usually means the standard input.
+            source=Path("/dev/stdin") if str(input) == "-" else input,
             target=output,
             backend=backend,
             model=model,
@@ -145,16 +159,49 @@ def generate(
             return_tokens=return_tokens,
             retry=retry,
             timeout=timeout,
-        ).run(Console(stderr=True, highlight=False))
+        ).run(Console(file=cast(IO[str], Messages()), highlight=False))
+    except KeyboardInterrupt:
+        _tell("interrupted", output)
+        raise typer.Exit(INTERRUPTED) from None
     except (EngineError, BackendTimeoutError) as error:
-        typer.echo(f"error: {error}", err=True)
-        if output.is_file() and output.stat().st_size:
-            typer.echo("Run the same command again to continue with the remaining prompts.", err=True)
+        _tell(f"error: {error}", output)
         raise typer.Exit(ENGINE_FAILED) from error
-    except (CoreLMError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except OSError as error:
+        _tell(f"error: {error}", output)
+        raise typer.Exit(REFUSED) from error
+    except CoreLMError as error:
+        _tell(f"error: {error}")
         raise typer.Exit(REFUSED) from error
     raise typer.Exit(SOME_FAILED if failed else 0)
+
+
+class Messages:
+    """The standard error, as a file that can always be written to.
+
+    Messages that cannot be shown are dropped: a run goes on when the program or the terminal that shows them is gone.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> int:
+        if sys.stderr is not None:
+            with suppress(OSError):
+                sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            with suppress(OSError):
+                sys.stderr.flush()
+
+
+def _tell(message: str, output: Path | None = None) -> None:
+    """Print a message to stderr, and how to continue if the output has answers already."""
+    # A message may repeat foreign text. Its further lines are indented, so that none passes for a message of ours.
+    print(printable(message, keep="\n").replace("\n", "\n  "), file=Messages())
+    if output is not None and output.is_file() and output.stat().st_size:
+        print("Run the same command again to continue with the remaining prompts.", file=Messages())
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
@@ -166,8 +213,12 @@ def _options(pairs: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--option")
         if key in NOT_OPTIONS:
             raise typer.BadParameter(f"{key} is not an engine option; {NOT_OPTIONS[key]}", param_hint="--option")
+        if key in options:
+            raise typer.BadParameter(f"{key} is given more than once", param_hint="--option")
         try:
-            options[key] = json.loads(value)
-        except ValueError:
+            options[key] = strict_json.loads(value)
+        except (ValueError, RecursionError) as error:
+            if value.startswith(("{", "[")):
+                raise typer.BadParameter(f"{key} is not valid JSON: {error}", param_hint="--option") from error
             options[key] = value
     return options

@@ -8,8 +8,10 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from corelm.backend.registry import scan
+from corelm.errors import printable
 
 _ENGINE = {True: "yes", False: "not installed", None: "unknown"}
 
@@ -18,7 +20,7 @@ def show(as_json: bool) -> None:
     """Print the backends to stdout, and distributions with unreadable metadata to stderr."""
     found = scan()
     for line in found.unreadable:
-        print(f"skipped, metadata cannot be read: {line}", file=sys.stderr)
+        print(f"skipped, metadata cannot be read: {printable(line)}", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(info) for info in found.backends], indent=2))
         return
@@ -29,7 +31,7 @@ def show(as_json: bool) -> None:
     for title in ("name", "distribution", "version", "core", "engine", "problem"):
         table.add_column(title, overflow="fold")
     for info in found.backends:
-        table.add_row(
+        row = (
             info.name,
             info.distribution,
             info.version,
@@ -37,6 +39,8 @@ def show(as_json: bool) -> None:
             _ENGINE[info.engine_available],
             info.problem or "",
         )
+        # `Text` keeps rich from reading markup in names that others chose.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         # A pipe has no width, and programs read it line by line: keep each row on one line.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
+from corelm.cli import strict_json
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Chat, Message
 
@@ -47,11 +48,19 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A line that failed, and why."""
+    """A line that failed.
+
+    Attributes:
+        line: line number, counted from 1, blank lines included.
+        id: the line's id; None if it could not be read.
+        error: why the line failed.
+        engine_failed: the engine failed while it answered this line, perhaps because of another line.
+    """
 
     line: int
     id: Id | None
     error: str
+    engine_failed: bool = False
 
 
 def count_lines(file: IO[bytes]) -> int | None:
@@ -78,7 +87,7 @@ def read_prompts(file: IO[bytes]) -> Iterator[Prompt | LineError]:
 
 def _parse(number: int, line: bytes) -> Prompt | LineError:
     try:
-        row = json.loads(line)
+        row = strict_json.loads(line)
         too_deep = _depth(row) > DEEPEST
     except ValueError as error:
         return LineError(number, None, f"not valid JSON: {error}")

@@ -1,0 +1,71 @@
+"""The settings saved with every answer, without the secrets among the engine options.
+
+A run compares these settings with those of the answers in the output, so a setting that may change an answer must be
+recognised, even where its value must not be saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from corelm.spec.sampling import SamplingParams
+
+#: Written instead of a secret.
+HIDDEN = "***"
+#: An option is a secret if its name ends like this.
+_SECRET_ENDINGS = ("key", "token")
+#: Texts are secrets after these endings too, but numbers are not: max_num_batched_tokens.
+_SECRET_TEXT_ENDINGS = ("keys", "tokens")
+#: An option is a secret if its name contains one of these.
+_SECRET_PARTS = ("secret", "passw", "passphrase", "pwd", "auth", "credential", "cookie", "bearer")
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+def recorded_settings(sampling: SamplingParams, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the settings saved with every answer, in JSON types. One file holds answers of one setting."""
+    settings: dict[str, Any] = {
+        **more,
+        "options": recorded_options(options),
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        **sampling.engine_parameters(),
+    }
+    if sampling.seed is not None:
+        settings["seed"] = sampling.seed
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
+def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine options as they are saved.
+
+    - An option whose name says that it is a secret is left out: it changes no answer, and may be replaced by another
+      between two runs. In a nested value, three asterisks stand for it.
+    - Any other text in a nested value is replaced by a fingerprint, because `headers`, `env` and the like hold secrets
+      under any name. Another text has another fingerprint.
+    - A user and password in a URL are replaced by three asterisks.
+    - Everything else is saved unchanged.
+    """
+    return {name: _recorded(value, nested=False) for name, value in options.items() if not _is_secret(name, value)}
+
+
+def _recorded(value: Any, *, nested: bool = True) -> Any:
+    if isinstance(value, dict):
+        return {key: HIDDEN if _is_secret(key, each) else _recorded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_recorded(each) for each in value]
+    if isinstance(value, str):
+        return _fingerprint(value) if nested else _USER_IN_URL.sub(f"{HIDDEN}@", value)
+    return value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    name = name.lower()
+    endings = _SECRET_ENDINGS + (_SECRET_TEXT_ENDINGS if isinstance(value, str) else ())
+    return name.endswith(endings) or any(part in name for part in _SECRET_PARTS)
+
+
+def _fingerprint(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"

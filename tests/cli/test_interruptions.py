@@ -1,0 +1,92 @@
+"""The `corelm` command in a separate process: Ctrl-C, a full disk, and a terminal that is gone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import LINES, rows, write_prompts, write_rows
+from helpers.processes import PATIENCE, wait_until
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write_prompts(tmp_path)
+
+
+def command(files: tuple[Path, Path], *more: object) -> list[str]:
+    always = ("--backend", "toy", "--input", files[0], "--output", files[1], "--max-new-tokens", 9, "--seed", 5)
+    return [sys.executable, "-m", "corelm", "generate", *map(str, always + more)]
+
+
+def test_an_interrupted_run_says_how_to_continue(files):
+    write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(5000)])
+    run = subprocess.Popen(command(files, "--batch-size", 1), stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: files[1].exists() and files[1].stat().st_size > 0)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 130
+    assert said.endswith("interrupted\nRun the same command again to continue with the remaining prompts.\n")
+    assert [row["line"] for row in rows(files[1])] == list(range(1, len(rows(files[1])) + 1))
+    assert sorted(path.name for path in files[1].parent.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
+
+
+def test_an_interrupt_while_libraries_are_imported_ends_the_command_quietly(files, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        f"""
+import pathlib, time
+pathlib.Path({str(tmp_path / "importing")!r}).touch()
+try:
+    time.sleep({PATIENCE})
+except KeyboardInterrupt:
+    raise ImportError("the library hides the interrupt")
+"""
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.Popen(command(files), stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert wait_until((tmp_path / "importing").exists)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=PATIENCE)[1] == "" and run.returncode == -signal.SIGINT
+
+
+def test_a_full_disk_leaves_whole_answers_and_the_run_goes_on_later(files):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    full = subprocess.run(command(files, "--batch-size", 1), capture_output=True, text=True, preexec_fn=limit)
+    assert full.returncode == 2 and f"File too large: '{files[1]}'" in full.stderr and "to continue" in full.stderr
+    assert 0 < len(rows(files[1])) < len(LINES)
+    assert subprocess.run(command(files), capture_output=True).returncode == 0
+    assert [row["line"] for row in rows(files[1])] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "broken pipe", "closed"])
+def test_a_run_does_not_need_its_messages_to_be_read(files, stderr):
+    with files[0].open("a") as file:
+        file.write("not json\n")
+    if stderr == "broken pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer) as target:
+            code = subprocess.run(command(files), stderr=target).returncode
+    elif stderr == "closed":
+        code = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command(files)]).returncode
+    else:
+        with open(stderr, "w") as target:
+            code = subprocess.run(command(files), stderr=target).returncode
+    assert code == 1 and len(rows(files[1])) == len(LINES)
+    assert len(rows(files[1].with_name("answers.errors.jsonl"))) == 1
+
+
+def test_a_list_that_cannot_be_printed_is_an_error():
+    with open("/dev/full", "w") as full:
+        listing = subprocess.run(
+            [sys.executable, "-m", "corelm", "backends"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert listing.returncode == 2 and "No space left" in listing.stderr and "Traceback" not in listing.stderr
