@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from corelm.containers.classes import LogProbs, Masks, Tokens
+from corelm.containers.keys import list_keys
 from corelm.errors import MissingKeyError, ProvenanceMismatchError
 from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
@@ -23,7 +24,7 @@ from corelm.validate import invalid
 try:
     from torchrl.envs.transforms import Transform
 
-    from corelm.interop.torchrl_history import from_torchrl, to_torchrl
+    from corelm.interop.torchrl_history import from_torchrl, to_torchrl, with_response
 except ImportError as error:
     raise ImportError(
         'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14,<0.15"'
@@ -36,7 +37,9 @@ class EnvPolicy(TensorDictModuleBase):
     """An `LLMPolicy` that answers in a TorchRL environment such as `ChatEnv`, alone or in an `LLMCollector`.
 
     It reads ``("history", "prompt")`` or ``("text", "prompt")`` as TorchRL wrote it and adds all containers. A history
-    is returned as TorchRL's, for the environment and its transforms. Sampled turns keep their ids in it (see
+    is returned as TorchRL's, for the environment and its transforms: the prompt as it was, placeholders included, and
+    the full history as the prompt followed by the response. Rows with different numbers of messages get placeholders
+    before the response, so that TorchRL's tool transforms can append to all of them. Sampled turns keep their ids (see
     `to_torchrl`), so the prompt of the next turn begins with the tokens of this one, id for id. All other containers
     are returned as the policy wrote them.
 
@@ -65,12 +68,23 @@ class EnvPolicy(TensorDictModuleBase):
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Answer the prompts, and write the containers into `tensordict`.
+
+        Raises:
+            MissingKeyError: the TensorDict lacks the prompts.
+        """
         mode = self.policy.options.input_mode
-        prompt = tensordict.get(mode).prompt
+        prompt = getattr(tensordict.get(mode, None), "prompt", None)
+        if prompt is None:
+            raise MissingKeyError(
+                f"the TensorDict has no {mode + '.prompt'!r}; it has: {list_keys(tensordict)}. Give ChatEnv "
+                "the input_mode of the policy",
+                field=f"{mode}.prompt",
+            )
         given = {mode: from_torchrl(prompt) if mode == "history" else prompt}
         out = self.policy(TensorDict(given, batch_size=tensordict.batch_size, device=tensordict.device))
         for name, value in out.items():
-            tensordict.set(name, to_torchrl(value) if name == "history" else value)
+            tensordict.set(name, with_response(prompt, value.response) if name == "history" else value)
         return tensordict
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tensordict import lazy_stack
 from torchrl.data import History as TheirHistory
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 
@@ -14,6 +15,9 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 
 PARTS = ("prompt", "response", "full")
+
+#: The role of TorchRL's empty messages, which make rows with different numbers of messages equally long.
+PLACEHOLDER = "<none>"
 
 
 def from_torchrl(history: Any) -> Any:
@@ -76,6 +80,19 @@ def to_torchrl(history: Any) -> Any:
     return TheirHistory.from_chats(level if history.ndim else level[0])
 
 
+def with_response(prompt: Any, response: History) -> TheirChatHistory:
+    """Return TorchRL's `ChatHistory` of prompts, ``[*batch, messages]`` or core's, and core's responses, ``[*batch]``.
+
+    TorchRL's prompts stay the same objects, placeholders included, and `full` extends them. Rows with different numbers
+    of messages get placeholders before the response, because TorchRL's transforms read the last message of all rows at
+    ``history[..., -1]`` and append along the last dimension.
+    """
+    asked, answer = to_torchrl(prompt), to_torchrl(response)
+    longest = max(row.shape[-1] for row in _conversations(asked))
+    full = _extended(asked, answer, longest)
+    return TheirChatHistory(prompt=asked, response=answer, full=full, batch_size=response.batch_size)
+
+
 class _ContentWithMessage(str):
     """The content of a message, and the message itself, if TorchRL's fields cannot represent all of it."""
 
@@ -128,12 +145,27 @@ def _our_fields(fields: dict[str, Any]) -> Message | dict[str, Any]:
     return {"role": fields["role"], "content": content, **{k: v for k, v in given.items() if v is not None}}
 
 
+def _conversations(history: TheirHistory) -> list[TheirHistory]:
+    """Return the conversations, each ``[messages]``, flat, in C order."""
+    return [history] if history.ndim == 1 else [row for part in history.unbind(0) for row in _conversations(part)]
+
+
+def _extended(prompt: TheirHistory, response: TheirHistory, length: int) -> TheirHistory:
+    """Return the prompts, filled up with placeholders to `length` messages, followed by the responses."""
+    if prompt.ndim > 1:
+        parts = zip(prompt.unbind(0), response.unbind(0), strict=True)
+        return lazy_stack([_extended(*part, length) for part in parts])
+    missing = length - prompt.shape[-1]
+    fill = [TheirHistory(role=PLACEHOLDER, content="") for _ in range(missing)]
+    return lazy_stack([*prompt.unbind(0), *fill, *response.unbind(0)])
+
+
 def _chats(history: TheirHistory) -> list[list[Message | dict[str, Any]]]:
-    """Return the conversations, flat, in C order."""
-    if history.ndim > 1:
-        return [chat for part in history.unbind(0) for chat in _chats(part)]
-    messages = history.tolist(tolist_first=True)
-    return [[_our_fields(fields) for fields in messages if fields["role"] != "<none>"]]
+    """Return the messages of every conversation, without placeholders, flat, in C order."""
+    return [
+        [_our_fields(fields) for fields in row.tolist(tolist_first=True) if fields["role"] != PLACEHOLDER]
+        for row in _conversations(history)
+    ]
 
 
 def _parts(history: Any, convert: Any) -> dict[str, Any]:
