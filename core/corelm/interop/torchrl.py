@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
@@ -91,6 +92,10 @@ class EnvPolicy(TensorDictModuleBase):
 class LossActor(TensorDictModuleBase):
     """An `LLMPolicy` as the `actor_network` of TorchRL's losses, which read the policy's output unchanged.
 
+    Other data needs ``tokens.full``, ``masks.all_attention_mask`` and ``log_probs.full``. With "sft", the response is
+    found by ``tokens.response`` if there is no ``masks.all_response_mask``, and all of it counts if there is no
+    ``log_probs.scored_mask``. The other strategies need their mask and the `scored_mask`.
+
     `GRPOLoss` and related losses ask for the distribution of ``tokens.full`` at the positions of the response
     (``masking_strategy="sft"``), of the assistant ("rlhf") or of all tokens ("generic"). Only tokens that were scored
     during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. `SFTLoss`
@@ -146,15 +151,17 @@ class LossActor(TensorDictModuleBase):
 
         Raises:
             CapabilityError: the engine returns no logits.
-            MissingKeyError: the policy's tokens, masks or log-probs are missing.
+            MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
         self._must_match(tensordict)
         batch = tensordict.batch_size
         tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
-        attention = Masks(all_attention_mask=_padded(tensordict, "masks", "all_attention_mask"), batch_size=batch)
-        counts = _padded(tensordict, "masks", mask) & _padded(tensordict, "log_probs", "scored_mask")
-        return self._tokens.get_dist(TensorDict({"tokens": tokens, "masks": attention}, batch_size=batch), counts)
+        attention = _padded(tensordict, "masks", "all_attention_mask").bool()
+        given = TensorDict(
+            {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
+        )
+        return self._tokens.get_dist(given, attention & _counted(tensordict, mask, attention.shape[-1]))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -214,11 +221,44 @@ def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
     return policy.replace(**changes, inplace=False)
 
 
+def _counted(tensordict: TensorDictBase, mask: str, width: int) -> Tensor:
+    """Return bool ``[*batch, width]``: the positions that the mask selects and that were scored during sampling."""
+    response = mask == "all_response_mask"
+    selected = _find_padded(tensordict, "masks", mask)
+    if selected is None and response:
+        # -1 is no id, so it marks the pads of rows. Dense responses are counted with their own pads.
+        answer = _find_padded(tensordict, "tokens", "response", padding_value=-1)
+        if answer is not None:
+            lengths = (answer >= 0).sum(-1, keepdim=True)
+            selected = torch.arange(width, device=answer.device) >= width - lengths
+    if selected is None:
+        derive = ", and no tokens.response to derive it from" if response else ""
+        raise _missing(f"masks.{mask}", f"{derive}; let an LLMPolicy write it, or set it: bool, as long as tokens.full")
+    scored = _find_padded(tensordict, "log_probs", "scored_mask")
+    if scored is not None:
+        return selected.bool() & scored.bool()
+    if response:
+        return selected.bool()
+    raise _missing(
+        "log_probs.scored_mask",
+        ", so it is not known which of the log-probs were scored; set it (bool, as long as tokens.full), or pass "
+        'masking_strategy="sft" to the loss, which counts the response',
+    )
+
+
 def _padded(tensordict: TensorDictBase, container: str, field: str) -> Tensor:
     """Return a field as a dense tensor; rows are padded on the left, as the losses pad the tokens."""
-    found = tensordict.get((container, field), None, as_padded_tensor=True, padding_side="left", padding_value=0)
-    if not isinstance(found, Tensor):
-        raise MissingKeyError(
-            f"the TensorDict has no {container}.{field}; run the LLMPolicy on it first", field=f"{container}.{field}"
-        )
+    found = _find_padded(tensordict, container, field)
+    if found is None:
+        raise _missing(f"{container}.{field}", "; run the LLMPolicy on it first")
     return found
+
+
+def _find_padded(tensordict: TensorDictBase, container: str, field: str, *, padding_value: int = 0) -> Tensor | None:
+    key = (container, field)
+    found = tensordict.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=padding_value)
+    return found if isinstance(found, Tensor) else None
+
+
+def _missing(field: str, what: str) -> MissingKeyError:
+    return MissingKeyError(f"the TensorDict has no {field}{what}", field=field)

@@ -1,4 +1,7 @@
-"""Convert conversations from and to TorchRL: there a row is a message, in a core `History` a row is a conversation."""
+"""Convert conversations from and to TorchRL: there a row is a message, in a core `History` a row is a conversation.
+
+TorchRL's `Text`, `Tokens` and `Masks` have the fields of core's, and are converted as well.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from typing import Any
 from tensordict import lazy_stack
 from torchrl.data import History as TheirHistory
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
+from torchrl.modules.llm.policies import Masks as TheirMasks
+from torchrl.modules.llm.policies import Text as TheirText
+from torchrl.modules.llm.policies import Tokens as TheirTokens
 
-from corelm.containers.classes import ChatHistory
+from corelm.containers.classes import ChatHistory, Masks, Text, Tokens
+from corelm.containers.field_access import flat
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 
 PARTS = ("prompt", "response", "full")
+MASKS = ("all_attention_mask", "all_assistant_mask")
 
 #: The role of TorchRL's empty messages, which make rows with different numbers of messages equally long.
 PLACEHOLDER = "<none>"
@@ -23,7 +31,9 @@ PLACEHOLDER = "<none>"
 def from_torchrl(history: Any) -> Any:
     """Convert a `History` of TorchRL, batch ``[*batch, messages]``, to a core `History` of batch ``[*batch]``.
 
-    A `ChatHistory` of TorchRL is converted part by part. A core `History` or `ChatHistory` is returned unchanged.
+    A `ChatHistory` of TorchRL is converted part by part. Its `Text`, `Tokens` and `Masks` become core's, in the same
+    layout. Core's own classes are returned unchanged. TorchRL's `LogProbs` are not converted: they do not say which
+    positions were scored.
 
     `role`, `content` and `tool_calls` are copied. The other fields that `to_torchrl` attached (sampled ids, names, …)
     are restored, unless the message was changed since. `tool_responses`, and `is_complete` if it is False, are stored
@@ -32,13 +42,17 @@ def from_torchrl(history: Any) -> Any:
     Raises:
         InvalidRequestError: the content of a message is not a string, or `history` is a single message or another type.
     """
-    if isinstance(history, (History, ChatHistory)):
+    if isinstance(history, (History, ChatHistory, Text, Tokens, Masks)):
         return history
     if isinstance(history, TheirChatHistory):
         return ChatHistory(**_parts(history, from_torchrl), batch_size=history.batch_size)
+    if isinstance(history, TheirText):
+        return Text(**_parts(history, _strings), batch_size=history.batch_size)
+    if isinstance(history, (TheirTokens, TheirMasks)):
+        return _tensors(history)
     if not isinstance(history, TheirHistory) or not history.ndim:
         raise InvalidRequestError(
-            "history: expected TorchRL's History, [*batch, messages], or its ChatHistory; "
+            "history: expected TorchRL's History, [*batch, messages], or its ChatHistory, Text, Tokens or Masks; "
             f"got {_type_and_batch(history)}",
             field="history",
         )
@@ -171,6 +185,20 @@ def _chats(history: TheirHistory) -> list[list[Message | dict[str, Any]]]:
 def _parts(history: Any, convert: Any) -> dict[str, Any]:
     found = {name: getattr(history, name) for name in PARTS}
     return {name: convert(part) for name, part in found.items() if part is not None}
+
+
+def _strings(value: Any) -> Any:
+    """Return a plain str, or plain lists of str. TorchRL's lists are tensordict's."""
+    return value if isinstance(value, str) else [_strings(item) for item in value]
+
+
+def _tensors(theirs: Any) -> Any:
+    """Return TorchRL's `Tokens` or `Masks` as core's, in the same layout. Rows without a mark are dense, as in core."""
+    cls, names = (Tokens, PARTS) if isinstance(theirs, TheirTokens) else (Masks, MASKS)
+    if theirs.ndim and not all(flat(theirs.padded)):
+        return lazy_stack([_tensors(row) for row in theirs.unbind(0)])
+    found = {name: value for name in names if (value := getattr(theirs, name)) is not None}
+    return cls(**found, padded=theirs.padded is not False, batch_size=theirs.batch_size)
 
 
 def _type_and_batch(value: Any) -> str:

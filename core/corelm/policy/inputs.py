@@ -291,7 +291,7 @@ class InputReader:
 
     def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
         key = ".".join(self.key(part))
-        return InvalidRequestError(f"{key}: expected {expected}, got {type(value).__name__}", field=key)
+        return InvalidRequestError(f"{key}: expected {expected}, got {_kind(value)}", field=key)
 
 
 def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
@@ -317,6 +317,17 @@ def _entry(td: TensorDictBase, key: NestedKey) -> Any:
         return td[key]
     except RuntimeError:
         return td.get(key, as_list=True)
+
+
+def _kind(value: Any) -> str:
+    """Return the name of the value's type, and how to convert it if it is TorchRL's."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torchrl":
+        return kind.__name__
+    return (
+        f"{kind.__name__} of {kind.__module__}; convert it with corelm.interop.torchrl.from_torchrl, "
+        "or give the policy to corelm.interop.torchrl.EnvPolicy"
+    )
 
 
 def _two_dimensional(tensor: Tensor) -> Tensor:

@@ -28,6 +28,14 @@ from corelm.tensors.ragged import Ragged
 
 Positions = Literal["attention", "assistant", "response"]
 
+#: Attributes of TorchRL's own policies.
+_READ_BY_TORCHRL = frozenset(
+    {
+        *("_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist", "log_probs_key", "generate"),
+        *("input_mode", "layout", "pad_output", "return_log_probs", "tokenizer"),
+    }
+)
+
 
 class LLMPolicy(TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
@@ -341,6 +349,18 @@ class LLMPolicy(TensorDictModuleBase):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Not an AttributeError: TorchRL asks with hasattr and getattr, and would go on with a wrong default.
+        if name in _READ_BY_TORCHRL:
+            raise validate.invalid(
+                "policy",
+                f"an LLMPolicy has no {name!r}, which TorchRL's losses and transforms read. Pass "
+                "corelm.interop.torchrl.LossActor(policy) to a loss; use RetrieveLogProb, RetrieveKL and "
+                "KLRewardTransform of corelm.kl, in a corelm.interop.torchrl.ModuleTransform, instead of TorchRL's. "
+                "The options of a policy are in policy.options, its tokenizer is policy.backend.tokenizer",
+            )
+        return super().__getattr__(name)
 
     def __reduce__(self) -> Any:
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
