@@ -53,6 +53,58 @@ def test_an_integer_mask_is_accepted_and_a_mask_of_another_shape_is_refused(back
         policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
 
 
+ROWS = [torch.tensor([72]), torch.tensor([72, 105, 111])]
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
+    nested = torch.nested.nested_tensor(ROWS, layout=layout)
+    policy = LLMPolicy(backend, input_mode="tokens", generate=generate, sampling_params=SAMPLING, inplace=False)
+    part = "prompt" if generate else "full"
+    given = [TensorDict(tokens=nested), TensorDict(tokens={part: nested})]
+    if layout == torch.jagged:  # tensordict does not take the other layout with a batch size
+        given.append(TensorDict(tokens=nested, batch_size=[2]))
+    for td in given:
+        out = policy(td)
+        assert tuple(out.batch_size) == (2,)
+        assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105, 111]]
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
+        torch.nested.nested_tensor([torch.zeros(1, 4).long(), torch.zeros(2, 4).long()], layout=torch.jagged),
+    ],
+    ids=["floats", "two dimensions"],
+)
+def test_a_nested_tensor_that_holds_no_rows_of_ids_is_refused_by_row(backend, nested):
+    with pytest.raises(InvalidRequestError, match="row 0: expected a list of token ids") as error:
+        LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=nested))
+    assert error.value.rows == (0, 1)
+
+
+def test_a_mask_of_rows_of_unequal_length_removes_the_pads(backend):
+    rows = [torch.tensor([256, 72]), torch.tensor([72, 105, 111])]
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
+    shown = [torch.tensor([False, True]), torch.tensor([True, True, True])]
+    nested = TensorDict(
+        {
+            "tokens": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            ("masks", "all_attention_mask"): torch.nested.nested_tensor(shown, layout=torch.jagged),
+        }
+    )
+    pairs = zip(rows, shown, strict=True)
+    stacked = lazy_stack([TensorDict({"tokens": ids, ("masks", "all_attention_mask"): mask}) for ids, mask in pairs])
+    for td in (nested, stacked):
+        assert corelm.ragged(policy(td), ("tokens", "full")).tolist() == [[72], [72, 105, 111]]
+    nested["masks", "all_attention_mask"] = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(InvalidRequestError, match=r"tokens\.full: row 0: 2 tokens, but a mask of 3") as error:
+        policy(nested)
+    assert error.value.rows == (0,) and error.value.field == "tokens.full"
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("generate", [True, False])
 def test_later_writes_to_the_input_do_not_change_the_output(backend, padded, generate):

@@ -20,7 +20,8 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
     """Return int64 rows.
 
     Args:
-        ids: a `Ragged`; a list of lists, tensors or arrays; or an integer tensor or array ``[rows, time]``.
+        ids: a `Ragged`; a list of lists, tensors or arrays; an integer tensor or array ``[rows, time]``; or a nested
+            tensor, which has one row per sequence.
         field: the argument's name, for errors.
 
     Raises:
@@ -28,6 +29,8 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
         ids = torch.as_tensor(ids)
+    if isinstance(ids, Tensor) and ids.is_nested:
+        ids = ids.unbind()
     if isinstance(ids, Tensor):
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")

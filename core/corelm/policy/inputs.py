@@ -214,18 +214,19 @@ class InputReader:
         if isinstance(container, Tokens):
             return self._own_tokens(td, container, part)
         key = ".".join(self.key(part))
-        if not isinstance(value, Tensor):
+        mask = _entry(td, (*key_parts(self.keys.masks), "all_attention_mask"))
+        if not isinstance(value, Tensor) or value.is_nested:
             ids = rows_of_ids(value, key)
-            return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
+            return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=_unmasked(ids, mask, key))
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
-        mask = td.get((*key_parts(self.keys.masks), "all_attention_mask"), None)
         if mask is None:
             # A bare tensor without a mask is taken to have no pads.
             mask = torch.ones_like(value, dtype=torch.bool)
-        if mask.shape != value.shape:
+        if not isinstance(mask, Tensor) or mask.shape != value.shape:
+            found = tuple(mask.shape) if isinstance(mask, Tensor) else "rows of unequal length"
             raise InvalidRequestError(
-                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {tuple(mask.shape)}", field=key
+                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {found}", field=key
             )
         # transformers writes masks as zeros and ones.
         mask = _two_dimensional(mask).to("cpu", torch.bool)
@@ -317,6 +318,21 @@ def _entry(td: TensorDictBase, key: NestedKey) -> Any:
         return td[key]
     except RuntimeError:
         return td.get(key, as_list=True)
+
+
+def _unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
+    """Return the ids on the CPU, without those that a mask of the same rows hides."""
+    ids = ids.to("cpu")
+    if mask is None:
+        return ids
+    shown = Ragged.from_list([torch.as_tensor(row).cpu() for row in mask], torch.bool)
+    lengths = zip(ids.lengths.tolist(), shown.lengths.tolist(), strict=False)
+    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
+    if len(shown) != len(ids):
+        problems = {len(shown): "no mask"} if len(shown) < len(ids) else {len(ids): "a mask, but no tokens"}
+    refuse(problems, field)
+    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shown.values.long())
+    return Ragged(ids.values[shown.values], counts)
 
 
 def _kind(value: Any) -> str:

@@ -27,7 +27,8 @@ class PolicyOptions:
 
     Attributes:
         input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to
-            generate and its ``full`` to score; a bare History, list of strings or token tensor at the top key is fine.
+            generate and its ``full`` to score. A bare History, list of strings or token tensor at the top key is fine;
+            a nested tensor has rows of unequal length.
         generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
