@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import corelm
-from corelm import LLMPolicy
+from corelm import LLMPolicy, merge_turns
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLRewardTransform, RetrieveKL
 from helpers import oracle
@@ -144,6 +144,21 @@ def test_a_rollout_of_texts(backend):
     td = rollout(env(input_mode="text"), LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING))
     assert td["text"].prompt[0][0] == "<|im_start|>user\nHello there, who are you?<|im_end|>\n<|im_start|>assistant\n"
     assert [turns[1] for turns in td["text"].prompt] == [turns[0] for turns in td["text"].full]
+
+
+def test_the_turns_of_a_rollout_are_merged_into_rows_that_the_losses_take(backend, model, trainer, trained):
+    td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING), turns=3)
+    merged = merge_turns(td.unbind(1))
+    assert merged.batch_size == (2,)
+    merged["advantage"] = torch.tensor([1.0, -0.5]).reshape(2, 1, 1)
+    terms = []
+    for row, advantage in zip(range(2), (1.0, -0.5), strict=True):
+        ids, counts = each(merged, "tokens", "full")[row], torch.tensor(each(merged, "log_probs", "scored_mask")[row])
+        assert counts.sum() == sum(len(said) for said in each(td[row], "tokens", "response"))
+        ratio = (oracle.logprobs(trained, ids) - oracle.logprobs(model, ids))[counts].exp()
+        terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained))(merged)
+    torch.testing.assert_close(out.loss_objective.detach(), torch.cat(terms).mean(), atol=1e-4, rtol=1e-4)
 
 
 # Tools ---------------------------------------------------------------------------------------------------------------
