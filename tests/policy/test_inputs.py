@@ -5,8 +5,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import History, LLMPolicy
-from corelm.errors import InvalidRequestError
+from corelm import History, LLMPolicy, Text
+from corelm.errors import InvalidRequestError, MissingKeyError
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
@@ -152,3 +152,62 @@ def test_results_are_ordinary_tensors_in_the_callers_inference_mode(backend, mod
         assert not tensor.is_inference()
         tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
     assert not batch.logprobs.values.is_inference()
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    expected = policy(TensorDict(text=QUESTIONS[:2]), seed=1)["text"]
+    for key, value in (
+        ("query", QUESTIONS[:2]),
+        (("data", "query"), QUESTIONS[:2]),
+        ("given", Text(prompt=QUESTIONS[:2], batch_size=[2])),
+        (("given", "prompt"), Text(prompt=QUESTIONS[:2], batch_size=[2])),
+    ):
+        entry = {key: value} if key != ("given", "prompt") else {"given": value}
+        for batch in ([], [2]):
+            td = TensorDict(entry, batch_size=batch)
+            reader = policy.replace(input_key=key)
+            out = reader(td, seed=1)
+            assert out is td and out["text"].prompt == expected.prompt and out["text"].response == expected.response
+            assert reader.in_keys == [key] and key in out.keys(True)
+    chats = History.from_chats([chat(question) for question in QUESTIONS[:2]])
+    read = LLMPolicy(backend, input_key="messages", sampling_params=SAMPLING)
+    out = read(TensorDict(messages=chats), seed=1)
+    assert isinstance(out["messages"], History) and out["history"].prompt.to_chats() == chats.to_chats()
+
+
+def test_a_batch_of_transformers_is_read_under_its_own_names(backend):
+    td = TensorDict(
+        input_ids=torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
+        batch_size=[2],
+    )
+    keys = {"input_key": "input_ids", "attention_mask_key": "attention_mask"}
+    out = LLMPolicy(backend, input_mode="tokens", generate=False, **keys)(td)
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
+    assert "input_ids" in out.keys() and "attention_mask" in out.keys()
+
+
+def test_a_policy_that_reads_something_else_forgets_the_key_of_its_input(backend):
+    policy = LLMPolicy(backend, input_mode="text", input_key="query", sampling_params=SAMPLING)
+    assert policy.replace(pad_output=True).options.input_key == "query"
+    # The query is a prompt, not a sequence to score.
+    scorer = policy.replace(generate=False)
+    assert scorer.options.input_key is None and scorer.in_keys == [("text", "full")]
+    assert policy.replace(input_mode="tokens").in_keys == [("tokens", "prompt")]
+    assert policy.replace(generate=False, input_key="texts").in_keys == ["texts"]
+    assert "log_probs" in scorer(policy(TensorDict(query=QUESTIONS[:2]))).keys()
+
+
+def test_missing_keys_of_the_input_and_of_the_mask_are_named(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", input_key="ids", attention_mask_key="mask")
+    with pytest.raises(MissingKeyError, match="no 'ids'; it has: other"):
+        policy(TensorDict(other=torch.zeros(2)))
+    with pytest.raises(MissingKeyError, match="no 'mask', which attention_mask_key names; it has: ids") as error:
+        policy(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
+    assert error.value.field == "attention_mask_key"
+    with pytest.raises(InvalidRequestError, match="text mode reads no mask"):
+        LLMPolicy(backend, input_mode="text", attention_mask_key="mask")

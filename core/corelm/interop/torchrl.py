@@ -216,7 +216,7 @@ class ModuleTransform(Transform):
 
 
 def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
-    if policy.options.keys != Keys():
+    if policy.options.keys != Keys() or policy.options.input_key is not None:
         raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
 

@@ -104,14 +104,22 @@ class InputReader:
 
     mode: InputMode
     keys: Keys = field(default_factory=Keys)
+    input_key: NestedKey | None = None
+    attention_mask_key: NestedKey | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefer_tokens: bool = True
 
+    @property
+    def top(self) -> NestedKey:
+        """The key of the container, or of the bare value, that is read."""
+        return getattr(self.keys, self.mode) if self.input_key is None else self.input_key
+
     def key(self, part: Part) -> tuple[str, ...]:
         """Return the key that is read, for example ``("history", "prompt")``."""
-        return (*key_parts(getattr(self.keys, self.mode)), part)
+        own = key_parts(self.top)
+        return (*own, part) if self.input_key is None else own
 
     def read(
         self,
@@ -191,7 +199,7 @@ class InputReader:
             # tensordict turns an empty list into an empty tensor.
             value = []
         texts, shape = _flatten(value)
-        container = td.get(self.keys.text, None)
+        container = td.get(self.top, None)
         if isinstance(container, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(container.batch_size)
@@ -210,11 +218,17 @@ class InputReader:
 
     def _tokens(self, td: TensorDictBase, part: Part) -> InputRows:
         value = self._value(td, part, bare=(Tensor, list))
-        container = _entry(td, self.keys.tokens)
+        container = _entry(td, self.top)
         if isinstance(container, Tokens):
-            return self._own_tokens(td, container, part)
+            return self._own_tokens(td, self.top, container, part)
         key = ".".join(self.key(part))
-        mask = _entry(td, (*key_parts(self.keys.masks), "all_attention_mask"))
+        mask_key = self.attention_mask_key
+        mask = _entry(td, (*key_parts(self.keys.masks), "all_attention_mask") if mask_key is None else mask_key)
+        if mask is None and mask_key is not None:
+            raise MissingKeyError(
+                f"the TensorDict has no {mask_key!r}, which attention_mask_key names; it has: {list_keys(td)}",
+                field="attention_mask_key",
+            )
         if not isinstance(value, Tensor) or value.is_nested:
             ids = rows_of_ids(value, key)
             return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=_unmasked(ids, mask, key))
@@ -240,22 +254,22 @@ class InputReader:
             return rows
         if tokens.padded and td.get(self.keys.masks, None) is None:
             return rows
-        own = self._own_tokens(td, tokens, "full")
+        own = self._own_tokens(td, self.keys.tokens, tokens, "full")
         same = torch.equal(own.ids.lengths, rows.ids.lengths) and torch.equal(own.ids.values, rows.ids.values)
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
 
-    def _own_tokens(self, td: TensorDictBase, tokens: Tokens, part: Part) -> InputRows:
+    def _own_tokens(self, td: TensorDictBase, top: NestedKey, tokens: Tokens, part: Part) -> InputRows:
         """Read `Tokens`. The sequences keep their split and, if dense, their columns."""
 
         def read(key: NestedKey, name: str) -> Ragged:
             return ragged(td, (*key_parts(key), name), masks=self.keys.masks).to("cpu")
 
         shape = _batch(td, tuple(tokens.batch_size), self.key(part))
-        rows = InputRows(batch_size=shape, ids=read(self.keys.tokens, part))
+        rows = InputRows(batch_size=shape, ids=read(top, part))
         if part == "prompt":
             return rows
         split = tokens.prompt is not None
-        lengths = read(self.keys.tokens, "prompt").lengths if split else None
+        lengths = read(top, "prompt").lengths if split else None
         masks = td.get(self.keys.masks, None)
         columns = None
         if tokens.padded:
@@ -268,8 +282,7 @@ class InputReader:
 
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """Return the container's `part`, or the bare value at the container's own key."""
-        top = getattr(self.keys, self.mode)
-        value = _entry(td, top)
+        value = _entry(td, self.top)
         if value is None:
             raise MissingKeyError(
                 f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}",
@@ -285,7 +298,7 @@ class InputReader:
             raise self._wrong(part, f"{self.mode} or a container of it", value)
         if found is None:
             raise MissingKeyError(
-                f"{top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
+                f"{self.top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
                 field=".".join(self.key(part)),
             )
         return found

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -78,6 +78,8 @@ class LLMPolicy(TensorDictModuleBase):
         self._reader = InputReader(
             mode=options.input_mode,
             keys=options.keys,
+            input_key=options.input_key,
+            attention_mask_key=options.attention_mask_key,
             chat_template=options.chat_template,
             template_kwargs=options.template_kwargs,
             tokenizer_kwargs=options.tokenizer_kwargs,
@@ -215,8 +217,7 @@ class LLMPolicy(TensorDictModuleBase):
             raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
         if self.options.writes_in_place is False or tuple(td.batch_size) == batch_size:
             return
-        read = getattr(self.options.keys, self.options.input_mode)
-        rest = td.exclude(read) if self.options.writes_in_place is True else td.empty()
+        rest = td.exclude(*self._replaced_keys) if self.options.writes_in_place is True else td.empty()
         try:
             rest.batch_size = torch.Size(batch_size)
         except RuntimeError as error:
@@ -224,6 +225,12 @@ class LLMPolicy(TensorDictModuleBase):
                 "inplace",
                 f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
             ) from error
+
+    @property
+    def _replaced_keys(self) -> list[NestedKey]:
+        """The key of a bare input, which the container that holds the input replaces."""
+        options = self.options
+        return [getattr(options.keys, options.input_mode)] if options.input_key is None else []
 
     def _deliver(self, td: TensorDictBase, request: ContainerRequest) -> TensorDictBase:
         """Put the containers under the policy's keys, where `inplace` says."""
@@ -236,8 +243,7 @@ class LLMPolicy(TensorDictModuleBase):
         else:
             out = td if self.options.writes_in_place is True else td.empty()
             if tuple(out.batch_size) != tuple(request.batch_size):
-                # The container that holds the input replaces the bare input.
-                out.exclude(getattr(self.options.keys, self.options.input_mode), inplace=True)
+                out.exclude(*self._replaced_keys, inplace=True)
                 out.batch_size = torch.Size(request.batch_size)
         for name, value in made.items():
             out.set(getattr(self.options.keys, name, name), value)

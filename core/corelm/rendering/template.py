@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from corelm.errors import TemplateError
+from corelm.rendering.chatml import named_template
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -74,11 +75,13 @@ class Template:
         """Return the given template, else the tokenizer's own.
 
         Args:
-            chat_template: jinja text, or the name of one of the tokenizer's templates.
+            chat_template: jinja text, the name of one of the tokenizer's templates, or "chatml".
 
         Raises:
-            TemplateError: no template was given, and the tokenizer has none.
+            TemplateError: no template was given, and the tokenizer has none; or no template has the given name.
         """
+        if chat_template is not None:
+            chat_template = named_template(chat_template, getattr(tokenizer, "chat_template", None))
         if not hasattr(tokenizer, "chat_template"):
             return cls(tokenizer, chat_template, kwargs)
         own = tokenizer.chat_template
@@ -89,7 +92,8 @@ class Template:
             source = own if chat_template is None else chat_template
         if source is None:
             raise TemplateError(
-                "the tokenizer has no chat template; pass chat_template= (jinja), or use input_mode='text' or 'tokens'"
+                "the tokenizer has no chat template; pass chat_template= (jinja, or 'chatml' for the usual one), or "
+                "use input_mode='text' or 'tokens'"
             )
         return cls(tokenizer, source, kwargs)
 
