@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import History, LLMPolicy, Text
+from corelm import History, LLMPolicy, Masks, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
@@ -189,6 +189,56 @@ def test_a_batch_of_transformers_is_read_under_its_own_names(backend):
     out = LLMPolicy(backend, input_mode="tokens", generate=False, **keys)(td)
     assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
     assert "input_ids" in out.keys() and "attention_mask" in out.keys()
+
+
+IDS, ATTENTION = torch.tensor([[256, 72], [72, 105]]), torch.tensor([[0, 1], [1, 1]])
+
+
+def jagged(values):
+    rows = [row[mask.bool()] for row, mask in zip(values, ATTENTION, strict=True)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("part", ["prompt", "full"])
+@pytest.mark.parametrize(
+    ("tokens", "masks"),
+    [
+        (IDS, {"attention_mask": ATTENTION}),
+        (IDS, {"masks": TensorDict(all_attention_mask=ATTENTION, batch_size=[2])}),
+        (IDS, {"masks": Masks(all_attention_mask=ATTENTION, batch_size=[2])}),
+        (jagged(IDS), {"masks": Masks(all_attention_mask=jagged(ATTENTION), batch_size=[2])}),
+    ],
+    ids=["its own key", "plain", "container", "nested"],
+)
+@pytest.mark.parametrize("stacked", [False, True], ids=["batch", "lazy stack"])
+def test_a_tokens_container_is_read_with_every_form_of_mask(backend, part, tokens, masks, stacked):
+    key = "attention_mask" if "attention_mask" in masks else None
+    policy = LLMPolicy(
+        backend,
+        input_mode="tokens",
+        generate=part == "prompt",
+        attention_mask_key=key,
+        sampling_params=SAMPLING,
+        inplace=False,
+    )
+    td = TensorDict({"tokens": Tokens(**{part: tokens}, batch_size=[2]), **masks}, batch_size=[2])
+    td = td.to_lazystack(0) if stacked else td
+    out = policy(td)
+    assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105]]
+    assert tuple(policy(td[1]).batch_size) == ()
+
+
+def test_a_tokens_container_with_a_nested_tensor_needs_no_mask(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
+    out = policy(TensorDict(tokens=Tokens(prompt=jagged(IDS), batch_size=[2])))
+    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [[72], [72, 105]]
+
+
+def test_a_mask_for_tokens_in_rows_of_unequal_length_is_refused(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="attention_mask")
+    rows = lazy_stack([Tokens(prompt=row, padded=False) for row in ROWS])
+    with pytest.raises(InvalidRequestError, match="have no pads; leave their attention mask out"):
+        policy(TensorDict(tokens=rows, attention_mask=torch.ones(2, 3), batch_size=[2]))
 
 
 def test_a_policy_that_reads_something_else_forgets_the_key_of_its_input(backend):

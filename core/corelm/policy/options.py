@@ -53,7 +53,7 @@ class PolicyOptions:
         keys: where the containers are read and written.
         input_key: where the input is read, if not under the key of its container: a container, or a bare value such as
             the strings of a data set. It stays where it is.
-        attention_mask_key: where the mask of a bare token tensor is, such as ``"attention_mask"``; by default
+        attention_mask_key: where the mask of the tokens is, such as ``"attention_mask"``; by default
             ``all_attention_mask`` of the masks.
         chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or "chatml"; None
             for the tokenizer's own.
