@@ -25,9 +25,9 @@ def models():
     return [tiny_model(seed=seed) for seed in range(3)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def backend(models):
-    with corelm.get_backend("transformers", tiny_model(seed=0), tokenizer=tiny_tokenizer()) as opened:
+    with corelm.get_backend("transformers", models[0], tokenizer=tiny_tokenizer()) as opened:
         yield opened
 
 
@@ -72,11 +72,13 @@ def test_a_row_has_the_log_probs_of_the_sampled_tokens_of_every_turn(backend, mo
     assert list(row["weight_versions"]) == [("0",) * turns] * 2
 
 
-def test_every_turn_keeps_the_numbers_and_the_version_of_the_weights_that_sampled_it(backend, models):
-    def train(turn):
-        backend.update_weights(models[turn + 1].state_dict(), version=f"step {turn + 1}")
+def test_every_turn_keeps_the_numbers_and_the_version_of_the_weights_that_sampled_it(models):
+    with corelm.get_backend("transformers", tiny_model(seed=0), tokenizer=tiny_tokenizer()) as backend:
 
-    results = converse(LLMPolicy(backend, sampling_params=SAMPLING), 2, between=train)
+        def train(turn):
+            backend.update_weights(models[turn + 1].state_dict(), version=f"step {turn + 1}")
+
+        results = converse(LLMPolicy(backend, sampling_params=SAMPLING), 2, between=train)
     row = merge_turns(results)
     assert list(row["weight_versions"]) == [("0", "step 1")] * 2
     assert row["log_probs"].provenance.weight_version == "0, step 1"
@@ -108,6 +110,12 @@ def test_tokens_without_log_probs_can_be_merged(backend):
     row = merge_turns(converse(LLMPolicy(backend, sampling_params=SAMPLING, return_log_probs=False), 2))
     assert set(row.keys()) == {"tokens", "masks"}
     assert sum(map(sum, rows(row, "masks", "all_assistant_mask"))) > 0
+
+
+def test_the_result_is_on_the_device_of_the_turns(backend):
+    results = converse(LLMPolicy(backend, sampling_params=SAMPLING, device="cpu"), 2)
+    row = merge_turns(results)
+    assert row.device == results[0].device == torch.device("cpu")
 
 
 def test_an_empty_batch_is_merged_to_an_empty_batch(backend):
@@ -144,6 +152,14 @@ def with_tokens(td, row, position):
     return td
 
 
+def with_log_probs_of_unknown_origin(td, row):
+    """Return the turn without the provenance of one row."""
+    parts = list(td.clone().unbind(0))
+    plain = parts[row]["log_probs"]
+    parts[row]["log_probs"] = LogProbs(full=plain.full, scored_mask=plain.scored_mask, padded=False)
+    return lazy_stack(parts)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -170,4 +186,8 @@ def test_log_probs_of_different_distributions_are_refused_with_the_row(backend):
         ProvenanceMismatchError, match=r"row 0: raw at temperature 1\.0 .* processed at temperature 0\.5"
     ):
         merge_turns([one, hot])
+    unlabelled = with_log_probs_of_unknown_origin(hot, row=0)
+    with pytest.raises(ProvenanceMismatchError, match=r"row 1: raw at temperature 1\.0") as error:
+        merge_turns([one, unlabelled])
+    assert "row 0" not in str(error.value)
     assert isinstance(merge_turns([one, two])["log_probs"], LogProbs)

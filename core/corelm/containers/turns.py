@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corelm.containers.assemble import assemble, non_tensors
 from corelm.containers.classes import LogProbs, Tokens, ragged
-from corelm.containers.field_access import rows
+from corelm.containers.field_access import data_of, rows
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance
@@ -79,7 +79,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
             scored[here[counts]] = True
             logprobs[here[counts]] = turn.logprobs.values[counts]
     has_log_probs = first.logprobs is not None
-    if any((turn.logprobs is not None) is not has_log_probs for turn in read):
+    if not all((turn.logprobs is not None) is has_log_probs for turn in read):
         raise MissingKeyError("only some turns have log_probs; sample all of them with the same return_log_probs")
     provenance = _common_provenance(read) if has_log_probs else None
     answer = full.slice(first.prompt_lengths, full.lengths)
@@ -98,7 +98,8 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
     if has_log_probs:
         versions = zip(*(turn.weight_versions for turn in read), strict=True)
         out.set("weight_versions", non_tensors(list(versions), shapes[0]))
-    return out
+    device = turns[0].device
+    return out if device is None else out.to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,9 +147,10 @@ class _Turn:
 
 def _by_row(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
     found = log_probs.provenance
-    if not isinstance(found, tuple):
-        return (found,) * count
-    return tuple(row.provenance for row in rows(log_probs))
+    # A container reads as labelled if one of its rows is.
+    if isinstance(found, tuple) or None in data_of(log_probs._tensordict, "provenance"):
+        return tuple(row.provenance for row in rows(log_probs))
+    return (found,) * count
 
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
@@ -171,21 +173,25 @@ def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
 
 
 def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance, ...] | None:
-    """Return the provenance of every row, or one for all rows. All turns of a row must be of one distribution."""
+    """Return the provenance of every row, or one for all rows; None if that of a turn is not known.
+
+    All turns of a row whose provenance is known must be of one distribution.
+    """
     by_row = list(zip(*(turn.provenances for turn in turns), strict=True))
     problems = {}
     merged = []
     for row, found in enumerate(by_row):
         known = [one for one in found if one is not None]
-        if len(known) < len(found):
-            return None
         if not all(one.matches(known[0]) for one in known):
             problems[row] = ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
-        versions = dict.fromkeys(one.weight_version for one in known)
-        merged.append(replace(known[-1], weight_version=", ".join(versions)))
+        if len(known) == len(found):
+            versions = dict.fromkeys(one.weight_version for one in known)
+            merged.append(replace(known[-1], weight_version=", ".join(versions)))
     if problems:
         raise ProvenanceMismatchError(
             f"the log-probs of the turns are of different distributions: {spelled_out(problems)}; sample every turn "
             'with the same sampling parameters, or with log_probs_mode="raw"'
         )
+    if len(merged) < len(by_row):
+        return None
     return tuple(merged) if len({*merged}) > 1 else next(iter(merged), None)

@@ -92,15 +92,15 @@ class EnvPolicy(TensorDictModuleBase):
 class LossActor(TensorDictModuleBase):
     """An `LLMPolicy` as the `actor_network` of TorchRL's losses, which read the policy's output unchanged.
 
-    Other data needs ``tokens.full``, ``masks.all_attention_mask`` and ``log_probs.full``. With "sft", the response is
-    found by ``tokens.response`` if there is no ``masks.all_response_mask``, and all of it counts if there is no
-    ``log_probs.scored_mask``. The other strategies need their mask and the `scored_mask`.
-
     `GRPOLoss` and related losses ask for the distribution of ``tokens.full`` at the positions of the response
     (``masking_strategy="sft"``), of the assistant ("rlhf") or of all tokens ("generic"). Only tokens that were scored
     during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. `SFTLoss`
     calls the actor and gets the log-probs of ``history.full``, one row per sample; its masks must be rows too
     (``pad_output=False``).
+
+    Other data needs ``tokens.full``, ``masks.all_attention_mask`` and ``log_probs.full``. With "sft", the response is
+    found by ``tokens.response`` if there is no ``masks.all_response_mask``, and all of it counts if there is no
+    ``log_probs.scored_mask``. The other strategies need their mask and the `scored_mask`.
 
     Args:
         policy: its engine must support gradients and, for `GRPOLoss`, logits. Its `log_probs_mode` must be that of
