@@ -278,6 +278,12 @@ def test_an_argument_of_another_kind_is_refused_with_its_name(call, field):
     assert error.value.field == field
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_ids_may_be_a_nested_tensor(layout):
+    rows = [torch.tensor([1, 3]), torch.tensor([4])]
+    assert fake().generate(torch.nested.nested_tensor(rows, layout=layout), SHORT).ids.tolist() == [[3, 3], [4, 4]]
+
+
 def test_ids_may_be_arrays():
     assert fake().generate(np.array([[1, 3], [4, 5]]), SHORT).ids.tolist() == [[3, 3], [5, 5]]
     assert fake().generate([np.array([1, 3]), [np.int64(4)]], SHORT).ids.tolist() == [[3, 3], [4, 4]]

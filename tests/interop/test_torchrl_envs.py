@@ -1,13 +1,15 @@
 """An `LLMPolicy` in TorchRL's environments and its collector, with a real model."""
 
+import itertools
+
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import corelm
-from corelm import LLMPolicy
-from corelm.errors import InvalidRequestError
+from corelm import LLMPolicy, merge_turns
+from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLRewardTransform, RetrieveKL
 from helpers import oracle
 from helpers.tiny_models import tiny_tokenizer
@@ -19,7 +21,10 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.llm import History as TheirHistory
 from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms import ExecuteToolsInOrder, ToolRegistry
+from torchrl.envs.llm.transforms.tools import ToolCall, ToolTransformBase
 from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
+from torchrl.modules.llm.policies import ChatHistory
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
 
 from corelm.interop.torchrl import EnvPolicy, LossActor, ModuleTransform, from_torchrl
@@ -141,6 +146,98 @@ def test_a_rollout_of_texts(backend):
     assert [turns[1] for turns in td["text"].prompt] == [turns[0] for turns in td["text"].full]
 
 
+def test_the_turns_of_a_rollout_are_merged_into_rows_that_the_losses_take(backend, model, trainer, trained):
+    td = rollout(env(Ask()), LLMPolicy(backend, sampling_params=SAMPLING), turns=3)
+    merged = merge_turns(td.unbind(1))
+    assert merged.batch_size == (2,)
+    merged["advantage"] = torch.tensor([1.0, -0.5]).reshape(2, 1, 1)
+    terms = []
+    for row, advantage in zip(range(2), (1.0, -0.5), strict=True):
+        ids, counts = each(merged, "tokens", "full")[row], torch.tensor(each(merged, "log_probs", "scored_mask")[row])
+        assert counts.sum() == sum(len(said) for said in each(td[row], "tokens", "response"))
+        ratio = (oracle.logprobs(trained, ids) - oracle.logprobs(model, ids))[counts].exp()
+        terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained))(merged)
+    torch.testing.assert_close(out.loss_objective.detach(), torch.cat(terms).mean(), atol=1e-4, rtol=1e-4)
+
+
+# Tools ---------------------------------------------------------------------------------------------------------------
+
+
+class Weather:
+    """A tool for `ExecuteToolsInOrder`."""
+
+    name, schema_in, schema_out = "weather", {}, {}
+
+    def __call__(self, **_):
+        return {"sky": "clear"}
+
+
+class Results(ToolTransformBase):
+    """TorchRL's base of its tool transforms; at turn t, row r gets ``plan[t][r]`` results."""
+
+    def __init__(self, plan):
+        super().__init__()
+        self.plan = [list(turn) for turn in plan]
+
+    def _process_batch_item(self, content, index):
+        return ["sunny"] * self.plan[0][index] or None
+
+    def _process_tensordict(self, next_tensordict):
+        out = super()._process_tensordict(next_tensordict)
+        self.plan.pop(0)
+        return out
+
+
+def every_second_answer_calls_a_tool():
+    answers = itertools.count()
+
+    def parse(response):
+        calls = [] if next(answers) % 2 else [ToolCall("weather", {})]
+        return {"text": response, "calls": calls, "meta": {}}
+
+    return parse
+
+
+TOOLS = {
+    "in order": lambda: ExecuteToolsInOrder(ToolRegistry([Weather()]), every_second_answer_calls_a_tool()),
+    "one row at a time": lambda: Results([(1, 0), (0, 2), (3, 1)]),
+    "none, then all": lambda: Results([(0, 0), (1, 1), (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("tools", TOOLS.values(), ids=TOOLS)
+def test_torchrls_tools_work_if_only_some_rows_call_one(backend, tools):
+    td = rollout(env(tools()), LLMPolicy(backend, sampling_params=SAMPLING), turns=3)
+    assert td.batch_size == (2, 3)
+    tokenizer = tiny_tokenizer()
+    for row in range(2):
+        for turn in range(3):
+            one = td[row, turn]
+            history = one["history"]
+            (full,) = each(one, "tokens", "full")
+            # What TorchRL itself would send to a model: it leaves its placeholders out.
+            shown = history.prompt.apply_chat_template(tokenizer=tokenizer)
+            assert one["text"].prompt == shown
+            assert history.full.role[: len(history.prompt.role)] == history.prompt.role
+            assert history.full[-1].role == "assistant" and history.full[-1].content == one["text"].response
+            if turn < 2:
+                (after,) = each(td[row, turn + 1], "tokens", "prompt")
+                assert after[: len(full)] == full and len(after) > len(full), "id for id"
+    roles = {role for turns in td["next", "history"].prompt.role for chat in turns for role in chat}
+    assert roles == {"user", "assistant", "tool", "<none>"}
+
+
+def test_conversations_of_different_lengths_get_placeholders_before_the_answer(backend):
+    asked = {"role": "user", "content": "Hi"}
+    chats = [[{"role": "system", "content": "Be brief."}, asked], [asked]]
+    td = TensorDict(history=ChatHistory(prompt=TheirHistory.from_chats(chats), batch_size=[2]), batch_size=[2])
+    full = EnvPolicy(LLMPolicy(backend, sampling_params=SAMPLING))(td)["history"].full
+    assert full.role == [["system", "user", "assistant"], ["user", "<none>", "assistant"]]
+    question = TheirHistory(role=["user"] * 2, content=["And then?"] * 2, batch_size=[2])
+    assert full.append(question, inplace=False)[..., -1].role == ["user", "user"]
+
+
 # KL modules as transforms --------------------------------------------------------------------------------------------
 
 
@@ -220,3 +317,9 @@ def test_training_on_one_batch_of_a_collector(backend, model):
 def test_policies_that_do_not_fit_an_environment_are_refused(backend, options, message):
     with pytest.raises(InvalidRequestError, match=message):
         EnvPolicy(LLMPolicy(backend, **options))
+
+
+def test_prompts_under_another_mode_are_named(backend):
+    start = env(input_mode="text").reset(TensorDict(query=QUESTIONS, batch_size=[2]))
+    with pytest.raises(MissingKeyError, match=r"no 'history\.prompt'; it has: .*text\.prompt.*input_mode"):
+        EnvPolicy(LLMPolicy(backend))(start)

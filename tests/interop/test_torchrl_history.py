@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from corelm import ChatHistory, History
+from corelm import ChatHistory, History, LLMPolicy, Masks, Text, Tokens, get_backend, ragged
 from corelm.errors import InvalidRequestError
 from helpers.tiny_models import tiny_tokenizer
 from helpers.torchrl import skip_without_torchrl
@@ -18,6 +18,9 @@ skip_without_torchrl()
 from torchrl.data.llm import History as TheirHistory
 from torchrl.data.llm.history import ContentBase
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
+from torchrl.modules.llm.policies import Masks as TheirMasks
+from torchrl.modules.llm.policies import Text as TheirText
+from torchrl.modules.llm.policies import Tokens as TheirTokens
 
 from corelm.interop.torchrl import from_torchrl, to_torchrl
 
@@ -129,6 +132,61 @@ def test_a_history_of_the_target_library_is_returned_unchanged():
     ours = History.from_chats([PLAIN])
     theirs = to_torchrl(ours)
     assert from_torchrl(ours) is ours and to_torchrl(theirs) is theirs
+
+
+ROWS = [[5, 6, 7], [8]]
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        lazy_stack([TheirTokens(full=torch.tensor(row), padded=False) for row in ROWS]),
+        TheirTokens(full=torch.tensor([[5, 6, 7], [0, 0, 8]]), padded=True, batch_size=[2]),
+        TheirTokens(full=torch.tensor([[5, 6, 7], [0, 0, 8]]), batch_size=[2]),
+        lazy_stack([lazy_stack([TheirTokens(full=torch.tensor(row), padded=False) for row in ROWS])]),
+    ],
+    ids=["rows", "dense", "unmarked", "nested"],
+)
+def test_tokens_and_masks_are_converted_in_their_layout(theirs):
+    mask = torch.tensor([[True] * 3, [False, False, True]])
+    masks = from_torchrl(TheirMasks(all_attention_mask=mask, padded=True, batch_size=[2]))
+    td = TensorDict(tokens=from_torchrl(theirs), masks=masks)
+    assert isinstance(td["tokens"], Tokens) and isinstance(masks, Masks) and td["tokens"].prompt is None
+    assert td["tokens"].padded is (theirs.padded is True or theirs.padded is None)
+    assert td["tokens"].batch_size == theirs.batch_size
+    assert ragged(td, ("tokens", "full")).tolist() == ROWS
+
+
+@pytest.mark.parametrize(
+    ("given", "batch"), [("Hi", ()), (["Hi", "Ho"], (2,)), ([["Hi"], ["Ho"]], (2, 1))], ids=["0", "1", "2"]
+)
+def test_texts_are_converted(given, batch):
+    text = from_torchrl(TheirText(prompt=given, batch_size=batch))
+    assert isinstance(text, Text) and text.prompt == given and text.full is None and text.batch_size == batch
+
+
+THEIR_PROMPT = TheirHistory.from_chats([[asked("Hi")]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [
+        ("history", THEIR_PROMPT),
+        ("history", TheirChatHistory(prompt=THEIR_PROMPT, batch_size=[1])),
+        ("history", TensorDict(prompt=THEIR_PROMPT)),
+        ("text", TheirText(prompt=["Hi"], batch_size=[1])),
+        ("tokens", lazy_stack([TheirTokens(prompt=torch.tensor([72, 105]), padded=False)])),
+    ],
+    ids=["History", "ChatHistory", "a nested History", "Text", "Tokens"],
+)
+def test_a_policy_names_torchrls_containers_and_takes_them_converted(mode, given):
+    with get_backend("toy") as backend:
+        policy = LLMPolicy(backend, input_mode=mode, sampling_params={"max_new_tokens": 3}, inplace=False)
+        with pytest.raises(InvalidRequestError, match=r"got \w+ of torchrl\..*corelm\.interop\.torchrl\.from_torchrl"):
+            policy(TensorDict({mode: given}))
+        prompt = given["prompt"] if isinstance(given, TensorDict) else given
+        out = policy(TensorDict({mode: from_torchrl(prompt)}))
+        assert len(out["tokens"].response) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,29 @@
 """TorchRL's losses read the policy's output unchanged; values and gradients are checked against the formulas."""
 
+import re
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.errors import InvalidRequestError, ProvenanceMismatchError
+from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import RetrieveLogProb
 from corelm.policy.inputs import Keys
 from helpers import oracle
+from helpers.tiny_models import tiny_tokenizer
 from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
 
+from torchrl.envs.llm.transforms import KLRewardTransform as TheirKLRewardTransform
+from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
 
-from corelm.interop.torchrl import LossActor, ModuleTransform
+from corelm.interop.torchrl import LossActor, ModuleTransform, from_torchrl, to_torchrl
 
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]
@@ -234,11 +241,76 @@ def test_log_probs_of_another_distribution_are_refused(backend, trainer, trained
     torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_missing_container_is_named(backend, trainer):
+@pytest.mark.parametrize(
+    ("strategy", "missing"),
+    [("sft", "masks.all_response_mask"), ("rlhf", "masks.all_assistant_mask"), ("rlhf", "log_probs.scored_mask")],
+)
+def test_a_missing_field_is_named_together_with_the_remedy(backend, trainer, strategy, missing):
     td = rollout(backend, False)
-    td["masks"] = td["masks"].select("all_attention_mask")
-    with pytest.raises(KeyError, match=r"masks\.all_response_mask"):
-        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+    td["tokens"] = td["tokens"].select("full")
+    container, field = missing.split(".")
+    td[container] = type(td[container]).from_tensordict(td[container]._tensordict.exclude(field))
+    with pytest.raises(MissingKeyError, match=f"no {re.escape(missing)}.*set it") as error:
+        GRPOLoss(LossActor(LLMPolicy(trainer)), masking_strategy=strategy)(td)
+    assert error.value.field == missing
+
+
+@LAYOUTS
+@pytest.mark.parametrize("plain", [False, True], ids=["containers", "plain TensorDicts"])
+def test_grpo_reads_data_that_torchrls_own_policy_wrote(model, trainer, trained, pad, plain):
+    torch.manual_seed(0)
+    wrapper = TransformersWrapper(
+        model, tokenizer=tiny_tokenizer(), pad_output=pad, generate_kwargs={"max_new_tokens": 7, "do_sample": True}
+    )
+    prompt = to_torchrl(History.from_chats(CHATS))
+    td = advantaged(wrapper(TensorDict(history=TheirChatHistory(prompt=prompt, batch_size=[2]), batch_size=[2])))
+    ours = TensorDict({name: from_torchrl(td[name]) for name in ("tokens", "masks")}, batch_size=[2])
+    ids = corelm.ragged(ours, ("tokens", "full")).tolist()
+    lengths = corelm.ragged(ours, ("tokens", "response")).lengths.tolist()
+    assert len(set(map(len, ids))) == 2, "rows differ in length"
+    for row, sampled, length in zip(td.unbind(0), ids, lengths, strict=True):
+        # TorchRL's wrapper returns log-probs of the response alone, with 0.0 for its first token.
+        old = oracle.logprobs(model, sampled)
+        old[:-length] = 0.0
+        mask = row["masks"].all_attention_mask
+        row["log_probs"].full = torch.zeros(mask.shape).masked_scatter(mask, old)
+    if plain:
+        td = lazy_stack([plain_row(row) for row in td.unbind(0)])
+    expected = [
+        clipped(oracle.logprobs(trained, row)[-n:], oracle.logprobs(model, row)[-n:], advantage)
+        for row, n, advantage in zip(ids, lengths, ADVANTAGES, strict=True)
+    ]
+    loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained))
+    torch.testing.assert_close(loss(td).loss_objective.detach(), torch.cat(expected).mean(), atol=1e-4, rtol=1e-4)
+
+
+def plain_row(row):
+    """Return the tensors of TorchRL's containers in plain TensorDicts."""
+    fields = {
+        "tokens": ("prompt", "response", "full"),
+        "masks": ("all_attention_mask",),
+        "log_probs": ("full",),
+    }
+    made = {name: TensorDict({key: row[name].get(key) for key in keys}) for name, keys in fields.items()}
+    return TensorDict({**made, "advantage": row["advantage"]})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda policy, td: GRPOLoss(policy)(td),
+        lambda policy, td: GRPOLoss(policy, masking_strategy="rlhf")(td),
+        lambda policy, td: SFTLoss(policy)(td),
+        lambda policy, td: TheirRetrieveLogProb(policy),
+        lambda policy, td: TheirRetrieveLogProb(policy, log_probs_full_key=("ref_log_probs", "full")),
+        lambda policy, td: TheirKLRewardTransform(policy),
+    ],
+    ids=["GRPOLoss sft", "GRPOLoss rlhf", "SFTLoss", "RetrieveLogProb", "RetrieveLogProb with a key", "KLReward"],
+)
+def test_a_policy_where_torchrl_needs_an_actor_says_what_to_pass(backend, use):
+    with pytest.raises(InvalidRequestError, match=r"LossActor\(policy\) to a loss.*corelm\.kl") as error:
+        use(LLMPolicy(backend, generate=False), rollout(backend, False))
+    assert error.value.field == "policy"
 
 
 def test_other_keys_are_refused(trainer):

@@ -5,8 +5,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import History, LLMPolicy
-from corelm.errors import InvalidRequestError
+from corelm import History, LLMPolicy, Masks, Text, Tokens
+from corelm.errors import InvalidRequestError, MissingKeyError
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
@@ -51,6 +51,58 @@ def test_an_integer_mask_is_accepted_and_a_mask_of_another_shape_is_refused(back
     assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
     with pytest.raises(InvalidRequestError, match="their attention mask is"):
         policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
+
+
+ROWS = [torch.tensor([72]), torch.tensor([72, 105, 111])]
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
+    nested = torch.nested.nested_tensor(ROWS, layout=layout)
+    policy = LLMPolicy(backend, input_mode="tokens", generate=generate, sampling_params=SAMPLING, inplace=False)
+    part = "prompt" if generate else "full"
+    given = [TensorDict(tokens=nested), TensorDict(tokens={part: nested})]
+    if layout == torch.jagged:  # tensordict does not take the other layout with a batch size
+        given.append(TensorDict(tokens=nested, batch_size=[2]))
+    for td in given:
+        out = policy(td)
+        assert tuple(out.batch_size) == (2,)
+        assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105, 111]]
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
+        torch.nested.nested_tensor([torch.zeros(1, 4).long(), torch.zeros(2, 4).long()], layout=torch.jagged),
+    ],
+    ids=["floats", "two dimensions"],
+)
+def test_a_nested_tensor_that_holds_no_rows_of_ids_is_refused_by_row(backend, nested):
+    with pytest.raises(InvalidRequestError, match="row 0: expected a list of token ids") as error:
+        LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=nested))
+    assert error.value.rows == (0, 1)
+
+
+def test_a_mask_of_rows_of_unequal_length_removes_the_pads(backend):
+    rows = [torch.tensor([256, 72]), torch.tensor([72, 105, 111])]
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
+    shown = [torch.tensor([False, True]), torch.tensor([True, True, True])]
+    nested = TensorDict(
+        {
+            "tokens": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            ("masks", "all_attention_mask"): torch.nested.nested_tensor(shown, layout=torch.jagged),
+        }
+    )
+    pairs = zip(rows, shown, strict=True)
+    stacked = lazy_stack([TensorDict({"tokens": ids, ("masks", "all_attention_mask"): mask}) for ids, mask in pairs])
+    for td in (nested, stacked):
+        assert corelm.ragged(policy(td), ("tokens", "full")).tolist() == [[72], [72, 105, 111]]
+    nested["masks", "all_attention_mask"] = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(InvalidRequestError, match=r"tokens\.full: row 0: 2 tokens, but a mask of 3") as error:
+        policy(nested)
+    assert error.value.rows == (0,) and error.value.field == "tokens.full"
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -100,3 +152,112 @@ def test_results_are_ordinary_tensors_in_the_callers_inference_mode(backend, mod
         assert not tensor.is_inference()
         tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
     assert not batch.logprobs.values.is_inference()
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    expected = policy(TensorDict(text=QUESTIONS[:2]), seed=1)["text"]
+    for key, value in (
+        ("query", QUESTIONS[:2]),
+        (("data", "query"), QUESTIONS[:2]),
+        ("given", Text(prompt=QUESTIONS[:2], batch_size=[2])),
+        (("given", "prompt"), Text(prompt=QUESTIONS[:2], batch_size=[2])),
+    ):
+        entry = {key: value} if key != ("given", "prompt") else {"given": value}
+        for batch in ([], [2]):
+            td = TensorDict(entry, batch_size=batch)
+            reader = policy.replace(input_key=key)
+            out = reader(td, seed=1)
+            assert out is td and out["text"].prompt == expected.prompt and out["text"].response == expected.response
+            assert reader.in_keys == [key] and key in out.keys(True)
+    chats = History.from_chats([chat(question) for question in QUESTIONS[:2]])
+    read = LLMPolicy(backend, input_key="messages", sampling_params=SAMPLING)
+    out = read(TensorDict(messages=chats), seed=1)
+    assert isinstance(out["messages"], History) and out["history"].prompt.to_chats() == chats.to_chats()
+
+
+def test_a_batch_of_transformers_is_read_under_its_own_names(backend):
+    td = TensorDict(
+        input_ids=torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
+        batch_size=[2],
+    )
+    keys = {"input_key": "input_ids", "attention_mask_key": "attention_mask"}
+    out = LLMPolicy(backend, input_mode="tokens", generate=False, **keys)(td)
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
+    assert "input_ids" in out.keys() and "attention_mask" in out.keys()
+
+
+IDS, ATTENTION = torch.tensor([[256, 72], [72, 105]]), torch.tensor([[0, 1], [1, 1]])
+
+
+def jagged(values):
+    rows = [row[mask.bool()] for row, mask in zip(values, ATTENTION, strict=True)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("part", ["prompt", "full"])
+@pytest.mark.parametrize(
+    ("tokens", "masks"),
+    [
+        (IDS, {"attention_mask": ATTENTION}),
+        (IDS, {"masks": TensorDict(all_attention_mask=ATTENTION, batch_size=[2])}),
+        (IDS, {"masks": Masks(all_attention_mask=ATTENTION, batch_size=[2])}),
+        (jagged(IDS), {"masks": Masks(all_attention_mask=jagged(ATTENTION), batch_size=[2])}),
+    ],
+    ids=["its own key", "plain", "container", "nested"],
+)
+@pytest.mark.parametrize("stacked", [False, True], ids=["batch", "lazy stack"])
+def test_a_tokens_container_is_read_with_every_form_of_mask(backend, part, tokens, masks, stacked):
+    key = "attention_mask" if "attention_mask" in masks else None
+    policy = LLMPolicy(
+        backend,
+        input_mode="tokens",
+        generate=part == "prompt",
+        attention_mask_key=key,
+        sampling_params=SAMPLING,
+        inplace=False,
+    )
+    td = TensorDict({"tokens": Tokens(**{part: tokens}, batch_size=[2]), **masks}, batch_size=[2])
+    td = td.to_lazystack(0) if stacked else td
+    out = policy(td)
+    assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105]]
+    assert tuple(policy(td[1]).batch_size) == ()
+
+
+def test_a_tokens_container_with_a_nested_tensor_needs_no_mask(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
+    out = policy(TensorDict(tokens=Tokens(prompt=jagged(IDS), batch_size=[2])))
+    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [[72], [72, 105]]
+
+
+def test_a_mask_for_tokens_in_rows_of_unequal_length_is_refused(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="attention_mask")
+    rows = lazy_stack([Tokens(prompt=row, padded=False) for row in ROWS])
+    with pytest.raises(InvalidRequestError, match="have no pads; leave their attention mask out"):
+        policy(TensorDict(tokens=rows, attention_mask=torch.ones(2, 3), batch_size=[2]))
+
+
+def test_a_policy_that_reads_something_else_forgets_the_key_of_its_input(backend):
+    policy = LLMPolicy(backend, input_mode="text", input_key="query", sampling_params=SAMPLING)
+    assert policy.replace(pad_output=True).options.input_key == "query"
+    # The query is a prompt, not a sequence to score.
+    scorer = policy.replace(generate=False)
+    assert scorer.options.input_key is None and scorer.in_keys == [("text", "full")]
+    assert policy.replace(input_mode="tokens").in_keys == [("tokens", "prompt")]
+    assert policy.replace(generate=False, input_key="texts").in_keys == ["texts"]
+    assert "log_probs" in scorer(policy(TensorDict(query=QUESTIONS[:2]))).keys()
+
+
+def test_missing_keys_of_the_input_and_of_the_mask_are_named(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", input_key="ids", attention_mask_key="mask")
+    with pytest.raises(MissingKeyError, match="no 'ids'; it has: other"):
+        policy(TensorDict(other=torch.zeros(2)))
+    with pytest.raises(MissingKeyError, match="no 'mask', which attention_mask_key names; it has: ids") as error:
+        policy(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
+    assert error.value.field == "attention_mask_key"
+    with pytest.raises(InvalidRequestError, match="text mode reads no mask"):
+        LLMPolicy(backend, input_mode="text", attention_mask_key="mask")

@@ -19,7 +19,8 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
     """Return int64 rows.
 
     Args:
-        ids: a `Ragged`; a list of lists, tensors or arrays; or an integer tensor or array ``[rows, time]``.
+        ids: a `Ragged`; a list of lists, tensors or arrays; an integer tensor or array ``[rows, time]``; or a nested
+            tensor, which has one row per sequence.
         field: the argument's name, for errors.
 
     Raises:
@@ -27,6 +28,8 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
         ids = _tensor(ids, field)
+    if isinstance(ids, Tensor) and ids.is_nested:
+        ids = ids.unbind()
     if isinstance(ids, Tensor):
         refuse_unreadable(ids, field)
         if ids.ndim != 2:

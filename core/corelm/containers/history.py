@@ -8,7 +8,8 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, refuse
+from corelm.rendering.chatml import read_chatml
 from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
@@ -46,6 +47,37 @@ class History(TensorClass["nocast"]):
     def of(cls, chats: Iterable[Sequence[Message | Mapping[str, Any]]], batch_size: Sequence[int]) -> History:
         """Build from a flat sequence of chats, in C order of `batch_size`."""
         return cls._wrap(_read_chats(chats), tuple(batch_size))
+
+    @classmethod
+    def from_text(cls, texts: str | Sequence[Any]) -> History:
+        """Build from texts in ChatML, as ``chat_template="chatml"`` and many models' own templates write it.
+
+        One text has batch ``()``, a list ``(B,)``, and so on. The last turn may lack its ``<|im_end|>``, as in
+        ``text.full``; an empty one is a generation prompt and is left out. Texts of other templates are refused: a
+        rendering does not tell what the template added.
+
+        Raises:
+            InvalidRequestError: a text is not ChatML; `rows` are the texts at fault.
+        """
+        problems: dict[int, str] = {}
+        count = 0
+
+        def read(value: Any) -> Any:
+            nonlocal count
+            if isinstance(value, (list, tuple)):
+                return [read(item) for item in value]
+            count += 1
+            try:
+                if not isinstance(value, str):
+                    raise ValueError(f"expected a str, got {type(value).__name__}")
+                return read_chatml(value)
+            except ValueError as error:
+                problems[count - 1] = str(error)
+                return []
+
+        chats = read(texts)
+        refuse(problems, "texts")
+        return cls.of([chats], ()) if isinstance(texts, str) else cls.from_chats(chats)
 
     @property
     def chats(self) -> tuple[Chat, ...]:

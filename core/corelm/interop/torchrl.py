@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from corelm.containers.classes import LogProbs, Masks, Tokens
+from corelm.containers.keys import list_keys
 from corelm.errors import MissingKeyError, ProvenanceMismatchError
 from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
@@ -23,7 +25,7 @@ from corelm.validate import invalid
 try:
     from torchrl.envs.transforms import Transform
 
-    from corelm.interop.torchrl_history import from_torchrl, to_torchrl
+    from corelm.interop.torchrl_history import from_torchrl, to_torchrl, with_response
 except ImportError as error:
     raise ImportError(
         'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14,<0.15"'
@@ -36,7 +38,9 @@ class EnvPolicy(TensorDictModuleBase):
     """An `LLMPolicy` that answers in a TorchRL environment such as `ChatEnv`, alone or in an `LLMCollector`.
 
     It reads ``("history", "prompt")`` or ``("text", "prompt")`` as TorchRL wrote it and adds all containers. A history
-    is returned as TorchRL's, for the environment and its transforms. Sampled turns keep their ids in it (see
+    is returned as TorchRL's, for the environment and its transforms: the prompt as it was, placeholders included, and
+    the full history as the prompt followed by the response. Rows with different numbers of messages get placeholders
+    before the response, so that TorchRL's tool transforms can append to all of them. Sampled turns keep their ids (see
     `to_torchrl`), so the prompt of the next turn begins with the tokens of this one, id for id. All other containers
     are returned as the policy wrote them.
 
@@ -65,12 +69,23 @@ class EnvPolicy(TensorDictModuleBase):
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Answer the prompts, and write the containers into `tensordict`.
+
+        Raises:
+            MissingKeyError: the TensorDict lacks the prompts.
+        """
         mode = self.policy.options.input_mode
-        prompt = tensordict.get(mode).prompt
+        prompt = getattr(tensordict.get(mode, None), "prompt", None)
+        if prompt is None:
+            raise MissingKeyError(
+                f"the TensorDict has no {mode + '.prompt'!r}; it has: {list_keys(tensordict)}. Give ChatEnv "
+                "the input_mode of the policy",
+                field=f"{mode}.prompt",
+            )
         given = {mode: from_torchrl(prompt) if mode == "history" else prompt}
         out = self.policy(TensorDict(given, batch_size=tensordict.batch_size, device=tensordict.device))
         for name, value in out.items():
-            tensordict.set(name, to_torchrl(value) if name == "history" else value)
+            tensordict.set(name, with_response(prompt, value.response) if name == "history" else value)
         return tensordict
 
 
@@ -82,6 +97,10 @@ class LossActor(TensorDictModuleBase):
     during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. `SFTLoss`
     calls the actor and gets the log-probs of ``history.full``, one row per sample; its masks must be rows too
     (``pad_output=False``).
+
+    Other data needs ``tokens.full``, ``masks.all_attention_mask`` and ``log_probs.full``. With "sft", the response is
+    found by ``tokens.response`` if there is no ``masks.all_response_mask``, and all of it counts if there is no
+    ``log_probs.scored_mask``. The other strategies need their mask and the `scored_mask`.
 
     Args:
         policy: its engine must support gradients and, for `GRPOLoss`, logits. Its `log_probs_mode` must be that of
@@ -132,15 +151,17 @@ class LossActor(TensorDictModuleBase):
 
         Raises:
             CapabilityError: the engine returns no logits.
-            MissingKeyError: the policy's tokens, masks or log-probs are missing.
+            MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
         self._must_match(tensordict)
         batch = tensordict.batch_size
         tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
-        attention = Masks(all_attention_mask=_padded(tensordict, "masks", "all_attention_mask"), batch_size=batch)
-        counts = _padded(tensordict, "masks", mask) & _padded(tensordict, "log_probs", "scored_mask")
-        return self._tokens.get_dist(TensorDict({"tokens": tokens, "masks": attention}, batch_size=batch), counts)
+        attention = _padded(tensordict, "masks", "all_attention_mask").bool()
+        given = TensorDict(
+            {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
+        )
+        return self._tokens.get_dist(given, attention & _counted(tensordict, mask, attention.shape[-1]))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -195,16 +216,49 @@ class ModuleTransform(Transform):
 
 
 def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
-    if policy.options.keys != Keys():
+    if policy.options.keys != Keys() or policy.options.input_key is not None:
         raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
 
 
+def _counted(tensordict: TensorDictBase, mask: str, width: int) -> Tensor:
+    """Return bool ``[*batch, width]``: the positions that the mask selects and that were scored during sampling."""
+    response = mask == "all_response_mask"
+    selected = _find_padded(tensordict, "masks", mask)
+    if selected is None and response:
+        # -1 is no id, so it marks the pads of rows. Dense responses are counted with their own pads.
+        answer = _find_padded(tensordict, "tokens", "response", padding_value=-1)
+        if answer is not None:
+            lengths = (answer >= 0).sum(-1, keepdim=True)
+            selected = torch.arange(width, device=answer.device) >= width - lengths
+    if selected is None:
+        derive = ", and no tokens.response to derive it from" if response else ""
+        raise _missing(f"masks.{mask}", f"{derive}; let an LLMPolicy write it, or set it: bool, as long as tokens.full")
+    scored = _find_padded(tensordict, "log_probs", "scored_mask")
+    if scored is not None:
+        return selected.bool() & scored.bool()
+    if response:
+        return selected.bool()
+    raise _missing(
+        "log_probs.scored_mask",
+        ", so it is not known which of the log-probs were scored; set it (bool, as long as tokens.full), or pass "
+        'masking_strategy="sft" to the loss, which counts the response',
+    )
+
+
 def _padded(tensordict: TensorDictBase, container: str, field: str) -> Tensor:
     """Return a field as a dense tensor; rows are padded on the left, as the losses pad the tokens."""
-    found = tensordict.get((container, field), None, as_padded_tensor=True, padding_side="left", padding_value=0)
-    if not isinstance(found, Tensor):
-        raise MissingKeyError(
-            f"the TensorDict has no {container}.{field}; run the LLMPolicy on it first", field=f"{container}.{field}"
-        )
+    found = _find_padded(tensordict, container, field)
+    if found is None:
+        raise _missing(f"{container}.{field}", "; run the LLMPolicy on it first")
     return found
+
+
+def _find_padded(tensordict: TensorDictBase, container: str, field: str, *, padding_value: int = 0) -> Tensor | None:
+    key = (container, field)
+    found = tensordict.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=padding_value)
+    return found if isinstance(found, Tensor) else None
+
+
+def _missing(field: str, what: str) -> MissingKeyError:
+    return MissingKeyError(f"the TensorDict has no {field}{what}", field=field)

@@ -6,22 +6,23 @@ The value is a container with a `prompt` (to generate from) or a `full` (to scor
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_unreadable, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
-from corelm.containers.classes import ChatHistory, Text, Tokens, ragged
+from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
+from corelm.policy.values import batch_of, find_value, kind_of, leaves, nested_field, two_dimensional, unmasked
 from corelm.rendering.render import render
 from corelm.spec.message import Chat
 from corelm.spec.records import Columns, Parts
@@ -104,14 +105,22 @@ class InputReader:
 
     mode: InputMode
     keys: Keys = field(default_factory=Keys)
+    input_key: NestedKey | None = None
+    attention_mask_key: NestedKey | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefer_tokens: bool = True
 
+    @property
+    def top(self) -> NestedKey:
+        """The key of the container, or of the bare value, that is read."""
+        return getattr(self.keys, self.mode) if self.input_key is None else self.input_key
+
     def key(self, part: Part) -> tuple[str, ...]:
         """Return the key that is read, for example ``("history", "prompt")``."""
-        return (*key_parts(getattr(self.keys, self.mode)), part)
+        own = key_parts(self.top)
+        return (*own, part) if self.input_key is None else own
 
     def read(
         self,
@@ -154,7 +163,7 @@ class InputReader:
         history = self._value(td, part, bare=History)
         if not isinstance(history, History):
             raise self._wrong(part, "a History (see History.from_chats)", history)
-        shape = _batch(td, tuple(history.batch_size), self.key(part))
+        shape = batch_of(td, tuple(history.batch_size), self.key(part))
         apply = partial(
             render,
             tokenizer=backend.tokenizer,
@@ -193,8 +202,8 @@ class InputReader:
         if isinstance(value, Tensor) and value.numel() == 0:
             # tensordict turns an empty list into an empty tensor.
             value = []
-        texts, shape = _flatten(value)
-        container = td.get(self.keys.text, None)
+        texts, shape = leaves(value)
+        container = td.get(self.top, None)
         if isinstance(container, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(container.batch_size)
@@ -205,74 +214,111 @@ class InputReader:
         good = [text for row, text in enumerate(texts) if row not in problems]
         options = {"add_special_tokens": True, **self.tokenizer_kwargs}
         return InputRows(
-            batch_size=_batch(td, shape, self.key(part)),
+            batch_size=batch_of(td, shape, self.key(part)),
             ids=read.ragged(backend.tokenize(good, **options).ids),
             texts=read.values(good, ""),
             problems=problems,
         )
 
     def _tokens(self, td: TensorDictBase, part: Part) -> InputRows:
-        value = self._value(td, part, bare=(Tensor, list))
-        container = _entry(td, self.keys.tokens)
-        if isinstance(container, Tokens):
-            return self._own_tokens(td, container, part)
+        container = find_value(td, self.top)
+        if isinstance(container, Tokens) and part in container.keys():
+            value = nested_field(container, part)
+            if value is None:
+                return self._own_tokens(td, self.top, container, part)
+        else:
+            value = self._value(td, part, bare=(Tensor, list))
         key = ".".join(self.key(part))
-        if not isinstance(value, Tensor):
+        mask = self._mask(td)
+        if not isinstance(value, Tensor) or value.is_nested:
             ids = rows_of_ids(value, key)
-            return InputRows(batch_size=_batch(td, (len(ids),), self.key(part)), ids=ids)
+            return InputRows(batch_size=batch_of(td, (len(ids),), self.key(part)), ids=unmasked(ids, mask, key))
         refuse_unreadable(value, key)
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
-        mask = td.get((*key_parts(self.keys.masks), "all_attention_mask"), None)
         if mask is None:
             # A bare tensor without a mask is taken to have no pads.
             mask = torch.ones_like(value, dtype=torch.bool)
-        if mask.shape != value.shape:
+        if not isinstance(mask, Tensor) or mask.shape != value.shape:
+            found = tuple(mask.shape) if isinstance(mask, Tensor) else "rows of unequal length"
             raise InvalidRequestError(
-                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {tuple(mask.shape)}", field=key
+                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {found}", field=key
             )
         # transformers writes masks as zeros and ones.
-        mask = _two_dimensional(mask).to("cpu", torch.bool)
-        ids = rows_of_ids(Ragged.from_padded(_two_dimensional(value).cpu(), mask), key)
-        shape = _batch(td, tuple(value.shape[:-1]), self.key(part))
+        mask = two_dimensional(mask).to("cpu", torch.bool)
+        ids = rows_of_ids(Ragged.from_padded(two_dimensional(value).cpu(), mask), key)
+        shape = batch_of(td, tuple(value.shape[:-1]), self.key(part))
         return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
 
     def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
-        tokens = _entry(td, self.keys.tokens)
+        tokens = find_value(td, self.keys.tokens)
         if not isinstance(tokens, Tokens) or tokens.full is None or tuple(tokens.batch_size) != rows.batch_size:
             return rows
         if tokens.padded and td.get(self.keys.masks, None) is None:
             return rows
-        own = self._own_tokens(td, tokens, "full")
+        own = self._own_tokens(td, self.keys.tokens, tokens, "full")
         same = torch.equal(own.ids.lengths, rows.ids.lengths) and torch.equal(own.ids.values, rows.ids.values)
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
 
-    def _own_tokens(self, td: TensorDictBase, tokens: Tokens, part: Part) -> InputRows:
+    def _own_tokens(self, td: TensorDictBase, top: NestedKey, tokens: Tokens, part: Part) -> InputRows:
         """Read `Tokens`. The sequences keep their split and, if dense, their columns."""
+        masks = self._masks(td, tokens)
+        held = {"tokens": tokens, **({} if masks is None else {"masks": masks})}
+        given = TensorDict(held, batch_size=tokens.batch_size)
 
-        def read(key: NestedKey, name: str) -> Ragged:
-            return ragged(td, (*key_parts(key), name), masks=self.keys.masks).to("cpu")
+        def read(container: str, name: str) -> Ragged:
+            return ragged(given, (container, name)).to("cpu")
 
-        shape = _batch(td, tuple(tokens.batch_size), self.key(part))
-        rows = InputRows(batch_size=shape, ids=read(self.keys.tokens, part))
+        shape = batch_of(td, tuple(tokens.batch_size), self.key(part))
+        rows = InputRows(batch_size=shape, ids=read("tokens", part))
         if part == "prompt":
             return rows
-        split = tokens.prompt is not None
-        lengths = read(self.keys.tokens, "prompt").lengths if split else None
-        masks = td.get(self.keys.masks, None)
+        split = "prompt" in tokens.keys()
+        lengths = read("tokens", "prompt").lengths if split else None
         columns = None
-        if tokens.padded:
-            mask = _two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
-            columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
+        if tokens.padded and masks is not None:
+            # Rows that are padded to different widths have no common columns.
+            with suppress(InvalidRequestError):
+                mask = two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
+                columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
         # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
-        known = masks is not None and masks.all_assistant_mask is not None
-        assistant = read(self.keys.masks, "all_assistant_mask") if known else None
+        known = masks is not None and "all_assistant_mask" in masks.keys()
+        assistant = read("masks", "all_assistant_mask") if known else None
         return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
+
+    def _mask(self, td: TensorDictBase) -> Any:
+        """Return the attention mask of bare tokens, or None."""
+        if self.attention_mask_key is None:
+            return find_value(td, (*key_parts(self.keys.masks), "all_attention_mask"))
+        mask = find_value(td, self.attention_mask_key)
+        if mask is None:
+            raise MissingKeyError(
+                f"the TensorDict has no {self.attention_mask_key!r}, which attention_mask_key names; "
+                f"it has: {list_keys(td)}",
+                field="attention_mask_key",
+            )
+        return mask
+
+    def _masks(self, td: TensorDictBase, tokens: Tokens) -> Masks | None:
+        """Return the masks of a `Tokens` container. They may be in a plain TensorDict."""
+        found = find_value(td, self.keys.masks)
+        if isinstance(found, Masks) and self.attention_mask_key is None:
+            return found
+        given = {"all_attention_mask": self._mask(td)}
+        if self.attention_mask_key is None and isinstance(found, TensorDictBase):
+            given["all_assistant_mask"] = find_value(found, "all_assistant_mask")
+        given = {name: mask for name, mask in given.items() if isinstance(mask, Tensor)}
+        if not given:
+            return None
+        if not tokens.padded:
+            raise InvalidRequestError(
+                "masks: tokens in rows of unequal length have no pads; leave their attention mask out", field="masks"
+            )
+        return Masks(**given, batch_size=tokens.batch_size)
 
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """Return the container's `part`, or the bare value at the container's own key."""
-        top = getattr(self.keys, self.mode)
-        value = _entry(td, top)
+        value = find_value(td, self.top)
         if value is None:
             raise MissingKeyError(
                 f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}",
@@ -288,14 +334,14 @@ class InputReader:
             raise self._wrong(part, f"{self.mode} or a container of it", value)
         if found is None:
             raise MissingKeyError(
-                f"{top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
+                f"{self.top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
                 field=".".join(self.key(part)),
             )
         return found
 
     def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
         key = ".".join(self.key(part))
-        return InvalidRequestError(f"{key}: expected {expected}, got {type(value).__name__}", field=key)
+        return InvalidRequestError(f"{key}: expected {expected}, got {kind_of(value)}", field=key)
 
 
 def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
@@ -311,39 +357,3 @@ def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
         texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
     assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
     return replace(rows, ids=ids, texts=texts, assistant=assistant)
-
-
-def _entry(td: TensorDictBase, key: NestedKey) -> Any:
-    """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
-    if key not in td.keys(include_nested=True):
-        return None
-    try:
-        return td[key]
-    except RuntimeError:
-        return td.get(key, as_list=True)
-
-
-def _two_dimensional(tensor: Tensor) -> Tensor:
-    """Reshape ``[*batch, width]`` to ``[rows, width]``, even if there are no rows."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
-def _batch(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the batch size: the TensorDict's, or the data's if the TensorDict has none."""
-    batch = tuple(td.batch_size)
-    if batch and batch != found:
-        raise InvalidRequestError(
-            f"{'.'.join(key)}: its batch is {found}, but the TensorDict's is {batch}", field=".".join(key)
-        )
-    return found
-
-
-def _flatten(value: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """Return the leaves of nested lists in C order, and the shape. Lists of unequal length are leaves."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return [value], ()
-    parts = [_flatten(item) for item in value]
-    shapes = {shape for _, shape in parts}
-    if len(shapes) > 1:
-        return list(value), (len(value),)
-    return [leaf for leaves, _ in parts for leaf in leaves], (len(value), *(shapes.pop() if shapes else ()))

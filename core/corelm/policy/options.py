@@ -27,7 +27,8 @@ class PolicyOptions:
 
     Attributes:
         input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to
-            generate and its ``full`` to score; a bare History, list of strings or token tensor at the top key is fine.
+            generate and its ``full`` to score. A bare History, list of strings or token tensor at the top key is fine;
+            a nested tensor has rows of unequal length.
         generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
@@ -50,7 +51,12 @@ class PolicyOptions:
         truncation: what happens to a prompt that does not fit: "error", or "left" to drop its first tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
         keys: where the containers are read and written.
-        chat_template: renders histories; None for the tokenizer's own template.
+        input_key: where the input is read, if not under the key of its container: a container, or a bare value such as
+            the strings of a data set. It stays where it is.
+        attention_mask_key: where the mask of the tokens is, such as ``"attention_mask"``; by default
+            ``all_attention_mask`` of the masks.
+        chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or "chatml"; None
+            for the tokenizer's own.
         template_kwargs: passed to the template.
         tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
         response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …).
@@ -76,6 +82,8 @@ class PolicyOptions:
     truncation: Literal["error", "left"] = "error"
     device: torch.device | str | None = None
     keys: Keys = field(default_factory=Keys)
+    input_key: NestedKey | None = None
+    attention_mask_key: NestedKey | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +104,10 @@ class PolicyOptions:
         if not self.generate and not self.return_log_probs:
             raise validate.invalid(
                 "return_log_probs", "scoring returns nothing but log-probs; leave out return_log_probs=False"
+            )
+        if self.attention_mask_key is not None and self.input_mode != "tokens":
+            raise validate.invalid(
+                "attention_mask_key", f"{self.input_mode} mode reads no mask; leave it out, or pass input_mode='tokens'"
             )
         # Copies, so that the caller's later changes to these dicts do not reach the policy.
         known = ("add_special_tokens", "parse_special")
@@ -138,10 +150,17 @@ class PolicyOptions:
             limits = {limit.name for limit in dataclasses.fields(Limits)}
             hint = f"give batching=Limits({unknown[0]}=…)" if unknown[0] in limits else f"it has {', '.join(OPTIONS)}"
             raise TypeError(f"a policy has no option {unknown[0]!r}; {hint}")
+        if any(changes.get(name, old) != old for name, old in self._reads.items()):
+            # These keys hold the input of one mode, a prompt or a whole sequence.
+            changes = {"input_key": None, "attention_mask_key": None, **changes}
         if "sampling_params" in changes or changes.get("generate") is False:
             # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
         return dataclasses.replace(self, **changes)
+
+    @property
+    def _reads(self) -> dict[str, Any]:
+        return {"input_mode": self.input_mode, "generate": self.generate}
 
     @property
     def sampling(self) -> SamplingParams:

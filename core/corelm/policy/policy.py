@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -27,6 +27,14 @@ from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
 
 Positions = Literal["attention", "assistant", "response"]
+
+#: Attributes of TorchRL's own policies.
+_READ_BY_TORCHRL = frozenset(
+    {
+        *("_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist", "log_probs_key", "generate"),
+        *("input_mode", "layout", "pad_output", "return_log_probs", "tokenizer"),
+    }
+)
 
 
 class LLMPolicy(TensorDictModuleBase):
@@ -70,6 +78,8 @@ class LLMPolicy(TensorDictModuleBase):
         self._reader = InputReader(
             mode=options.input_mode,
             keys=options.keys,
+            input_key=options.input_key,
+            attention_mask_key=options.attention_mask_key,
             chat_template=options.chat_template,
             template_kwargs=options.template_kwargs,
             tokenizer_kwargs=options.tokenizer_kwargs,
@@ -207,8 +217,7 @@ class LLMPolicy(TensorDictModuleBase):
             raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
         if self.options.writes_in_place is False or tuple(td.batch_size) == batch_size:
             return
-        read = getattr(self.options.keys, self.options.input_mode)
-        rest = td.exclude(read) if self.options.writes_in_place is True else td.empty()
+        rest = td.exclude(*self._replaced_keys) if self.options.writes_in_place is True else td.empty()
         try:
             rest.batch_size = torch.Size(batch_size)
         except RuntimeError as error:
@@ -216,6 +225,12 @@ class LLMPolicy(TensorDictModuleBase):
                 "inplace",
                 f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
             ) from error
+
+    @property
+    def _replaced_keys(self) -> list[NestedKey]:
+        """The key of a bare input, which the container that holds the input replaces."""
+        options = self.options
+        return [getattr(options.keys, options.input_mode)] if options.input_key is None else []
 
     def _deliver(self, td: TensorDictBase, request: ContainerRequest) -> TensorDictBase:
         """Put the containers under the policy's keys, where `inplace` says."""
@@ -228,8 +243,7 @@ class LLMPolicy(TensorDictModuleBase):
         else:
             out = td if self.options.writes_in_place is True else td.empty()
             if tuple(out.batch_size) != tuple(request.batch_size):
-                # The container that holds the input replaces the bare input.
-                out.exclude(getattr(self.options.keys, self.options.input_mode), inplace=True)
+                out.exclude(*self._replaced_keys, inplace=True)
                 out.batch_size = torch.Size(request.batch_size)
         for name, value in made.items():
             out.set(getattr(self.options.keys, name, name), value)
@@ -341,6 +355,18 @@ class LLMPolicy(TensorDictModuleBase):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Not an AttributeError: TorchRL asks with hasattr and getattr, and would go on with a wrong default.
+        if name in _READ_BY_TORCHRL:
+            raise validate.invalid(
+                "policy",
+                f"an LLMPolicy has no {name!r}, which TorchRL's losses and transforms read. Pass "
+                "corelm.interop.torchrl.LossActor(policy) to a loss; use RetrieveLogProb, RetrieveKL and "
+                "KLRewardTransform of corelm.kl, in a corelm.interop.torchrl.ModuleTransform, instead of TorchRL's. "
+                "The options of a policy are in policy.options, its tokenizer is policy.backend.tokenizer",
+            )
+        return super().__getattr__(name)
 
     def __reduce__(self) -> Any:
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from corelm.errors import TemplateError, refuse
+from corelm.rendering.chatml import named_template
 from corelm.rendering.time_limit import Stopped, Watch
 from corelm.validate import invalid, nested_texts, shown, unencodable
 
@@ -107,10 +108,10 @@ class Template:
         """Return the given template, else the tokenizer's own.
 
         Args:
-            chat_template: jinja text, or the name of one of the tokenizer's templates.
+            chat_template: jinja text, the name of one of the tokenizer's templates, or "chatml".
 
         Raises:
-            TemplateError: no template was given, and the tokenizer has none.
+            TemplateError: no template was given, and the tokenizer has none; or no template has the given name.
             InvalidRequestError: the template is not a str; or it or one of its variables holds text that cannot be
                 encoded, or variables that are nested too deep or hold themselves.
         """
@@ -120,6 +121,8 @@ class Template:
             for text in nested_texts("template_kwargs", {name: value}):
                 if what := unencodable(text):
                     raise invalid("template_kwargs", f"{name}: {what}")
+        if chat_template is not None:
+            chat_template = named_template(chat_template, getattr(tokenizer, "chat_template", None))
         if not hasattr(tokenizer, "chat_template"):
             return cls(tokenizer, chat_template, kwargs)
         own = tokenizer.chat_template
@@ -130,7 +133,8 @@ class Template:
             source = own if chat_template is None else chat_template
         if source is None:
             raise TemplateError(
-                "the tokenizer has no chat template; pass chat_template= (jinja), or use input_mode='text' or 'tokens'"
+                "the tokenizer has no chat template; pass chat_template= (jinja, or 'chatml' for the usual one), or "
+                "use input_mode='text' or 'tokens'"
             )
         if what := unencodable(source):
             raise invalid("chat_template", what)

@@ -1,0 +1,197 @@
+"""`merge_turns`: one training row for a conversation of several sampled turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from corelm.containers.assemble import assemble, non_tensors
+from corelm.containers.classes import LogProbs, Tokens, ragged
+from corelm.containers.field_access import data_of, rows
+from corelm.containers.keys import list_keys
+from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import ContainerRequest, Parts
+from corelm.tensors.ragged import Ragged
+from corelm.validate import invalid
+
+
+def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pad_id: int = 0) -> TensorDict:
+    """Return one row per conversation, with the tokens, masks and log-probs of all its turns.
+
+    The row of two turns, p for prompt, s for sampled, t for what a tool or a user said in between::
+
+        turn 0                    p p p s s
+        turn 1, whose prompt
+        begins with turn 0        p p p s s t t t s s
+        tokens.prompt             p p p
+        tokens.response                 s s t t t s s
+        all_response_mask         - - - x x x x x x x
+        all_assistant_mask        - - - x x - - - x x     the loss mask of a multi-turn trainer
+        log_probs.scored_mask     - - - x x - - - x x     if every sampled token has a log-prob
+        log_probs.full            each turn's own numbers, from the time when it was sampled
+
+    Other entries, such as rewards and texts, stay in the turns. If the conversations have different numbers of turns,
+    merge those of each number separately, or one conversation at a time, and stack the results with
+    `tensordict.lazy_stack`.
+
+    Args:
+        turns: what a policy wrote for every turn of the same conversations, in order, each of the same batch size.
+            For a rollout of TorchRL, batch ``(B, T)``, pass ``td.unbind(1)``.
+        pad_output: dense tensors (prompts padded left, responses right) instead of one row a conversation.
+        pad_id: the id in the pads of dense tokens.
+
+    Returns:
+        A TensorDict with `tokens`, `masks`, `log_probs` if the turns have them, and then `weight_versions`: per row a
+        tuple with the version of the weights that sampled each turn. The provenance of a row whose turns were sampled
+        with different weights names all of them, such as "3, 4".
+
+    Raises:
+        MissingKeyError: a turn has no tokens, or only some turns have log-probs.
+        InvalidRequestError: the turns have different batch sizes, or a prompt does not begin with the tokens of the
+            turn before it, for example because the chat template rewrites earlier turns; `rows` are the conversations.
+        ProvenanceMismatchError: the log-probs of a row's turns are of different distributions.
+    """
+    if isinstance(turns, TensorDictBase) or not turns:
+        raise invalid("turns", "expected a list with the TensorDict of each turn; pass td.unbind(1) for a rollout")
+    shapes = [tuple(td.batch_size) for td in turns]
+    if len({*shapes}) > 1:
+        raise invalid(
+            "turns", f"the turns have the batch sizes {', '.join(map(str, shapes))}; merge rows of the same turns only"
+        )
+    read = [_Turn.read(td, number) for number, td in enumerate(turns)]
+    for number, (earlier, later) in enumerate(pairwise(read)):
+        _must_continue(earlier, later, number)
+    first, full = read[0], read[-1].full
+    sampled = torch.zeros(full.values.shape, dtype=torch.bool)
+    scored = sampled.clone()
+    logprobs = torch.zeros(full.values.shape)
+    for turn in read:
+        here = full.offsets[:-1][turn.full.row_index] + turn.full.positions
+        sampled[here] |= turn.answered
+        if turn.logprobs is not None and turn.scored is not None:
+            counts = turn.answered & turn.scored.values
+            scored[here[counts]] = True
+            logprobs[here[counts]] = turn.logprobs.values[counts]
+    has_log_probs = first.logprobs is not None
+    if not all((turn.logprobs is not None) is has_log_probs for turn in read):
+        raise MissingKeyError("only some turns have log_probs; sample all of them with the same return_log_probs")
+    provenance = _common_provenance(read) if has_log_probs else None
+    answer = full.slice(first.prompt_lengths, full.lengths)
+    request = ContainerRequest(
+        batch_size=shapes[0],
+        fields=frozenset({"tokens", "masks", *(["log_probs"] if has_log_probs else [])}),
+        tokens=Parts(full.slice(torch.zeros_like(full.lengths), first.prompt_lengths), answer, full),
+        logprobs=full.with_values(logprobs) if has_log_probs else None,
+        scored=full.with_values(scored) if has_log_probs else None,
+        provenance=provenance,
+        assistant=full.with_values(sampled),
+        pad_output=pad_output,
+        pad_id=pad_id,
+    )
+    out = assemble(request)
+    if has_log_probs:
+        versions = zip(*(turn.weight_versions for turn in read), strict=True)
+        out.set("weight_versions", non_tensors(list(versions), shapes[0]))
+    device = turns[0].device
+    return out if device is None else out.to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Turn:
+    """What one turn sampled.
+
+    Attributes:
+        full: the prompt and the response, on the CPU.
+        prompt_lengths: int64[rows].
+        logprobs: as long as `full`; None if there are none.
+        scored: as long as `full`; None if there are no log-probs.
+        provenances: one per row; None where it is not known.
+    """
+
+    full: Ragged
+    prompt_lengths: Tensor
+    logprobs: Ragged | None = None
+    scored: Ragged | None = None
+    provenances: tuple[Provenance | None, ...] = ()
+
+    @classmethod
+    def read(cls, td: TensorDictBase, number: int) -> _Turn:
+        tokens = td.get("tokens", None)
+        if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
+            raise MissingKeyError(
+                f"turn {number} has no tokens.prompt and tokens.full; it has: {list_keys(td)}", field="tokens"
+            )
+        full, prompt = (ragged(td, ("tokens", name)).to("cpu") for name in ("full", "prompt"))
+        turn = cls(full=full, prompt_lengths=prompt.lengths)
+        log_probs = td.get("log_probs", None)
+        if not isinstance(log_probs, LogProbs):
+            return turn
+        logprobs, scored = (ragged(td, ("log_probs", name)).to("cpu") for name in ("full", "scored_mask"))
+        return replace(turn, logprobs=logprobs, scored=scored, provenances=_by_row(log_probs, len(full)))
+
+    @property
+    def answered(self) -> Tensor:
+        """bool, like the values of `full`: True where a token of the response is."""
+        return self.full.positions >= self.prompt_lengths[self.full.row_index]
+
+    @property
+    def weight_versions(self) -> tuple[str, ...]:
+        return tuple("" if one is None else one.weight_version for one in self.provenances)
+
+
+def _by_row(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
+    found = log_probs.provenance
+    # A container reads as labelled if one of its rows is.
+    if isinstance(found, tuple) or None in data_of(log_probs._tensordict, "provenance"):
+        return tuple(row.provenance for row in rows(log_probs))
+    return (found,) * count
+
+
+def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
+    """Refuse rows whose prompt does not begin with the tokens of the turn before."""
+    problems = {}
+    prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
+    for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
+        same = min(len(before), len(prompt))
+        if len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
+            differs = (before[:same] != prompt[:same]).nonzero().flatten().tolist()
+            at = differs[0] if differs else same
+            problems[row] = f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
+    if problems:
+        raise InvalidRequestError(
+            f"turns: {spelled_out(problems)}. The chat template rewrites earlier turns, or a prompt was cut or "
+            "changed; train on these turns as separate rows",
+            field="turns",
+            problems=problems,
+        )
+
+
+def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance, ...] | None:
+    """Return the provenance of every row, or one for all rows; None if that of a turn is not known.
+
+    All turns of a row whose provenance is known must be of one distribution.
+    """
+    by_row = list(zip(*(turn.provenances for turn in turns), strict=True))
+    problems = {}
+    merged = []
+    for row, found in enumerate(by_row):
+        known = [one for one in found if one is not None]
+        if not all(one.matches(known[0]) for one in known):
+            problems[row] = ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
+        if len(known) == len(found):
+            versions = dict.fromkeys(one.weight_version for one in known)
+            merged.append(replace(known[-1], weight_version=", ".join(versions)))
+    if problems:
+        raise ProvenanceMismatchError(
+            f"the log-probs of the turns are of different distributions: {spelled_out(problems)}; sample every turn "
+            'with the same sampling parameters, or with log_probs_mode="raw"'
+        )
+    if len(merged) < len(by_row):
+        return None
+    return tuple(merged) if len({*merged}) > 1 else next(iter(merged), None)

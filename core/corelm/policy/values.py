@@ -1,0 +1,86 @@
+"""Values of a user's TensorDict: how they are found, which shape they have, and which kind they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from corelm.containers.classes import Tokens
+from corelm.errors import InvalidRequestError, refuse
+from corelm.tensors.ragged import Ragged
+
+
+def find_value(td: TensorDictBase, key: NestedKey) -> Any:
+    """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
+    if key not in td.keys(include_nested=True):
+        return None
+    try:
+        return td[key]
+    except RuntimeError:
+        return td.get(key, as_list=True)
+
+
+def unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
+    """Return the ids on the CPU, without those that a mask of the same rows hides."""
+    ids = ids.to("cpu")
+    if mask is None:
+        return ids
+    shown = Ragged.from_list([torch.as_tensor(row).cpu() for row in mask], torch.bool)
+    lengths = zip(ids.lengths.tolist(), shown.lengths.tolist(), strict=False)
+    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
+    if len(shown) != len(ids):
+        problems = {len(shown): "no mask"} if len(shown) < len(ids) else {len(ids): "a mask, but no tokens"}
+    refuse(problems, field)
+    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shown.values.long())
+    return Ragged(ids.values[shown.values], counts)
+
+
+def nested_field(container: Tokens, part: str) -> Tensor | None:
+    """Return a field if it is a nested tensor, else None."""
+    try:
+        value = getattr(container, part) if container.padded else None
+    except InvalidRequestError:  # rows that are padded to different widths
+        return None
+    return value if isinstance(value, Tensor) and value.is_nested else None
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of the value's type, and how to convert it if it is TorchRL's."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torchrl":
+        return kind.__name__
+    return (
+        f"{kind.__name__} of {kind.__module__}; convert it with corelm.interop.torchrl.from_torchrl, "
+        "or give the policy to corelm.interop.torchrl.EnvPolicy"
+    )
+
+
+def two_dimensional(tensor: Tensor) -> Tensor:
+    """Reshape ``[*batch, width]`` to ``[rows, width]``, even if there are no rows."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def batch_of(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the batch size: the TensorDict's, or the data's if the TensorDict has none."""
+    batch = tuple(td.batch_size)
+    if batch and batch != found:
+        raise InvalidRequestError(
+            f"{'.'.join(key)}: its batch is {found}, but the TensorDict's is {batch}", field=".".join(key)
+        )
+    return found
+
+
+def leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the leaves of nested lists in C order, and the shape. Lists of unequal length are leaves."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value], ()
+    parts = [leaves(item) for item in value]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        return list(value), (len(value),)
+    return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))

@@ -1,0 +1,115 @@
+"""Templates by name, ChatML for tokenizers without a template, and conversations read from ChatML text."""
+
+import pytest
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError, TemplateError
+from helpers import chat_templates as ct
+from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+CHATS = [
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello {{ you }}\nthere"}],
+    [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": " I am Pip.\n"},
+        {"role": "user", "content": "?"},
+    ],
+]
+
+
+def without_template():
+    tokenizer = tiny_tokenizer()
+    bare = type(tokenizer)(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    assert bare.chat_template is None
+    return bare
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chatml_writes_what_models_with_chatml_write(prompt):
+    history = History.from_chats(CHATS)
+    expected = history.apply_chat_template(ct.tokenizer(), prompt, chat_template=ct.CHATML)
+    assert history.apply_chat_template(without_template(), prompt, chat_template="chatml") == expected
+
+
+def test_a_tokenizer_without_a_template_samples_and_marks_the_assistant_with_chatml():
+    with corelm.get_backend("transformers", tiny_model(), tokenizer=without_template()) as backend:
+        chats = History.from_chats(CHATS)
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 4}, inplace=False)
+        with pytest.raises(TemplateError, match="'chatml' for the usual one"):
+            policy(TensorDict(history=chats))
+        out = policy.replace(chat_template="chatml")(TensorDict(history=chats), seed=1)
+        assert out["text"].prompt == chats.apply_chat_template(without_template(), True, chat_template="chatml")
+        said = corelm.ragged(out, ("masks", "all_assistant_mask")).split()[1]
+        full = corelm.ragged(out, ("tokens", "full")).split()[1]
+        answer = len(out["tokens"].response[1])
+        assert backend.tokenizer.decode(full[:-answer][said[:-answer]]) == " I am Pip.\n<|im_end|>"
+
+
+@pytest.mark.parametrize("tokenizer", [ct.tokenizer, without_template], ids=["one template", "none"])
+@pytest.mark.parametrize("name", ["chatlm", "templates/qwen.jinja", ""])
+def test_an_unknown_name_is_not_rendered_as_a_template(tokenizer, name):
+    with pytest.raises(TemplateError, match=r"no chat template is named .*'chatml'"):
+        History.from_chats(CHATS).apply_chat_template(tokenizer(), chat_template=name)
+
+
+def test_a_tokenizers_own_templates_come_first():
+    tokenizer = without_template()
+    tokenizer.chat_template = {"default": "one {{ x }}", "chatml": "two", "tool_use": "three"}
+    history = History.from_chats(CHATS[0])
+    assert history.apply_chat_template(tokenizer, chat_template="chatml") == "two"
+    with pytest.raises(TemplateError, match="did you mean 'tool_use'"):
+        history.apply_chat_template(tokenizer, chat_template="tool_uses")
+
+
+@pytest.mark.parametrize(
+    ("chat", "kwargs", "message"),
+    [
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], {}, "tool calls"),
+        (CHATS[0], {"tools": [{"type": "function", "function": {"name": "f"}}]}, "place for tools"),
+    ],
+)
+def test_chatml_refuses_what_it_would_leave_out(chat, kwargs, message):
+    with pytest.raises(TemplateError, match=message):
+        History.from_chats(chat).apply_chat_template(without_template(), chat_template="chatml", **kwargs)
+
+
+# From text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("chats", [CHATS[1], CHATS, [CHATS, CHATS[::-1]]], ids=["0", "1", "2"])
+def test_a_conversation_is_read_back_from_its_text(chats, prompt):
+    history = History.from_chats(chats)
+    text = history.apply_chat_template(without_template(), prompt, chat_template="chatml")
+    found = History.from_text(text)
+    assert found.batch_size == history.batch_size and found.to_chats() == chats
+
+
+def test_the_text_of_an_answer_lacks_the_end_of_its_turn():
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel"
+    assert History.from_text(text).to_chats()[-1] == {"role": "assistant", "content": "Hel"}
+    assert History.from_text("").to_chats() == [] and History.from_text([]).batch_size == (0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Hello", "expected <|im_start|> and a role at character 0, got 'Hello'"),
+        ("<|im_start|>user", "at character 0"),
+        (
+            "<|im_start|>user\nHi<|im_end|> <|im_start|>user\n",
+            "at character 0 does not end with <|im_end|> and a newline",
+        ),
+        ("<|im_start|>user\nHi\n<|im_start|>user\nHo<|im_end|>", "at character 0 does not end"),
+        ("<|im_start|>user\nHi<|im_end|>\nHo", "at character 30, got 'Ho'"),
+        (3, "expected a str, got int"),
+    ],
+)
+def test_text_that_is_not_chatml_is_refused_by_row(text, message):
+    with pytest.raises(InvalidRequestError) as error:
+        History.from_text([["<|im_start|>user\nHi<|im_end|>\n"], [text]])
+    assert error.value.rows == (1,) and message in str(error.value) and error.value.field == "texts"
