@@ -17,10 +17,15 @@ from transformers_backend.protocol import answer_limits
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
 
-def beam_search(engine: CausalLM, request: GenerateRequest) -> GenerateResult:
+def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) -> GenerateResult:
     """Return the best beam for every prompt.
 
     Prompts run one at a time, because `generate` would count padding in its lengths and limits.
+
+    Args:
+        engine: drives the model.
+        request: the prompts.
+        use_cache: whether the model's cached steps give the numbers of its plain forward.
 
     Raises:
         CapabilityError: a sampling parameter that has no meaning in a beam search.
@@ -47,6 +52,7 @@ def beam_search(engine: CausalLM, request: GenerateRequest) -> GenerateResult:
                 min_new_tokens=sampling.min_new_tokens,
                 eos_token_id=stop_ids or None,
                 pad_token_id=0,
+                use_cache=use_cache,
                 **sampling.engine_kwargs,
             )
             answer = found[0, len(prompt) :].cpu()
