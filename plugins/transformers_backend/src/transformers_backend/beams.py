@@ -28,11 +28,16 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
         use_cache: whether the model's cached steps give the numbers of its plain forward.
 
     Raises:
-        CapabilityError: a sampling parameter that has no meaning in a beam search.
+        CapabilityError: a sampling parameter that has no meaning in a beam search, or an aLoRA adapter.
         TimeoutError: the request's timeout has passed.
     """
     sampling = request.sampling
     _refuse_sampling_parameters(sampling)
+    if engine.adapter_reads_ids:
+        raise CapabilityError(
+            "beam search does not pass the prompt's ids to an aLoRA adapter; disable the adapter or drop num_beams",
+            capability="num_beams",
+        )
     deadline = Deadline(request.timeout)
     limits = answer_limits(request, engine.max_context).tolist()
     stop_ids = sorted(request.stop_ids)

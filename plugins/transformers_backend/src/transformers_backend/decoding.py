@@ -74,7 +74,8 @@ class Decoder:
     def may_use_cache(self) -> bool:
         """Return whether decoding with a cache gives the numbers of the plain forward."""
         self._self_test.begin()
-        return self._is_right("cached")
+        with self._engine.evaluating():
+            return self._may_run("cached", 0)
 
     def _answers(
         self, prompts: PromptBatch, request: GenerateRequest, deadline: Deadline
@@ -113,16 +114,16 @@ class Decoder:
         for way in _WAYS[:-1]:
             # A batch whose rows happen to be of one length is not padded.
             needed: tuple[DecodingWay, ...] = ("cached", way) if way == "cached and padded" else (way,)
-            if all(self._is_right(each) and longest <= self._self_test.limit(each) for each in needed):
+            if all(self._may_run(each, longest) for each in needed):
                 return way
         return _WAYS[-1]
 
-    def _is_right(self, way: DecodingWay) -> bool:
+    def _may_run(self, way: DecodingWay, longest: int) -> bool:
         if way.startswith("cached") and not self._engine.accepts_cache:
             return False
         trial = self._self_test.rows
         rows = trial if way == "cached and padded" else trial.select(trial.lengths == trial.lengths.max())
-        return self._self_test.is_right(way, partial(self._continued, way), rows)
+        return self._self_test.may_run(way, longest, partial(self._continued, way), rows)
 
     def _continued(self, way: DecodingWay, rows: Ragged, last: int) -> list[Tensor]:
         """Return the logits of the last few positions of `rows`, ``[n, vocab]``, as decoding makes them.

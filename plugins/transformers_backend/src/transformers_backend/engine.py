@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corelm.errors import CapabilityError
 from corelm.spec import Ragged, Side
 
 
@@ -50,6 +51,18 @@ class CausalLM:
         return device
 
     @property
+    def adapter_reads_ids(self) -> bool:
+        """Whether an adapter looks at the ids of each call to find out from which token on it applies (aLoRA).
+
+        It then sees whole rows only: no cache, no padding, no packing.
+        """
+        active = getattr(self.module, "active_adapters", None)
+        configs = getattr(self.module, "peft_config", {})
+        if not isinstance(active, (list, tuple)) or self.module is self.base:
+            return False
+        return any(getattr(configs.get(name), "alora_invocation_tokens", None) for name in active)
+
+    @property
     def accepts_cache(self) -> bool:
         """Whether the model's forward takes a cache."""
         return self._cache_name is not None
@@ -86,9 +99,22 @@ class CausalLM:
         Every other way to run the model is compared with this one.
 
         Args:
+            ids: the row.
             last: return the logits of so many last positions only; None for all.
+
+        Raises:
+            CapabilityError: the model cannot read such a row.
         """
-        return self._rows_logits(ids[None], last)[0]
+        try:
+            return self._rows_logits(ids[None], last)[0]
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            raise CapabilityError(
+                f"{type(self.base).__name__} fails when it reads one row of {len(ids)} ids and nothing else: "
+                f"{type(error).__name__}: {error}",
+                capability="model",
+            ) from error
 
     def _rows_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
         keep = {"logits_to_keep": last} if last and "logits_to_keep" in self._accepted else {}
@@ -109,6 +135,8 @@ class CausalLM:
 
     def padded_logits(self, rows: Ragged) -> Tensor:
         """Return the logits of all positions of `rows`, ``[rows, width, vocab]``, padded on the right."""
+        if len(rows) == 1:
+            return self.plain_logits(rows.values)[None]
         logits: Tensor = self.forward(use_cache=False, **self.inputs(rows, "right")).logits
         return logits
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _TIMES_NOISE = 6.0
 #: Number of positions compared at the end of each of the caller's rows.
 _TAIL = 16
+#: How many states of the model's structure are remembered.
+_REMEMBERED = 4
 
 #: Given rows, return the logits of up to so many last positions of each, ``[n, vocab]``.
 TailLogits = Callable[[Ragged, int], Sequence[Tensor]]
@@ -43,12 +45,36 @@ class _Record:
     Attributes:
         tried: whether it was compared on the trial rows.
         confirmed: the longest row with which it agreed.
-        limit: rows longer than this are run in another way.
+        refuted: rows as long as this, or longer, are run in another way.
     """
 
     tried: bool = False
     confirmed: int = 0
-    limit: float = float("inf")
+    refuted: float = float("inf")
+
+
+@dataclass
+class _Verdict:
+    """What was found out about the model in one state of its structure.
+
+    Attributes:
+        structure: that state, see `transformers_backend.fingerprint`.
+        weights: `weights_stamp` when it was last looked at; changes: how often that had changed.
+        records: one for each way that was tried.
+        refusal: why the model cannot be used; None if it can.
+        scale: standard deviation of its logits.
+        noise: how far two plain forwards are apart that read the same ids and other ids after them.
+        passes_positions: whether it may be given `position_ids`.
+    """
+
+    structure: Any
+    weights: int
+    changes: int = 0
+    records: dict[str, _Record] = field(default_factory=dict)
+    refusal: CapabilityError | None = None
+    scale: float = 0.0
+    noise: float = 0.0
+    passes_positions: bool = False
 
 
 class SelfTest:
@@ -64,12 +90,8 @@ class SelfTest:
         self._tokenizer = tokenizer
         self._lengths = LengthClasses(engine.base.config)
         self._may_pass_positions = engine.passes_positions
-        self._structure: Any = None
-        self._weights = 0
-        self._changes = 0
-        self._records: dict[str, _Record] = {}
-        self._refusal: CapabilityError | None = None
-        self._scale = self._noise = 0.0
+        # The latest first. There are several because adapters may be switched on and off between calls.
+        self._verdicts: list[_Verdict] = []
 
     def begin(self) -> None:
         """Try the model if it is new or has changed. Call this before every request.
@@ -80,17 +102,20 @@ class SelfTest:
             CapabilityError: the model is not causal, or its forward fails on one row of ids.
         """
         now, weights = structure(self._engine.module), weights_stamp(self._engine.module)
-        changed = now != self._structure
-        if not changed and weights != self._weights:
-            self._changes += 1
-            changed = self._changes.bit_count() == 1
-        self._weights = weights
-        if changed:
-            self._structure, self._records, self._refusal = now, {}, None
+        known = next((verdict for verdict in self._verdicts if verdict.structure == now), None)
+        verdict = known or _Verdict(now, weights)
+        if weights != verdict.weights:
+            verdict.weights, verdict.changes = weights, verdict.changes + 1
+            if verdict.changes.bit_count() == 1:
+                known, verdict = None, _Verdict(now, weights, verdict.changes)
+        others = [other for other in self._verdicts if other.structure != now]
+        self._verdicts = [verdict, *others[: _REMEMBERED - 1]]
+        if known is None:
             with self._plainly():
-                self._try_plain_forward()
-        if self._refusal is not None:
-            raise self._refusal
+                self._try_plain_forward(verdict)
+        self._engine.passes_positions = verdict.passes_positions
+        if verdict.refusal is not None:
+            raise verdict.refusal
 
     def choose(self, ways: Sequence[Way], rows: Ragged, run: Callable[[Way], TailLogits]) -> Way:
         """Return the first of `ways` that may read `rows`. The last of them is the plain forward and is not tried.
@@ -100,44 +125,46 @@ class SelfTest:
         """
         longest = int(rows.lengths.max())
         for way in ways[:-1]:
-            if self.is_right(way, run(way), self.rows) and self._may_read(way, rows, longest, run(way)):
+            if not self.may_run(way, longest, run(way), self.rows):
+                continue
+            if not self.is_confirmed(way, longest):
+                self.settle(way, longest, self._agrees(_some(rows), run(way), way))
+            if longest < self._record(way).refuted:
                 return way
         return ways[-1]
 
-    def is_right(self, way: str, run: TailLogits, rows: Ragged) -> bool:
-        """Return whether `way` agrees with the plain forward on these trial rows."""
-        record = self._records.setdefault(way, _Record())
+    def may_run(self, way: str, length: int, run: TailLogits, rows: Ragged) -> bool:
+        """Return whether `way` agrees with the plain forward on these trial rows, and was not refuted for a length."""
+        if self._engine.adapter_reads_ids:
+            return False
+        record = self._record(way)
         if not record.tried:
             record.tried = True
             if self._agrees(rows, run, way):
                 record.confirmed = int(rows.lengths.max())
             else:
-                record.limit = 0
-        return record.limit > 0
-
-    def limit(self, way: str) -> float:
-        """Return the longest row that may be run in that way."""
-        return self._records[way].limit
+                record.refuted = 0
+        return length < record.refuted
 
     def is_confirmed(self, way: str, length: int) -> bool:
         """Return whether `way` was compared with rows as long as this."""
-        return length <= self._lengths.end_of(self._records[way].confirmed)
+        return length <= self._lengths.end_of(self._record(way).confirmed)
 
     def settle(self, way: str, length: int, agreed: bool) -> None:
         """Remember whether `way` agreed on rows of that length."""
-        record = self._records[way]
+        record = self._record(way)
         if agreed:
             record.confirmed = max(record.confirmed, length)
-        else:
-            record.limit = self._lengths.end_of(record.confirmed)
-            _log.warning(
-                "%s: %s rows of %d tokens get other numbers than the model's own forward of one row; from %d tokens on "
-                "they are run in a slower way",
-                type(self._engine.base).__name__,
-                way,
-                length,
-                record.limit + 1,
-            )
+            return
+        record.refuted = self._lengths.start_of(length)
+        _log.warning(
+            "%s: %s rows of %d tokens get other numbers than the model's own forward of one row, so rows of %d tokens "
+            "or more are run in a slower way",
+            type(self._engine.base).__name__,
+            way,
+            length,
+            record.refuted,
+        )
 
     def agrees_on(self, rows: Sequence[Tensor], logprobs: Sequence[Tensor]) -> bool:
         """Return whether log-probabilities that were reported for the ends of `rows` are those of the plain forward.
@@ -189,17 +216,16 @@ class SelfTest:
         _log.debug("%s rows of %d: %.2g apart, %.2g allowed", way, rows.lengths.max(), apart, self._tolerance())
         return apart <= self._tolerance()
 
-    def _may_read(self, way: str, rows: Ragged, longest: int, run: TailLogits) -> bool:
-        """Return whether `way` agrees on rows as long as these; try some of them if that is not known."""
-        if longest > self.limit(way):
-            return False
-        if not self.is_confirmed(way, longest):
-            self.settle(way, longest, self._agrees(_some(rows), run, way))
-        return longest <= self.limit(way)
+    @property
+    def _now(self) -> _Verdict:
+        return self._verdicts[0]
+
+    def _record(self, way: str) -> _Record:
+        return self._now.records.setdefault(way, _Record())
 
     # The plain forward itself -----------------------------------------------------------------------------------------
 
-    def _try_plain_forward(self) -> None:
+    def _try_plain_forward(self, verdict: _Verdict) -> None:
         """Find out whether the model is causal, how its numbers are rounded, and whether it counts positions from 0."""
         engine = self._engine
         engine.passes_positions = False
@@ -209,53 +235,47 @@ class SelfTest:
             try:
                 whole = engine.plain_logits(row)
                 break
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                failure = error
+            except CapabilityError as error:
+                verdict.refusal = error
         else:
-            self._refusal = CapabilityError(
-                f"{type(engine.base).__name__} fails when it reads one row of {len(row)} ids and nothing else: "
-                f"{type(failure).__name__}: {failure}",
-                capability="model",
-            )
             return
+        verdict.refusal = None
         half = max(1, len(row) // 2)
-        later = torch.cat([row[:half], self.rows.split()[3][half:]])
-        self._scale = spread(whole)
-        shorter = difference(engine.plain_logits(row[:half]), whole[:half])
-        other = difference(engine.plain_logits(later)[:half], whole[:half])
-        self._noise = max(shorter, other)
-        if not self._noise <= self._largest_noise():
-            self._refusal = CapabilityError(
-                f"{type(engine.base).__name__} is not causal: the log-probabilities of earlier positions change by "
-                f"{self._noise:.2g} on average when later ids change, so log p(token | earlier tokens) cannot be read "
-                "from it. "
-                "If its configuration has is_decoder or is_causal, load it with True; otherwise choose another model",
+        verdict.scale = spread(whole)
+        # Of the same length, so that every sum is made in the same order.
+        other = torch.cat([row[:half], self.rows.split()[3][half:]])
+        ahead = difference(engine.plain_logits(other)[:half], whole[:half])
+        verdict.noise = difference(engine.plain_logits(row[:half]), whole[:half])
+        if not (ahead <= self._rounding_limit() and verdict.noise <= self._largest_noise()):
+            apart = max(ahead, verdict.noise)
+            verdict.refusal = CapabilityError(
+                f"{type(engine.base).__name__} is not causal: when later ids change, the log-probabilities of earlier "
+                f"positions change by {apart:.2g} on average. So log p(token | earlier tokens) cannot be read from it. "
+                "If its configuration has is_decoder or is_causal, load it with True; a quantized model must not scale "
+                "activations by a whole row",
                 capability="model",
             )
             return
         if self._may_pass_positions:
             engine.passes_positions = True
-            positions = torch.arange(len(row), device=engine.device)[None]
-            try:
-                found = engine.forward(None, positions, input_ids=row[None].to(engine.device), use_cache=False).logits[
-                    0
-                ]
-                engine.passes_positions = difference(found, whole) <= self._tolerance()
-            except Exception:
-                engine.passes_positions = False
+            inputs = engine.inputs(Ragged.from_list([row]), "right")
+            with suppress(Exception):
+                found = engine.forward(use_cache=False, **inputs).logits[0]
+                verdict.passes_positions = difference(found, whole) <= self._tolerance()
 
     def _tolerance(self) -> float:
         """Return the largest `difference` that is put down to rounding."""
         eps = torch.finfo(self._dtype()).eps
         rounding = 16 * eps if eps < 1e-6 else min(256 * eps, eps**0.5)
-        return min(max(_TIMES_NOISE * self._noise, rounding * self._scale), self._largest_noise())
+        return min(max(_TIMES_NOISE * self._now.noise, rounding * self._now.scale), self._largest_noise())
 
     def _largest_noise(self) -> float:
-        """Return how far the plain forwards of a causal model may be apart."""
-        # Quantized activations are rounded by the largest of a whole row.
-        return (0.2 if _is_quantized(self._engine.base) else torch.finfo(self._dtype()).eps ** 0.5) * self._scale
+        """Return how far plain forwards of different lengths may be apart."""
+        # Where activations are quantized, the rounding of a sum may move one of them to the next level.
+        return 0.2 * self._now.scale if _is_quantized(self._engine.base) else self._rounding_limit()
+
+    def _rounding_limit(self) -> float:
+        return torch.finfo(self._dtype()).eps ** 0.5 * self._now.scale
 
     def _dtype(self) -> torch.dtype:
         device, dtype = self._engine.device.type, self._engine.base.dtype

@@ -73,7 +73,15 @@ class LengthClasses:
 
     def end_of(self, length: int) -> int:
         """Return the last length of the range that holds `length`."""
-        return self._ends[min(bisect_left(self._ends, length), len(self._ends) - 1)]
+        return self._ends[self._index(length)]
+
+    def start_of(self, length: int) -> int:
+        """Return the first length of the range that holds `length`."""
+        index = self._index(length)
+        return self._ends[index - 1] + 1 if index else 0
+
+    def _index(self, length: int) -> int:
+        return min(bisect_left(self._ends, length), len(self._ends) - 1)
 
 
 def _numbers(value: Any) -> Iterator[int]:

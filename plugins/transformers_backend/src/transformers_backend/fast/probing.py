@@ -44,26 +44,25 @@ class HeadFormula:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None) -> HeadFormula:
+def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor) -> HeadFormula:
     """Return how this model's logits can be computed in parts.
 
     Args:
         module: the head if it is a plain linear layer, else None.
+        row: int64[n], ids to try.
     """
-    hidden = _hidden_if_sliceable(engine, split)
+    hidden = _hidden_if_sliceable(engine, split, row)
     if hidden is None:
         return HeadFormula("whole")
-    if module is None or module.weight.dtype != hidden.dtype:
+    if module is None or module.weight.dtype != hidden.dtype or module.weight.shape[1] != hidden.shape[1]:
         return HeadFormula("sliced")
     return _tiled_formula(engine, split, module, hidden[:_TRIED]) or HeadFormula("sliced")
 
 
-def _hidden_if_sliceable(engine: CausalLM, split: SplitForward) -> Tensor | None:
-    """Return hidden states ``[n, hidden]`` of one row, or None if slices of them give other logits than the whole."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(engine.vocab_size, (min(15, engine.max_context or 15),), generator=generator)
-    whole = engine.plain_logits(ids).float()
-    rows = Ragged(ids, torch.tensor([len(ids)]))
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
+    """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
+    whole = engine.plain_logits(row).float()
+    rows = Ragged.from_list([row])
     try:
         hidden = split.hidden(**engine.inputs(rows, "right"))[0]
         parts = torch.cat([split.logits(part).float() for part in hidden.split(5)])
@@ -85,6 +84,9 @@ def _tiled_formula(engine: CausalLM, split: SplitForward, module: nn.Linear, hid
         return None
     states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
     products, logits = functional.linear(states, weight, bias).double(), split.logits(states).double()
+    if products.shape != logits.shape:
+        # The model cuts its logits, for example to the vocabulary without padding.
+        return None
     for cap in dict.fromkeys((softcap(engine), None)):
         flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
         scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())

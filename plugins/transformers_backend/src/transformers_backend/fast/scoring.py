@@ -42,7 +42,7 @@ class FastScorer(Scorer):
     def __init__(self, engine: CausalLM, self_test: SelfTest, max_batch_tokens: int) -> None:
         super().__init__(engine, self_test, max_batch_tokens)
         self._split = SplitForward(engine)
-        self._head = ScoringHead(engine, self._split)
+        self._head = ScoringHead(engine, self._split, self_test)
         self._reader = BodyReader(engine, self._split)
 
     def weights_changed(self) -> None:
