@@ -72,15 +72,13 @@ class Scorer:
             TimeoutError: the request's timeout has passed.
         """
         deadline, self.path = Deadline(request.timeout), None
-        self._self_test.begin()
+        batches = list(scoring_requests(request, self._engine.rope_switch))
+        if batches:
+            self._self_test.begin()
         device = request.device or request.sequences.values.device
         mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
         with mode:
-            parts = [
-                part.to(device)
-                for batch in scoring_requests(request, self._engine.rope_switch)
-                for part in self._score_batch(batch, request, deadline)
-            ]
+            parts = [part.to(device) for batch in batches for part in self._score_batch(batch, request, deadline)]
             return scoring_result(request, parts, self._engine.vocab_size)
 
     def weights_changed(self) -> None:

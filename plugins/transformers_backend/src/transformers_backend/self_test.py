@@ -111,8 +111,13 @@ class SelfTest:
         others = [other for other in self._verdicts if other.structure != now]
         self._verdicts = [verdict, *others[: _REMEMBERED - 1]]
         if known is None:
-            with self._plainly():
-                self._try_plain_forward(verdict)
+            try:
+                with self._plainly():
+                    self._try_plain_forward(verdict)
+            except BaseException:
+                # Out of memory, or Ctrl-C: nothing was found out.
+                self._verdicts = others
+                raise
         self._engine.passes_positions = verdict.passes_positions
         if verdict.refusal is not None:
             raise verdict.refusal
@@ -139,11 +144,11 @@ class SelfTest:
             return False
         record = self._record(way)
         if not record.tried:
-            record.tried = True
             if self._agrees(rows, run, way):
                 record.confirmed = int(rows.lengths.max())
             else:
                 record.refuted = 0
+            record.tried = True
         return length < record.refuted
 
     def is_confirmed(self, way: str, length: int) -> bool:
