@@ -20,7 +20,7 @@ from torch import Tensor
 from corelm.errors import CapabilityError
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
-from transformers_backend.fingerprint import structure, weights_stamp
+from transformers_backend.fingerprint import fingerprint
 from transformers_backend.trials import LengthClasses, difference, spread, trial_rows
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class _Verdict:
     """What was found out about the model in one state of its structure.
 
     Attributes:
-        structure: that state, see `transformers_backend.fingerprint`.
-        weights: `weights_stamp` when it was last looked at; changes: how often that had changed.
+        structure, weights: what `fingerprint` returned; `weights` is the latest.
+        changes: how often `weights` had changed.
         records: one for each way that was tried.
         refusal: why the model cannot be used; None if it can.
         scale: standard deviation of its logits.
@@ -101,7 +101,7 @@ class SelfTest:
         Raises:
             CapabilityError: the model is not causal, or its forward fails on one row of ids.
         """
-        now, weights = structure(self._engine.module), weights_stamp(self._engine.module)
+        now, weights = fingerprint(self._engine.module)
         known = next((verdict for verdict in self._verdicts if verdict.structure == now), None)
         verdict = known or _Verdict(now, weights)
         if weights != verdict.weights:
