@@ -108,14 +108,17 @@ def test_other_kinds_of_models_are_refused(open_model: Open) -> None:
             open_model(model)
 
 
-def test_a_model_without_a_cache_can_score_but_not_generate(open_model: Open) -> None:
+def test_a_model_without_a_cache_reads_each_row_again_for_every_token(open_model: Open) -> None:
     config = transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2)
     model, (ids,) = transformers.OpenAIGPTLMHeadModel(config).eval(), random_rows(9)
     backend = open_model(model)
     found = backend.score_logprobs([ids]).logprobs.values
     torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
-    with pytest.raises(CapabilityError, match="cache"):
-        backend.generate([ids], {"max_new_tokens": 2})
+    made = backend.generate([ids, ids[:4]], {"max_new_tokens": 5})
+    assert made.logprobs is not None
+    for prompt, answer, logprobs in zip([ids, ids[:4]], made.ids.tolist(), made.logprobs.split(), strict=True):
+        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:

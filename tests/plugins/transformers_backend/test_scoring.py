@@ -45,8 +45,9 @@ def test_a_row_may_fill_the_context(open_model: Open) -> None:
 
 def test_a_call_with_nothing_to_score_does_not_run_the_model(open_model: Open) -> None:
     model = tiny_model()
+    backend = open_model(model)
     model.register_forward_pre_hook(lambda *args: pytest.fail("the model was called"))
-    out = open_model(model).score_logprobs([[5], [6, 7]], score_from=[1, 2], return_logits=True, grad=True)
+    out = backend.score_logprobs([[5], [6, 7]], score_from=[1, 2], return_logits=True, grad=True)
     assert out.logprobs.values.tolist() == [0.0] * 3 and not out.scored.values.any() and not out.logits.values.any()
 
 

@@ -26,6 +26,7 @@ from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM
 from transformers_backend.scoring import Scorer
+from transformers_backend.self_test import SelfTest
 
 
 class TransformersBackend:
@@ -43,8 +44,9 @@ class TransformersBackend:
     def __init__(self, engine: CausalLM, tokenizer: Any, max_batch_tokens: int, *, fast: bool = True) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self.decoder = decoder_class(engine, tokenizer, max_batch_tokens)
-        self.scorer = scorer_class(engine, max_batch_tokens)
+        self_test = SelfTest(engine, tokenizer)
+        self.decoder = decoder_class(engine, tokenizer, self_test, max_batch_tokens)
+        self.scorer = scorer_class(engine, self_test, max_batch_tokens)
         self.tokenizer = tokenizer
         self.capabilities = read_capabilities(engine, tokenizer)
 
@@ -109,7 +111,9 @@ class TransformersBackend:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        return beam_search(self.engine, request) if request.sampling.num_beams > 1 else self.decoder.generate(request)
+        if request.sampling.num_beams > 1:
+            return beam_search(self.engine, request, use_cache=self.decoder.may_use_cache())
+        return self.decoder.generate(request)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+#: Which rows may share a forward pass: rows of any length, with padding; rows of the same length; or none.
+Grouping = Literal["padded", "equal", "alone"]
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
@@ -35,3 +39,16 @@ def rows_of_one_encoding(lengths: Tensor, rope_switch: int | None) -> Iterator[T
     for side in (lengths <= rope_switch, lengths > rope_switch):
         if bool(side.any()):
             yield side.nonzero()[:, 0]
+
+
+def groups_of(lengths: Tensor, grouping: Grouping) -> Iterator[Tensor]:
+    """Yield the row numbers, int64[n], that may share a forward pass, longest first."""
+    if grouping == "padded":
+        yield torch.arange(len(lengths))
+        return
+    order = lengths.argsort(descending=True, stable=True)
+    if grouping == "alone":
+        yield from order.split(1)
+        return
+    _, counts = lengths[order].unique_consecutive(return_counts=True)
+    yield from order.split(counts.tolist())

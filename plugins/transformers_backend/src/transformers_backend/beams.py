@@ -17,17 +17,27 @@ from transformers_backend.protocol import answer_limits
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
 
-def beam_search(engine: CausalLM, request: GenerateRequest) -> GenerateResult:
+def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) -> GenerateResult:
     """Return the best beam for every prompt.
 
     Prompts run one at a time, because `generate` would count padding in its lengths and limits.
 
+    Args:
+        engine: drives the model.
+        request: the prompts.
+        use_cache: whether the model's cached steps give the numbers of its plain forward.
+
     Raises:
-        CapabilityError: a sampling parameter that has no meaning in a beam search.
+        CapabilityError: a sampling parameter that has no meaning in a beam search, or an aLoRA adapter.
         TimeoutError: the request's timeout has passed.
     """
     sampling = request.sampling
     _refuse_sampling_parameters(sampling)
+    if engine.adapter_reads_ids:
+        raise CapabilityError(
+            "beam search does not pass the prompt's ids to an aLoRA adapter; disable the adapter or drop num_beams",
+            capability="num_beams",
+        )
     deadline = Deadline(request.timeout)
     limits = answer_limits(request, engine.max_context).tolist()
     stop_ids = sorted(request.stop_ids)
@@ -47,6 +57,7 @@ def beam_search(engine: CausalLM, request: GenerateRequest) -> GenerateResult:
                 min_new_tokens=sampling.min_new_tokens,
                 eos_token_id=stop_ids or None,
                 pad_token_id=0,
+                use_cache=use_cache,
                 **sampling.engine_kwargs,
             )
             answer = found[0, len(prompt) :].cpu()

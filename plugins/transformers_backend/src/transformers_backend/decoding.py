@@ -6,47 +6,158 @@ here, so nothing in it can change what was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
 from corelm.support import Deadline
+from transformers_backend.batches import Grouping
+from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
 from transformers_backend.ending import AnswerEnding
 from transformers_backend.engine import CausalLM
-from transformers_backend.protocol import PromptBatch, SampledAnswers, generation_requests, generation_result
-from transformers_backend.sampling import Sampler
+from transformers_backend.protocol import (
+    PromptBatch,
+    SampledAnswers,
+    batches_of,
+    generation_prompts,
+    generation_result,
+)
+from transformers_backend.sampling import Sampler, log_softmax_at
+from transformers_backend.self_test import SelfTest
+
+#: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
+DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
+_WAYS: tuple[DecodingWay, ...] = ("cached and padded", "cached", "uncached", "uncached, one at a time")
+_GROUPING: dict[DecodingWay, Grouping] = {
+    "cached and padded": "padded",
+    "cached": "equal",
+    "uncached": "equal",
+    "uncached, one at a time": "alone",
+}
+#: Number of tokens by which trial rows are continued.
+_TRIED = 3
 
 
 class Decoder:
-    """Answers one request at a time."""
+    """Answers one request at a time.
 
-    def __init__(self, engine: CausalLM, tokenizer: Any, max_batch_tokens: int) -> None:
+    Attributes:
+        way: how the latest batch was decoded; None before the first.
+    """
+
+    def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int) -> None:
+        self.way: DecodingWay | None = None
         self._engine = engine
         self._tokenizer = tokenizer
+        self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer every prompt.
 
         Raises:
-            CapabilityError, InvalidRequestError: see `generation_requests`.
+            CapabilityError, InvalidRequestError: see `generation_prompts`.
+            CapabilityError: the model is not causal.
             TimeoutError: the request's timeout has passed.
         """
         deadline = Deadline(request.timeout)
-        with self._decoding():
-            answers = [
-                (batch, self._decode(batch, request, deadline))
-                for batch in generation_requests(request, self._engine, self._max_batch_tokens)
-            ]
-            return generation_result(request, answers)
+        self._self_test.begin()
+        prompts = generation_prompts(request, self._engine)
+        with self._engine.evaluating():
+            return generation_result(request, list(self._answers(prompts, request, deadline)))
 
-    def _decoding(self) -> AbstractContextManager[None]:
-        """Return the context in which the model is run."""
-        return self._engine.evaluating()
+    def may_use_cache(self) -> bool:
+        """Return whether decoding with a cache gives the numbers of the plain forward."""
+        self._self_test.begin()
+        with self._engine.evaluating():
+            return self._may_run("cached", 0)
+
+    def _answers(
+        self, prompts: PromptBatch, request: GenerateRequest, deadline: Deadline
+    ) -> Iterator[tuple[PromptBatch, SampledAnswers]]:
+        """Yield the answers batch by batch. A batch whose log-probs turn out to be wrong is decoded again."""
+        way = self._way(int((prompts.prompts.lengths + prompts.limits).max()))
+        for batch in batches_of(prompts, _GROUPING[way], self._engine, self._max_batch_tokens):
+            ragged = len(set(batch.prompts.lengths.tolist())) > 1
+            self.way = "cached" if way == "cached and padded" and not ragged else way
+            longest = int((batch.prompts.lengths + batch.limits).max())
+            check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, longest)
+            with self._accelerated():
+                found = self._decode(batch, self.way, request, deadline, keep_raw=check)
+            if check and not self._confirmed(self.way, batch, found):
+                yield from self._answers(batch, request, deadline)
+            else:
+                yield batch, found
+
+    def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
+        """Return whether the log-probs of a batch are right, as far as its longest and its most padded row show."""
+        assert found.raw is not None
+        lengths = batch.prompts.lengths + found.ids.lengths
+        longest = int(lengths.max())
+        if self._self_test.is_confirmed(way, longest):
+            return True
+        rows = sorted({int(lengths.argmax()), int(batch.prompts.lengths.argmin())})
+        sequences = batch.prompts.to("cpu").join(found.ids).select(rows)
+        agreed = self._self_test.agrees_on(sequences.split(), found.raw.select(rows).split())
+        self._self_test.settle(way, longest, agreed)
+        return agreed
+
+    # Which way --------------------------------------------------------------------------------------------------------
+
+    def _way(self, longest: int) -> DecodingWay:
+        """Return the fastest way that is right for rows of `longest` tokens, answers included."""
+        for way in _WAYS[:-1]:
+            # A batch whose rows happen to be of one length is not padded.
+            needed: tuple[DecodingWay, ...] = ("cached", way) if way == "cached and padded" else (way,)
+            if all(self._may_run(each, longest) for each in needed):
+                return way
+        return _WAYS[-1]
+
+    def _may_run(self, way: DecodingWay, longest: int) -> bool:
+        if way.startswith("cached") and not self._engine.accepts_cache:
+            return False
+        trial = self._self_test.rows
+        rows = trial if way == "cached and padded" else trial.select(trial.lengths == trial.lengths.max())
+        return self._self_test.may_run(way, longest, partial(self._continued, way), rows)
+
+    def _continued(self, way: DecodingWay, rows: Ragged, last: int) -> list[Tensor]:
+        """Return the logits of the last few positions of `rows`, ``[n, vocab]``, as decoding makes them.
+
+        The first row is expanded to two, one of which leaves after a step.
+        """
+        ids, steps = rows.split(), min(_TRIED, int(rows.lengths.min()) - 1)
+        prompts = Ragged.from_list([row[: len(row) - steps] for row in ids])
+        tokens = torch.stack([row[len(row) - steps :] for row in ids]).to(self._engine.device)
+        alive = torch.tensor([0, *range(len(rows))])
+        with self._accelerated():
+            growing = self._start(way, prompts)
+            growing.expand(alive.to(self._engine.device))
+            made = [growing.logits[1:]]
+            for step in range(steps):
+                if step == 1:
+                    left = _without({1}, len(alive))
+                    alive = alive[left]
+                    growing.keep(left.to(self._engine.device))
+                growing.append(tokens[alive, step])
+                made.append(growing.logits[alive.argsort(stable=True)][-len(rows) :])
+        return list(torch.stack(made, dim=1))
+
+    # Decoding ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, way: DecodingWay, prompts: Ragged) -> GrowingRows:
+        """Return the prompts inside the model."""
+        if way.startswith("uncached"):
+            return UncachedRows(self._engine, prompts)
+        return CachedRows(self._engine, self._new_cache(), prompts)
+
+    def _accelerated(self) -> AbstractContextManager[None]:
+        """Return the context in which the model decodes."""
+        return nullcontext()
 
     def _new_cache(self) -> Any:
         """Return an empty cache of the kinds that the model's layers need (attention, windows, recurrent states)."""
@@ -54,7 +165,9 @@ class Decoder:
 
         return DynamicCache(config=self._engine.base.config)
 
-    def _decode(self, batch: PromptBatch, request: GenerateRequest, deadline: Deadline) -> SampledAnswers:
+    def _decode(
+        self, batch: PromptBatch, way: DecodingWay, request: GenerateRequest, deadline: Deadline, *, keep_raw: bool
+    ) -> SampledAnswers:
         engine, prompts = self._engine, batch.prompts
         sampler = Sampler(
             request.sampling,
@@ -67,24 +180,18 @@ class Decoder:
         )
         ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer)
         distinct, answers = _distinct(prompts)
-        cache = self._new_cache()
-        inputs = engine.inputs(distinct, "left")
-        mask, position = _if_padded(inputs.pop("attention_mask")), inputs["position_ids"][:, -1:]
-        logits = engine.next_logits(cache, attention_mask=mask, **inputs)
-
+        growing = self._start(way, distinct)
         # From here on a row is an answer: at first one for every prompt, later those that have not ended.
         if len(distinct) < len(prompts):
-            shared = answers.to(engine.device)
-            cache.reorder_cache(shared)
-            logits, position = logits[shared], position[shared]
-            mask = None if mask is None else mask[shared]
+            growing.expand(answers.to(engine.device))
         alive = torch.arange(len(prompts))
         stopped = torch.zeros(len(prompts), dtype=torch.bool)
-        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        steps: list[tuple[Tensor, ...]] = []
         while True:
             deadline.check()
-            token, logprob = sampler(logits)
-            steps.append((alive, token, logprob))
+            token, logprob = sampler(growing.logits)
+            raw = (log_softmax_at(growing.logits, token),) if keep_raw else ()
+            steps.append((alive, token, logprob, *raw))
             ended = ending(token)
             if ended:
                 stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
@@ -92,24 +199,16 @@ class Decoder:
                     break
                 rows = _without(ended, len(alive))
                 alive, keep = alive[rows], rows.to(engine.device)
-                token, position = token[keep], position[keep]
-                mask = None if mask is None else _if_padded(mask[keep])
-                cache.reorder_cache(keep)
+                token = token[keep]
+                growing.keep(keep)
                 sampler.keep(keep)
                 ending.keep(rows)
-            if mask is not None:
-                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-            position = position + 1
-            logits = engine.next_logits(cache, input_ids=token[:, None], attention_mask=mask, position_ids=position)
+            growing.append(token)
 
-        which, ids, logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+        which, ids, *logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
         order, lengths = which.argsort(stable=True), which.bincount(minlength=len(prompts))
-        return SampledAnswers(Ragged(ids[order], lengths), Ragged(logprobs[order], lengths), stopped)
-
-
-def _if_padded(mask: Tensor) -> Tensor | None:
-    """Return the mask if it masks anything, else None: attention is faster without a mask."""
-    return None if bool(mask.all()) else mask
+        rows_of = [Ragged(column[order], lengths) for column in (ids, *logprobs)]
+        return SampledAnswers(rows_of[0], rows_of[1], stopped, rows_of[2] if keep_raw else None)
 
 
 def _without(gone: Collection[int], rows: int) -> Tensor:

@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from corelm.errors import CapabilityError
 from corelm.spec import Ragged, Side
 
-#: Model types that take a cache but also keep part of what they have read in their modules. Expanding a row to several
-#: answers, or dropping a row that has ended, would silently give wrong log-probs.
-STATEFUL = frozenset({"recurrent_gemma"})
-
 
 class CausalLM:
     """A model as a function of rows of ids.
@@ -28,23 +24,26 @@ class CausalLM:
         max_context: longest input in tokens, or None if the model states no limit.
         rope_switch: number of tokens in a forward pass above which all positions are encoded differently (longrope);
             None for most models.
+        passes_positions: whether the model is given `position_ids`. `SelfTest` turns it off for a model that counts
+            its positions in another way.
     """
 
     def __init__(self, module: nn.Module, base: Any) -> None:
         self.module = module
         self.base = base
         text = base.config.get_text_config()
-        head = base.get_output_embeddings()
-        self.vocab_size: int = text.vocab_size if head is None else head.weight.shape[0]
-        self.max_context: int | None = getattr(text, "max_position_embeddings", None)
+        self._accepted = _forward_parameters(base)
+        self.passes_positions = "position_ids" in self._accepted
+        # Some models state -1 for "no limit".
+        limit = getattr(text, "max_position_embeddings", None)
+        self.max_context: int | None = limit if limit and limit > 0 else None
         self.rope_switch = _rope_switch(text)
-        self._accepted = inspect.signature(base.forward).parameters.keys()
         # Nothing here uses the auxiliary loss of mixture-of-experts models, and with a cache its mask does not fit.
         without_router = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
         self._always = {"return_dict": True, **without_router}
         # State-space models call their cache cache_params.
-        caches = [] if base.config.model_type in STATEFUL else ["past_key_values", "cache_params"]
-        self._cache_name = next((name for name in caches if name in self._accepted), None)
+        self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in self._accepted), None)
+        self.vocab_size: int = self._width_of_logits() or text.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -52,9 +51,21 @@ class CausalLM:
         return device
 
     @property
-    def accepts_positions(self) -> bool:
-        """Whether the model's forward takes `position_ids`."""
-        return "position_ids" in self._accepted
+    def adapter_reads_ids(self) -> bool:
+        """Whether an adapter looks at the ids of each call to find out from which token on it applies (aLoRA).
+
+        It then sees whole rows only: no cache, no padding, no packing.
+        """
+        active = getattr(self.module, "active_adapters", None)
+        configs = getattr(self.module, "peft_config", {})
+        if not isinstance(active, (list, tuple)) or self.module is self.base:
+            return False
+        return any(getattr(configs.get(name), "alora_invocation_tokens", None) for name in active)
+
+    @property
+    def accepts_cache(self) -> bool:
+        """Whether the model's forward takes a cache."""
+        return self._cache_name is not None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -82,16 +93,50 @@ class CausalLM:
             "position_ids": (mask.cumsum(-1) - 1).clamp_min(0),
         }
 
-    def forward(self, attention_mask: Tensor | None, position_ids: Tensor, **inputs: Any) -> Any:
+    def plain_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
+        """Return float[n, vocab]: the logits of one row, int64[n], from the model's own forward, given its ids only.
+
+        Every other way to run the model is compared with this one.
+
+        Args:
+            ids: the row.
+            last: return the logits of so many last positions only; None for all.
+
+        Raises:
+            CapabilityError: the model cannot read such a row.
+        """
+        try:
+            return self._rows_logits(ids[None], last)[0]
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            raise CapabilityError(
+                f"{type(self.base).__name__} fails when it reads one row of {len(ids)} ids and nothing else: "
+                f"{type(error).__name__}: {error}",
+                capability="model",
+            ) from error
+
+    def _rows_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
+        keep = {"logits_to_keep": last} if last and "logits_to_keep" in self._accepted else {}
+        logits: Tensor = self.forward(None, None, input_ids=ids.to(self.device), use_cache=False, **keep).logits
+        return logits if last is None else logits[:, -last:]
+
+    def last_logits(self, ids: Tensor) -> Tensor:
+        """Return float32[rows, vocab]: the logits that follow int64[rows, n], rows without padding, without a cache."""
+        return self._rows_logits(ids, 1)[:, -1].float()
+
+    def forward(self, attention_mask: Tensor | None, position_ids: Tensor | None, **inputs: Any) -> Any:
         """Return the model's own output. A mask of ones is left out, so that attention can take its fast path."""
         if attention_mask is not None and not bool(attention_mask.all()):
             inputs["attention_mask"] = attention_mask
-        if self.accepts_positions:
+        if self.passes_positions and position_ids is not None:
             inputs["position_ids"] = position_ids
         return self.module(**self._always, **inputs)
 
     def padded_logits(self, rows: Ragged) -> Tensor:
         """Return the logits of all positions of `rows`, ``[rows, width, vocab]``, padded on the right."""
+        if len(rows) == 1:
+            return self.plain_logits(rows.values)[None]
         logits: Tensor = self.forward(use_cache=False, **self.inputs(rows, "right")).logits
         return logits
 
@@ -101,15 +146,8 @@ class CausalLM:
         Args:
             cache: a transformers cache.
             attention_mask: int64[rows, columns] over all columns so far; None if no row is padded.
-
-        Raises:
-            CapabilityError: the model's forward takes no known kind of cache.
         """
-        if self._cache_name is None:
-            raise CapabilityError(
-                f"{type(self.base).__name__} has no cache to decode with, so it can score but not generate",
-                capability="generate",
-            )
+        assert self._cache_name is not None
         if attention_mask is not None and self._cache_name == "cache_params":
             # A recurrent state already holds the past, so its mask covers the new columns only.
             attention_mask = attention_mask[:, -inputs["input_ids"].shape[1] :]
@@ -117,6 +155,34 @@ class CausalLM:
         inputs |= {self._cache_name: cache, "use_cache": True, **keep}
         logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits
         return logits[:, -1].float()
+
+    def _width_of_logits(self) -> int | None:
+        """Return the width of the logits, or None if the model cannot read a row of four ids.
+
+        Neither the configuration nor the head's weights say it for every model: a head may be quantized or cut.
+        """
+        try:
+            with self.evaluating():
+                return self.plain_logits(torch.arange(4), last=1).shape[-1]
+        except Exception:
+            # The first request fails with the model's own words, and a model that is only to be updated opens.
+            head = self.base.get_output_embeddings()
+            weight = getattr(head, "weight", None)
+            return weight.shape[0] if isinstance(weight, Tensor) else None
+
+
+def _forward_parameters(base: Any) -> frozenset[str]:
+    """Return the names of the arguments that the model's forward takes.
+
+    A forward of ``(*args, **kwargs)`` passes them on, so the classes it inherits from are asked.
+    """
+    parameters = inspect.signature(base.forward).parameters
+    names = set(parameters)
+    if "input_ids" not in names and any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        for kind in type(base).__mro__:
+            if "forward" in vars(kind):
+                names |= inspect.signature(vars(kind)["forward"]).parameters.keys()
+    return frozenset(names)
 
 
 def _rope_switch(config: Any) -> int | None:

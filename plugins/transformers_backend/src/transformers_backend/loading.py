@@ -11,6 +11,13 @@ from torch import nn
 
 from corelm.errors import CapabilityError, InvalidRequestError
 
+#: Options of `from_pretrained` that say where a configuration is found.
+_WHERE = frozenset({"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "subfolder"}) | {
+    "local_files_only",
+    "force_download",
+    "proxies",
+}
+
 
 def load_model(
     path: str | os.PathLike[str],
@@ -21,16 +28,45 @@ def load_model(
     attn_implementation: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    """Load a causal language model, or one that also reads images or sound and is used for text here.
 
+    Raises:
+        CapabilityError: transformers has no such model for this configuration.
+    """
     options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
     options["dtype"] = dtype or "auto"
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, **options)
+    model: nn.Module = _model_class(path, options).from_pretrained(path, **options)
     if "device_map" in model_kwargs:
         return model
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    """Return the class of transformers that loads the model at `path`."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+    )
+
+    where = {name: value for name, value in options.items() if name in _WHERE}
+    config = options.get("config") or AutoConfig.from_pretrained(path, **where)
+    # A model with code of its own says in `auto_map` which classes can load it.
+    own = getattr(config, "auto_map", None) or {}
+    for kind, known in (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    ):
+        if kind.__name__ in own or type(config) in known:
+            return kind
+    raise CapabilityError(
+        f"{path}: transformers has no causal language model for the model type {config.model_type!r}",
+        capability="model",
+    )
 
 
 def refuse_loading_options(**options: Any) -> None:

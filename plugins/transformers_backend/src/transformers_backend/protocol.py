@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult
-from transformers_backend.batches import micro_batches, rows_of_one_encoding
+from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 
 
@@ -30,6 +30,10 @@ class PromptBatch:
     limits: Tensor
     seeds: Tensor
 
+    def select(self, rows: Tensor) -> PromptBatch:
+        """Return the prompts with these numbers, int64[k]."""
+        return PromptBatch(self.rows[rows], self.prompts.select(rows), self.limits[rows], self.seeds[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class SampledAnswers:
@@ -39,15 +43,17 @@ class SampledAnswers:
         ids: the sampled ids of each answer.
         logprobs: float32, as long as `ids`.
         stopped: bool[n]; False for an answer that reached its length limit.
+        raw: float32, as long as `ids`: the model's own log-probs, whatever `logprobs` are; None if they were not kept.
     """
 
     ids: Ragged
     logprobs: Ragged
     stopped: Tensor
+    raw: Ragged | None = None
 
 
-def generation_requests(request: GenerateRequest, engine: CausalLM, max_batch_tokens: int) -> Iterator[PromptBatch]:
-    """Yield the prompts in as few batches as `max_batch_tokens` of prompts and answers allow.
+def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatch:
+    """Return all prompts of a request, with their limits and seeds.
 
     Raises:
         CapabilityError: there are `engine_kwargs`.
@@ -65,10 +71,17 @@ def generation_requests(request: GenerateRequest, engine: CausalLM, max_batch_to
     _refuse_crossing(prompts.lengths, limits, engine.rope_switch)
     # Without seeds the answers follow torch's global generator, like any other sampling in torch.
     seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
-    for side in rows_of_one_encoding(prompts.lengths, engine.rope_switch):
-        for part in micro_batches((prompts.lengths + limits)[side], max_batch_tokens):
-            rows = side[part]
-            yield PromptBatch(rows, prompts.select(rows), limits[rows], seeds[rows])
+    return PromptBatch(torch.arange(len(prompts)), prompts, limits, seeds)
+
+
+def batches_of(prompts: PromptBatch, grouping: Grouping, engine: CausalLM, max_tokens: int) -> Iterator[PromptBatch]:
+    """Yield the prompts in as few batches as `grouping` and `max_tokens` of prompts and answers allow."""
+    lengths = prompts.prompts.lengths
+    for side in rows_of_one_encoding(lengths, engine.rope_switch):
+        for group in groups_of(lengths[side], grouping):
+            some = side[group]
+            for part in micro_batches((lengths + prompts.limits)[some], max_tokens):
+                yield prompts.select(some[part])
 
 
 def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:

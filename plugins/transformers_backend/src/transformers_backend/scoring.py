@@ -10,17 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.spec import ScoreRequest, ScoreResult
+from corelm.spec import Ragged, ScoreRequest, ScoreResult
 from corelm.support import Deadline
-from transformers_backend.batches import micro_batches
+from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
+from transformers_backend.self_test import SelfTest, TailLogits
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
 HeadPath = Literal["tiled", "sliced", "whole"]
-#: How rows share a forward pass: see `transformers_backend.fast.reading`. The plain way is "padded".
-RowLayout = Literal["packed", "padded"]
+#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.reading`), padded to
+#: the longest, with rows of the same length only, or not at all.
+RowLayout = Literal["packed", "padded", "equal", "alone"]
+
+#: The layouts of the plain backend.
+PLAIN_LAYOUTS: tuple[RowLayout, ...] = ("padded", "equal", "alone")
 
 #: On a CPU a forward pass over more tokens takes more memory and saves no time.
 _CPU_TOKENS = 4096
@@ -50,9 +55,10 @@ class Scorer:
         path: how the latest call was computed; None if it did not run the model.
     """
 
-    def __init__(self, engine: CausalLM, max_batch_tokens: int) -> None:
+    def __init__(self, engine: CausalLM, self_test: SelfTest, max_batch_tokens: int) -> None:
         self.path: ScoringPath | None = None
         self._engine = engine
+        self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -62,17 +68,17 @@ class Scorer:
         without dropout.
 
         Raises:
+            CapabilityError: the model is not causal.
             TimeoutError: the request's timeout has passed.
         """
         deadline, self.path = Deadline(request.timeout), None
+        batches = list(scoring_requests(request, self._engine.rope_switch))
+        if batches:
+            self._self_test.begin()
         device = request.device or request.sequences.values.device
         mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
         with mode:
-            parts = [
-                part.to(device)
-                for batch in scoring_requests(request, self._engine.rope_switch)
-                for part in self._score_batch(batch, request, deadline)
-            ]
+            parts = [part.to(device) for batch in batches for part in self._score_batch(batch, request, deadline)]
             return scoring_result(request, parts, self._engine.vocab_size)
 
     def weights_changed(self) -> None:
@@ -80,14 +86,36 @@ class Scorer:
 
     def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, deadline: Deadline) -> Iterator[ScoredTokens]:
         """Yield the wanted log-probs of `batch`, one forward pass after another."""
-        for rows in micro_batches(batch.inputs.lengths, tokens_per_pass(self._engine, self._max_batch_tokens)):
+        layout = self._self_test.choose(PLAIN_LAYOUTS, batch.inputs, self._whole_tails)
+        for rows in self._row_batches(batch.inputs.lengths, layout):
             deadline.check()
             inputs = batch.inputs.select(rows)
             logits = self._engine.padded_logits(inputs)
             wanted, targets, index = batch.wanted_of(rows)
             slots = (inputs.row_index * logits.shape[1] + inputs.positions)[wanted]
             yield ScoredTokens(index, *self._chosen_logprobs(logits.flatten(0, 1), slots, targets, request))
-        self.path = ScoringPath("whole", "padded", 0)
+        self.path = ScoringPath("whole", layout, 0)
+
+    def _row_batches(self, lengths: Tensor, layout: RowLayout) -> Iterator[Tensor]:
+        """Yield the numbers of rows that share a forward pass, int64[n]."""
+        limit = tokens_per_pass(self._engine, self._max_batch_tokens)
+        for group in groups_of(lengths, grouping_of(layout)):
+            for rows in micro_batches(lengths[group], limit):
+                yield group[rows]
+
+    def _whole_tails(self, layout: RowLayout) -> TailLogits:
+        """Return a function that makes the last logits of rows in that layout, from all logits."""
+
+        def tails(rows: Ragged, last: int) -> list[Tensor]:
+            found: dict[int, Tensor] = {}
+            for numbers in self._row_batches(rows.lengths, layout):
+                logits = self._engine.padded_logits(rows.select(numbers))
+                for number, row in zip(numbers.tolist(), logits, strict=True):
+                    length = int(rows.lengths[number])
+                    found[number] = row[max(0, length - last) : length]
+            return [found[number] for number in range(len(rows))]
+
+        return tails
 
     def _chosen_logprobs(
         self,
@@ -112,6 +140,11 @@ class Scorer:
             if request.return_logits:
                 kept.append(logits)
         return torch.cat(logprobs), kept
+
+
+def grouping_of(layout: RowLayout) -> Grouping:
+    """Return which rows may share a forward pass that pads."""
+    return "padded" if layout == "packed" else layout
 
 
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:

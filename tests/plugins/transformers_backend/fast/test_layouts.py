@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from corelm.tensors.ragged import Ragged
+from transformers_backend.batches import micro_batches
 from transformers_backend.fast.layouts import packed_batches, padded_batches
 from transformers_backend.fast.packing import PackedSegment
 
@@ -67,6 +68,6 @@ def test_the_index_finds_every_position(seed: int) -> None:
             for segment in (one for one in packed.segments if one.stop - 1 == index[-1]):
                 before = [slot for start, stop in segment.before for slot in range(start, stop)]
                 assert before + list(range(segment.start, segment.stop)) == index
-    for batch in padded_batches(lengths, 20):
+    for batch in padded_batches(lengths, micro_batches(lengths, 20)):
         flat = rows.select(batch.rows).to_padded(-1).flatten()
         assert flat[batch.index.values].tolist() == rows.select(batch.rows).values.tolist()

@@ -13,8 +13,8 @@ from transformers_backend.fast.onednn import quick_head
 
 class FastDecoder(Decoder):
     @contextmanager
-    def _decoding(self) -> Iterator[None]:
-        with super()._decoding(), quick_head(self._engine.base):
+    def _accelerated(self) -> Iterator[None]:
+        with quick_head(self._engine.base):
             yield
 
     def _new_cache(self) -> Any:

@@ -19,6 +19,7 @@ from transformers_backend.fast.probing import HeadFormula, equal_but_for_roundin
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
+from transformers_backend.self_test import SelfTest
 
 #: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
 _SAMPLED = 8192
@@ -28,9 +29,10 @@ _LARGE, _FEW = 2**21, 64
 
 
 class ScoringHead:
-    def __init__(self, engine: CausalLM, split: SplitForward) -> None:
+    def __init__(self, engine: CausalLM, split: SplitForward, self_test: SelfTest) -> None:
         self._engine = engine
         self._split = split
+        self._self_test = self_test
         self._probed: tuple[Any, HeadFormula] | None = None
         # The products of the formula's witness with the head, float64[1, V].
         self._products: Tensor | None = None
@@ -137,7 +139,7 @@ class ScoringHead:
         if self._probed is None or self._probed[0] != state:
             self._products = None
             with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
-                self._probed = (state, probe_head(engine, self._split, self._module()))
+                self._probed = (state, probe_head(engine, self._split, self._module(), self._self_test.rows.split()[0]))
         return self._probed[1]
 
 

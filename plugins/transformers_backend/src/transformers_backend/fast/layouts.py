@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged
-from transformers_backend.batches import micro_batches
 from transformers_backend.fast.packing import PackedSegment
 
 #: Given the lengths of a common start and of the rest of a row: whether reading the start only once pays.
@@ -52,12 +51,16 @@ class ReadBatch:
         return 0 if self.packed is None else len(self.index.values) - len(self.packed.ids)
 
 
-def padded_batches(lengths: Tensor, max_tokens: int) -> Iterator[ReadBatch]:
-    """Yield rows of similar length, padded on the right to the longest.
+def padded_batches(lengths: Tensor, batches: Iterable[Tensor]) -> Iterator[ReadBatch]:
+    """Yield rows padded on the right to the longest of their batch.
 
     Position t of row r is in slot ``r * width + t``.
+
+    Args:
+        lengths: int64[rows].
+        batches: the numbers of the rows in each batch, int64[n].
     """
-    for rows in micro_batches(lengths, max_tokens):
+    for rows in batches:
         own = lengths[rows]
         index = Ragged.full(own, 0, torch.int64)
         slots = index.row_index * int(own.max()) + index.positions

@@ -38,26 +38,23 @@ class PackedSegment:
 
 
 class _SegmentAttention:
-    """Runs the segments of one pack.
-
-    Attributes:
-        layers: how many times it was called.
-    """
+    """Runs the segments of one pack."""
 
     def __init__(self, segments: Sequence[PackedSegment]) -> None:
         from transformers import AttentionInterface
 
-        self.layers = 0
         self._segments = segments
         self._attend = AttentionInterface()["sdpa"]
         # Every layer needs the same few masks.
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attend as transformers asks for it: query ``[1, heads, total, size]``; `mask` is what `_mask` returned."""
-        self.layers += 1
+        """Attend as transformers asks for it: query ``[1, heads, total, size]``; `attention_mask` is what `_mask`
+        returned.
+        """
+        mask = attention_mask
         if (mask is not None and mask.ndim) or kwargs.get("position_bias") is not None or query.shape[0] != 1:
             raise CannotPack("the model adds a mask or a bias to its attention")
         if not getattr(layer, "is_causal", True) or kwargs.get("is_causal") is False:

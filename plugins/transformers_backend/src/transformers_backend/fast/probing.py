@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
-from transformers_backend.fast.layouts import ReadBatch, packed_batches, padded_batches
+from transformers_backend.fast.layouts import padded_batches
 from transformers_backend.fast.reading import BodyReader
-from transformers_backend.fast.split import CannotSplit, SplitForward
+from transformers_backend.fast.split import SplitForward
 from transformers_backend.scoring import HeadPath
 
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
@@ -44,30 +44,32 @@ class HeadFormula:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None) -> HeadFormula:
+def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor) -> HeadFormula:
     """Return how this model's logits can be computed in parts.
 
     Args:
         module: the head if it is a plain linear layer, else None.
+        row: int64[n], ids to try.
     """
-    hidden = _hidden_if_sliceable(engine, split)
+    hidden = _hidden_if_sliceable(engine, split, row)
     if hidden is None:
         return HeadFormula("whole")
-    if module is None or module.weight.dtype != hidden.dtype:
+    if module is None or module.weight.dtype != hidden.dtype or module.weight.shape[1] != hidden.shape[1]:
         return HeadFormula("sliced")
     return _tiled_formula(engine, split, module, hidden[:_TRIED]) or HeadFormula("sliced")
 
 
-def _hidden_if_sliceable(engine: CausalLM, split: SplitForward) -> Tensor | None:
-    """Return hidden states ``[n, hidden]``, or None if slices across row boundaries give other logits."""
-    generator = torch.Generator().manual_seed(0)
-    rows = Ragged(torch.randint(engine.vocab_size, (15,), generator=generator), torch.tensor([8, 7]))
-    at, column = rows.row_index, rows.positions
-    whole = engine.padded_logits(rows)[at, column].float()
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
+    """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
+    whole = engine.plain_logits(row).float()
+    rows = Ragged.from_list([row])
     try:
-        hidden = split.hidden(**engine.inputs(rows, "right"))[at, column]
+        hidden = split.hidden(**engine.inputs(rows, "right"))[0]
         parts = torch.cat([split.logits(part).float() for part in hidden.split(5)])
-    except CannotSplit:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # A forward that is not a body and a head may fail in any way when it is cut in two.
         return None
     tolerance = torch.finfo(engine.base.dtype).eps ** 0.5 * float(whole.abs().max())
     return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
@@ -82,6 +84,9 @@ def _tiled_formula(engine: CausalLM, split: SplitForward, module: nn.Linear, hid
         return None
     states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
     products, logits = functional.linear(states, weight, bias).double(), split.logits(states).double()
+    if products.shape != logits.shape:
+        # The model cuts its logits, for example to the vocabulary without padding.
+        return None
     for cap in dict.fromkeys((softcap(engine), None)):
         flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
         scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
@@ -113,31 +118,6 @@ def equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) ->
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
 
 
-def packing_works(engine: CausalLM, reader: BodyReader) -> bool:
-    """Return whether packed rows, some of which share their start, get the same states as padded rows."""
-    if (engine.max_context or 12) < 12:
-        return False
-    ids = torch.randint(engine.vocab_size, (4, 12), generator=torch.Generator().manual_seed(0))
-    ids[1:3, :7] = ids[0, :7]
-    ids[2, 7:9] = ids[1, 7:9]
-    rows = Ragged.from_list([ids[0], ids[1, :11], ids[2], ids[3, :5]])
-    (padded,) = padded_batches(rows.lengths, 64)
-    (packed,) = packed_batches(rows, 64, 64, lambda shared, rest: True)
-    assert packed.packed is not None
-    try:
-        found, layers = reader.read_packed(packed.packed)
-    except Exception:
-        # A model's code may fail in any way on inputs that it does not expect. Its rows can still be padded.
-        return False
-    expected = reader.read(rows, padded)
-    # If another layer mixes positions, it would see the rows as one.
-    if layers != engine.base.config.get_text_config().num_hidden_layers:
-        return False
-    precision = torch.finfo(expected.dtype)
-    tolerance = min(256 * precision.eps, precision.eps**0.5) * float(expected.abs().max())
-    return torch.allclose(_by_row(found, packed), _by_row(expected, padded), rtol=0.0, atol=tolerance)
-
-
 def body_drops_out(engine: CausalLM, reader: BodyReader) -> bool:
     """Return whether the model, in its present mode, reads the same ids twice with different results.
 
@@ -146,12 +126,7 @@ def body_drops_out(engine: CausalLM, reader: BodyReader) -> bool:
     if not (torch.is_grad_enabled() and any(part.training for part in engine.module.modules())):
         return False
     rows = Ragged(torch.arange(16) % engine.vocab_size, torch.tensor([16]))
-    (batch,) = padded_batches(rows.lengths, 16)
+    (batch,) = padded_batches(rows.lengths, [torch.tensor([0])])
     devices: list[Any] = [] if engine.device.type == "cpu" else [engine.device]
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=engine.device.type):
         return not torch.equal(reader.read(rows, batch), reader.read(rows, batch))
-
-
-def _by_row(states: Tensor, batch: ReadBatch) -> Tensor:
-    """Return the states of every position, rows in the order of their numbers."""
-    return states[batch.index.select(batch.rows.argsort()).values.to(states.device)].float()

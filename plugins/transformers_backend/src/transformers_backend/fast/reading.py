@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
-from transformers_backend.fast.layouts import PackedRows, ReadBatch
+from transformers_backend.fast.layouts import ReadBatch
 from transformers_backend.fast.packing import attention_per_segment
 from transformers_backend.fast.split import SplitForward
 
@@ -25,15 +25,11 @@ class BodyReader:
         """Return ``[slots, hidden]``; ``batch.index`` says in which slots the states of its rows are."""
         if batch.packed is None:
             return self._split.hidden(**self._engine.inputs(rows.select(batch.rows), "right")).flatten(0, 1)
-        return self.read_packed(batch.packed)[0]
-
-    def read_packed(self, packed: PackedRows) -> tuple[Tensor, int]:
-        """Return ``[slots, hidden]``, and how many layers attended per segment."""
-        device = self._engine.device
-        with attention_per_segment(self._engine.base, packed.segments) as attention:
+        device, packed = self._engine.device, batch.packed
+        with attention_per_segment(self._engine.base, packed.segments):
             states = self._split.hidden(
                 input_ids=packed.ids[None].to(device),
                 position_ids=packed.positions[None].to(device),
                 attention_mask=torch.ones_like(packed.ids)[None],
             )
-        return states[0], attention.layers
+        return states[0]

@@ -8,22 +8,28 @@ steps, that step runs as in the plain `Scorer`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
 from corelm.support import Deadline
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.head import ScoringHead
-from transformers_backend.fast.layouts import ReadBatch, packed_batches, padded_batches
+from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
 from transformers_backend.fast.packing import may_pack
-from transformers_backend.fast.probing import body_drops_out, packing_works
+from transformers_backend.fast.probing import body_drops_out
 from transformers_backend.fast.reading import BodyReader
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.protocol import ScoredTokens, SequenceBatch
-from transformers_backend.scoring import HeadPath, RowLayout, Scorer, ScoringPath, tokens_per_pass
+from transformers_backend.scoring import (
+    PLAIN_LAYOUTS,
+    HeadPath,
+    RowLayout,
+    Scorer,
+    ScoringPath,
+    tokens_per_pass,
+)
+from transformers_backend.self_test import SelfTest, TailLogits
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
@@ -33,12 +39,11 @@ _SHORTEST_START = 16
 
 
 class FastScorer(Scorer):
-    def __init__(self, engine: CausalLM, max_batch_tokens: int) -> None:
-        super().__init__(engine, max_batch_tokens)
+    def __init__(self, engine: CausalLM, self_test: SelfTest, max_batch_tokens: int) -> None:
+        super().__init__(engine, self_test, max_batch_tokens)
         self._split = SplitForward(engine)
-        self._head = ScoringHead(engine, self._split)
+        self._head = ScoringHead(engine, self._split, self_test)
         self._reader = BodyReader(engine, self._split)
-        self._packing_probe: tuple[Any, bool] | None = None
 
     def weights_changed(self) -> None:
         self._head.forget()
@@ -50,9 +55,16 @@ class FastScorer(Scorer):
             return
         if head == "tiled" and request.return_logits:
             head = "sliced"
-        layout = self._layout()
+        packed = self._engine.passes_positions and may_pack(self._engine.base)
+        layouts: tuple[RowLayout, ...] = ("packed", *PLAIN_LAYOUTS) if packed else PLAIN_LAYOUTS
+        layout = self._self_test.choose(layouts, batch.inputs, self._tails)
+        if layout == "alone":
+            yield from super()._score_batch(batch, request, deadline)
+            return
         shared = 0 if self.path is None else self.path.shared
-        for part in self._read_batches(batch.inputs, layout):
+        # Rows that share their start would also share its dropout.
+        pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
+        for part in self._read_batches(batch.inputs, layout, pays):
             deadline.check()
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
@@ -85,25 +97,25 @@ class FastScorer(Scorer):
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
-    def _layout(self) -> RowLayout:
-        """Return how to read rows now. The model may have changed since packing was tried, so every call asks."""
-        engine = self._engine
-        if not (engine.accepts_positions and may_pack(engine.base)):
-            return "padded"
-        state = vars(engine.base).get("forward"), tuple(engine.base._forward_hooks)
-        if self._packing_probe is None or self._packing_probe[0] != state:
-            with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
-                self._packing_probe = (state, packing_works(engine, self._reader))
-        return "packed" if self._packing_probe[1] else "padded"
+    def _tails(self, layout: RowLayout) -> TailLogits:
+        """Return a function that makes the last logits of rows in that layout, from the body's hidden states."""
 
-    def _read_batches(self, rows: Ragged, layout: RowLayout) -> Iterator[ReadBatch]:
+        def tails(rows: Ragged, last: int) -> list[Tensor]:
+            found: dict[int, Tensor] = {}
+            for part in self._read_batches(rows, layout, lambda shared, rest: True):
+                states = self._reader.read(rows, part)
+                for number, slots in zip(part.rows.tolist(), part.index.split(), strict=True):
+                    found[number] = self._split.logits(states[slots[-last:].to(states.device)])
+            return [found[number] for number in range(len(rows))]
+
+        return tails
+
+    def _read_batches(self, rows: Ragged, layout: RowLayout, pays: SharingPays) -> Iterator[ReadBatch]:
         with_shared = limit = tokens_per_pass(self._engine, self._max_batch_tokens)
-        if layout == "padded":
-            return padded_batches(rows.lengths, limit)
+        if layout != "packed":
+            return padded_batches(rows.lengths, self._row_batches(rows.lengths, layout))
         if self._engine.device.type == "cpu":
             limit = min(limit, _CPU_PACK)
-        # Rows that share their start would also share its dropout.
-        pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
         return packed_batches(rows, limit, with_shared, pays)
 
     def _sharing_pays(self, shared: int, rest: int) -> bool:

@@ -60,8 +60,12 @@ class SplitForward:
         return logits[0]
 
     def _body(self) -> Any:
-        body = self._engine.base.get_decoder()
-        if body is None or body is self._engine.base:
+        base = self._engine.base
+        body = base.get_decoder()
+        # Some models call themselves, or a causal language model inside, their decoder.
+        while body is not None and (body is base or body.get_output_embeddings() is not None):
+            body = getattr(body, "model", None)
+        if body is None:
             raise CannotSplit
         return body
 

@@ -1,0 +1,121 @@
+"""What a model is tried with: rows of ids, the lengths at which its behaviour may change, and how far logits differ."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm.spec import Ragged
+from transformers_backend.engine import CausalLM
+
+#: Length of the longest trial row, if the model reads so many ids.
+_LONGEST = 14
+#: Lengths beyond this are not in any configuration; powers of two go up to it.
+_NO_LENGTH = 2**24
+#: Ids that a model of text may read anywhere in a row.
+_ORDINARY_SPECIALS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+
+
+def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) -> Ragged:
+    """Return four rows of random ids.
+
+    Row 0 has the padding id and the end of a text inside; row 1 starts like row 0; row 2 is short; row 3 is as long as
+    row 0.
+    """
+    longest = min(_LONGEST, engine.max_context or _LONGEST, engine.rope_switch or _LONGEST)
+    generator = torch.Generator().manual_seed(0)
+    embedded = engine.base.get_input_embeddings()
+    ids = _readable(engine.base.config, min(engine.vocab_size, getattr(embedded, "num_embeddings", engine.vocab_size)))
+    a, b, c, d = ids[torch.randint(len(ids), (4, longest), generator=generator)]
+    if with_specials:
+        for place, special in zip((3, 6), _specials(engine, tokenizer), strict=False):
+            if place < longest:
+                a[place] = special
+    b[:5] = a[:5]
+    return Ragged.from_list([a, b[: max(2, longest - 5)], c[: max(2, longest - 10)], d])
+
+
+def _readable(config: Any, vocab_size: int) -> Tensor:
+    """Return the ids that stand for text: an image token, for example, needs an image."""
+    ids = torch.ones(vocab_size, dtype=torch.bool)
+    for name, value in config.to_dict().items():
+        other = name.endswith(("_token_id", "_token_index")) and name not in _ORDINARY_SPECIALS
+        if other and isinstance(value, int) and 0 <= value < vocab_size:
+            ids[value] = False
+    return ids.nonzero()[:, 0]
+
+
+def _specials(engine: CausalLM, tokenizer: Any) -> Iterator[int]:
+    """Yield the padding id and the id that ends a text, as far as the model and the tokenizer name them."""
+    for name in ("pad_token_id", "eos_token_id"):
+        for source in (tokenizer, engine.base.config.get_text_config()):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and 0 <= value < engine.vocab_size:
+                yield value
+                break
+
+
+class LengthClasses:
+    """Ranges of lengths within which a model may be expected to treat rows alike.
+
+    A window, a chunk or a scale begins at a number that the configuration holds, so every whole number in it ends a
+    range, and so does the number before it. Every power of two ends one too.
+    """
+
+    def __init__(self, config: Any) -> None:
+        numbers = {number for number in _numbers(config.to_dict()) if 1 < number < _NO_LENGTH}
+        numbers |= {2**power for power in range(1, _NO_LENGTH.bit_length())}
+        self._ends = sorted(numbers | {number - 1 for number in numbers})
+
+    def end_of(self, length: int) -> int:
+        """Return the last length of the range that holds `length`."""
+        return self._ends[self._index(length)]
+
+    def start_of(self, length: int) -> int:
+        """Return the first length of the range that holds `length`."""
+        index = self._index(length)
+        return self._ends[index - 1] + 1 if index else 0
+
+    def _index(self, length: int) -> int:
+        return min(bisect_left(self._ends, length), len(self._ends) - 1)
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _numbers(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, float) and value.is_integer():
+        yield int(value)
+
+
+def spread(logits: Tensor) -> float:
+    """Return the standard deviation of the finite logits of a position, for the position where it is largest."""
+    logits = logits.float()
+    finite = logits.isfinite()
+    count = finite.sum(-1, keepdim=True).clamp_min(1)
+    mean = logits.where(finite, 0.0).sum(-1, keepdim=True) / count
+    square = (logits - mean).where(finite, 0.0).square().sum(-1, keepdim=True) / count
+    return float(square.max().sqrt())
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Return how far two sets of logits ``[positions, vocab]`` are apart.
+
+    That is the root mean square, over the vocabulary, of the difference of their log-probabilities, for the position
+    where it is largest; infinity if one of them rules out an id that the other allows.
+    """
+    found, wanted = (each.detach().float().log_softmax(-1) for each in (found, wanted))
+    finite = wanted.isfinite()
+    if found.shape != wanted.shape or not torch.equal(found.isfinite(), finite):
+        return float("inf")
+    count = finite.sum(-1).clamp_min(1)
+    return float(((found - wanted).where(finite, 0.0).square().sum(-1) / count).sqrt().max())
