@@ -1,0 +1,104 @@
+"""`check_case`: build the model of one row of the table, open it with the backend and check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+import corelm
+
+from . import checks, configs
+from .checks import Outcome
+from .oracle import Oracle
+
+Rows = Sequence[Sequence[int]]
+
+
+@dataclass
+class Case:
+    """One model and how it is checked.
+
+    Attributes:
+        model: the model; the oracle calls it.
+        opened: what the backend is given: None for `model` itself, or a folder.
+        rows: what is scored; None for the usual rows.
+        prompts: what is answered; None for the usual prompts.
+        change: what happens to the model after the first scoring, before everything that is checked.
+    """
+
+    model: nn.Module
+    opened: Any = None
+    rows: Rows | None = None
+    prompts: Rows | None = None
+    change: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        name: the model type or the special case.
+        scoring: what came of scoring; None if there is no model.
+        generating: what came of generating; None if there is no model.
+        not_built: why there is no model; "" if there is one.
+        seconds: how long the row took.
+    """
+
+    name: str
+    scoring: Outcome | None = None
+    generating: Outcome | None = None
+    not_built: str = ""
+    seconds: float = 0.0
+
+
+def check_case(name: str, make: Callable[[], Case]) -> Row:
+    """Build, open and check one case."""
+    try:
+        case = make()
+        vocab = _vocab(case.model)
+        oracle = Oracle(case.model, vocab)
+        oracle.table([3, 4, 5])
+    except Exception as error:
+        return Row(name, not_built=f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
+    rows = case.rows or checks.some_rows(vocab)
+    prompts = case.prompts or checks.some_prompts(vocab)
+    try:
+        opened = case.model if case.opened is None else case.opened
+        backend = corelm.get_backend("transformers", model=opened, tokenizer=tokenizer(vocab))
+    except Exception as error:
+        outcome = checks.failure(error)
+        return Row(name, outcome, outcome)
+    with backend:
+        if case.change is not None:
+            checks.guarded(checks.scoring, backend, oracle, rows)
+            case.change()
+            oracle.forget()
+        return Row(
+            name,
+            checks.guarded(checks.scoring, backend, oracle, rows),
+            checks.guarded(checks.generating, backend, oracle, prompts, vocab),
+        )
+
+
+def case_of_type(model_type: str) -> Case:
+    return Case(configs.build(model_type))
+
+
+def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with that many words. Nothing is tokenized here, but a backend needs one."""
+    words = {f"t{number}": number for number in range(vocab)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t3")), pad_token="t0", eos_token="t2"
+    )
+
+
+def _vocab(model: Any) -> int:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vocab: int = base.config.get_text_config().vocab_size
+    return vocab

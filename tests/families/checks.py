@@ -1,0 +1,180 @@
+"""Scoring and generating with the backend, compared with the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from corelm import Backend
+from corelm.errors import CapabilityError
+
+from .oracle import Oracle
+from .small import EOS, PAD
+
+Verdict = Literal["right", "refused", "WRONG", "crashed"]
+
+#: What may lie between a log-probability and that of the plain forward, in nats.
+TOLERANCE = 1e-5
+#: Where float32 itself is worse: how much further from float64 than the plain forward a log-probability may be.
+FURTHER = 2.0
+
+NEW_TOKENS = 24
+GREEDY_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one check.
+
+    Attributes:
+        verdict: "right" and "refused" hold.
+        detail: why it does not hold; the first sentence of a refusal.
+        off: largest difference from the plain forward, in nats.
+        noise: how far the plain forward is from float64 in the rows where `off` is over the tolerance, in nats.
+    """
+
+    verdict: Verdict
+    detail: str = ""
+    off: float = 0.0
+    noise: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """Collects differences from the oracle over the rows of a check."""
+
+    oracle: Oracle
+    off: float = 0.0
+    noise: float = 0.0
+    problems: list[tuple[float, str]] = field(default_factory=list)
+
+    def add(self, what: str, ids: Sequence[int], start: int, found: Tensor) -> None:
+        """Compare the log-probabilities found for ``ids[start:]``."""
+        if not len(found):
+            return
+        where, tokens = torch.arange(start - 1, len(ids) - 1), torch.tensor(list(ids[start:]))
+        plain = self.oracle.table(ids[:-1])[where, tokens]
+        off = _largest(found.double() - plain)
+        self.off = max(self.off, off)
+        if off <= TOLERANCE:
+            return
+        try:
+            precise = self.oracle.precise_table(ids[:-1])[where, tokens]
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_sentence(str(error))}"
+            self.problems.append((off, f"{what}: off by {off:.2g} nats, and no forward in float64: {reason}"))
+            return
+        noise = _largest(plain - precise)
+        self.noise = max(self.noise, noise)
+        if not _largest(found.double() - precise) <= FURTHER * noise:
+            self.problems.append((off, f"{what}: off by {off:.2g} nats, the plain forward by {noise:.1g}"))
+
+    def add_greedy(self, what: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Compare ids sampled at temperature 0 with the likeliest ones. Ids as likely but for rounding are as good."""
+        if not answer:
+            return
+        table = self.oracle.table([*prompt, *answer[:-1]])[len(prompt) - 1 :]
+        lost = _largest(table.max(-1).values - table[torch.arange(len(answer)), torch.tensor(list(answer))])
+        if not lost <= 2 * max(TOLERANCE, FURTHER * self.noise):
+            self.problems.append((lost, f"{what}: an id {lost:.2g} nats below the likeliest"))
+
+    def outcome(self) -> Outcome:
+        if not self.problems:
+            return Outcome("right", off=self.off, noise=self.noise)
+        return Outcome("WRONG", max(self.problems)[1], off=self.off, noise=self.noise)
+
+
+def guarded(check: Any, *args: Any) -> Outcome:
+    """Return the outcome of a check, or what its exception amounts to."""
+    try:
+        outcome: Outcome = check(*args)
+        return outcome
+    except Exception as error:
+        return failure(error)
+
+
+def failure(error: Exception) -> Outcome:
+    """Return the outcome that an exception of the backend amounts to: a refusal if it is a `CapabilityError`."""
+    if isinstance(error, CapabilityError):
+        return Outcome("refused", first_sentence(str(error)))
+    return Outcome("crashed", f"{type(error).__name__}: {first_sentence(str(error))}")
+
+
+def first_sentence(text: str) -> str:
+    """Return the text up to its first full stop or line break.
+
+    >>> first_sentence("Granite 3.1 has no cache. Use another model.")
+    'Granite 3.1 has no cache'
+    """
+    return text.split("\n")[0].split(". ")[0].rstrip(".")
+
+
+def scoring(backend: Backend, oracle: Oracle, rows: Sequence[Sequence[int]]) -> Outcome:
+    """Score all rows in one call."""
+    comparison = Comparison(oracle)
+    result = backend.score_logprobs(rows)
+    for ids, found in zip(rows, _split(result.logprobs), strict=True):
+        comparison.add(f"a row of {len(ids)} ids", ids, 1, found[1:])
+    return comparison.outcome()
+
+
+def generating(backend: Backend, oracle: Oracle, prompts: Sequence[Sequence[int]], vocab: int) -> Outcome:
+    """Sample in company and alone with the same seeds, and greedily."""
+    comparison = Comparison(oracle)
+    seeds = list(range(100, 100 + len(prompts)))
+    # An eighth of the ids, so that the rows of a batch leave it one after another.
+    sampling = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": list(range(5, vocab, 8))}
+    together = backend.generate(prompts, sampling, seeds=seeds)
+    answers = together.ids.tolist()
+    for prompt, answer, found in zip(prompts, answers, _split(together.logprobs), strict=True):
+        comparison.add(f"the answer to a prompt of {len(prompt)} in company", [*prompt, *answer], len(prompt), found)
+    for prompt, answer, seed in zip(prompts, answers, seeds, strict=True):
+        alone = backend.generate([prompt], sampling, seeds=[seed])
+        lone_answer = alone.ids.tolist()[0]
+        what = f"the answer to a prompt of {len(prompt)} alone"
+        comparison.add(what, [*prompt, *lone_answer], len(prompt), _split(alone.logprobs)[0])
+        # Where float32 rounds by more than the tolerance, a seed may pick another id now and then.
+        if lone_answer != answer and comparison.noise == 0:
+            comparison.problems.append((0.0, f"{what}: other ids than in company, with the same seed"))
+    greedy = backend.generate(prompts, {"max_new_tokens": GREEDY_TOKENS, "temperature": 0.0})
+    for prompt, answer, found in zip(prompts, greedy.ids.tolist(), _split(greedy.logprobs), strict=True):
+        what = f"the greedy answer to a prompt of {len(prompt)}"
+        comparison.add(what, [*prompt, *answer], len(prompt), found)
+        comparison.add_greedy(what, prompt, answer)
+    return comparison.outcome()
+
+
+def some_rows(vocab: int) -> list[list[int]]:
+    """Return rows to score: of many lengths, three that share 64 ids, and one with padding and EOS ids inside."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [_random(length, vocab, generator) for length in (1, 2, 17, 60, 100, 140)]
+    shared = _random(64, vocab, generator)
+    rows += [shared + _random(length, vocab, generator) for length in (6, 26, 37)]
+    odd = _random(40, vocab, generator)
+    odd[5] = odd[6] = odd[-1] = PAD
+    odd[9] = EOS
+    return [*rows, odd]
+
+
+def some_prompts(vocab: int) -> list[list[int]]:
+    """Return prompts of several lengths, two of them equal."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [_random(length, vocab, generator) for length in (1, 3, 17, 40, 90)]
+    return [*prompts[:4], prompts[3], prompts[4]]
+
+
+def _random(length: int, vocab: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(3, vocab, (length,), generator=generator).tolist()
+
+
+def _split(logprobs: Any) -> Sequence[Tensor]:
+    return logprobs.values.cpu().split(logprobs.lengths.tolist())
+
+
+def _largest(differences: Tensor) -> float:
+    # NaN has to count as a difference.
+    return float(differences.abs().nan_to_num(float("inf"), posinf=float("inf")).max())
