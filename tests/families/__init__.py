@@ -1,17 +1,18 @@
-"""Is a log-probability of the `transformers` backend that of the model? Asked of every model type, on tiny random models.
+"""Does the `transformers` backend return a model's own log-probabilities? Asked of every model type, on tiny models.
 
-``make test-families`` runs everything, ``python -m tests.families --only llama mamba`` a few types. Each row of the table
-is one model type, or one special case of `special.py`, checked in a process of its own:
+``make test-families`` runs everything, ``python -m tests.families --only llama mamba`` some rows. Each row of the table
+is one model type, or one special case of `special.py`, and is checked in a separate process:
 
 ========================  =============================================================================================
 `small.py`                the tiny sizes, in general and for single types
-`configs.py`              a model of a type, built from a tiny configuration
+`configs.py`              builds a model of a type from a tiny configuration
 `weights.py`              weights that make an error visible
-`special.py`              special cases: adapters, hooks, odd settings, folders
+`special.py`              the special cases: adapters, hooks, odd settings, folders
 `oracle.py`               the truth: the model's plain forward, one row at a time
 `checks.py`               scoring and generating, compared with the oracle
+`cases.py`                one row: build, open, check
 `running.py`              one process per row, several at a time
 `table.py`                the table and the verdict
-`right.json`              what was right when the file was written; a refusal of it is a failure
+`right.json`              what was right when the file was written; a refusal of it now is a failure
 ========================  =============================================================================================
 """

@@ -14,7 +14,7 @@ import corelm
 
 from . import checks, configs
 from .checks import Outcome
-from .oracle import Oracle
+from .oracle import Oracle, plain
 
 Rows = Sequence[Sequence[int]]
 
@@ -28,6 +28,7 @@ class Case:
         opened: what the backend is given: None for `model` itself, or a folder.
         rows: what is scored; None for the usual rows.
         prompts: what is answered; None for the usual prompts.
+        inside: ids that every second row and prompt contains, if it is long enough.
         change: what happens to the model after the first scoring, before everything that is checked.
     """
 
@@ -35,6 +36,7 @@ class Case:
     opened: Any = None
     rows: Rows | None = None
     prompts: Rows | None = None
+    inside: Sequence[int] = ()
     change: Callable[[], None] | None = None
 
 
@@ -61,13 +63,16 @@ def check_case(name: str, make: Callable[[], Case]) -> Row:
     """Build, open and check one case."""
     try:
         case = make()
-        vocab = _vocab(case.model)
+        vocab = plain(case.model, [3, 4, 5]).shape[-1]
         oracle = Oracle(case.model, vocab)
-        oracle.table([3, 4, 5])
     except Exception as error:
         return Row(name, not_built=f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
     rows = case.rows or checks.some_rows(vocab)
     prompts = case.prompts or checks.some_prompts(vocab)
+    if case.inside:
+        rows, prompts = (
+            [_with(case.inside, ids, number) for number, ids in enumerate(each)] for each in (rows, prompts)
+        )
     try:
         opened = case.model if case.opened is None else case.opened
         backend = corelm.get_backend("transformers", model=opened, tokenizer=tokenizer(vocab))
@@ -98,7 +103,9 @@ def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _vocab(model: Any) -> int:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    vocab: int = base.config.get_text_config().vocab_size
-    return vocab
+def _every_second_with(inside: Sequence[int], rows: Rows) -> Rows:
+    def put(ids: Sequence[int]) -> list[int]:
+        middle = len(ids) // 2
+        return [*ids[:middle], *inside, *ids[middle + len(inside) :]] if len(ids) > len(inside) + 2 else list(ids)
+
+    return [put(ids) if number % 2 else ids for number, ids in enumerate(rows)]

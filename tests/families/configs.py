@@ -1,4 +1,4 @@
-"""`build`: a tiny random model of a model type of transformers, in eval mode."""
+"""`build`: a tiny random model of a model type of transformers, from a tiny configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from . import small, weights
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def build(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return a random model of that type. `changes` are fields of its (text) configuration."""
-    return random_model(config(model_type, **changes), seed=seed)
+def build(model_type: str, **changes: Any) -> PreTrainedModel:
+    """Return a random model of that type. `changes` are fields of its text configuration, if it has one."""
+    return random_model(config(model_type, **changes))
 
 
 def random_model(
@@ -32,20 +32,32 @@ def random_model(
 
 
 def config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """Return a tiny configuration of that type."""
-    return configuration(CONFIG_MAPPING[model_type], **(small.TYPES.get(model_type, {}) | changes))
+    """Return a tiny configuration of that type. `changes` are fields of its text configuration, if it has one."""
+    return configuration(CONFIG_MAPPING[model_type], **changes)
 
 
 def configuration(config_class: Any, **changes: Any) -> PreTrainedConfig:
-    """Return a tiny configuration of that class. If it has a text configuration, `changes` go there."""
+    """Return a tiny configuration of that class, with tiny parts."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     sizes = {name: value for name, value in small.FIELDS.items() if name in fields}
     if fields & small.PATTERNS:
         sizes |= {name: 4 for name in ("num_hidden_layers", "num_layers") if name in fields}
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    for name, part in getattr(config_class, "sub_configs", {}).items():
-        if name == "text_config" and dataclasses.is_dataclass(part):
-            sizes[name] = configuration(part, **(small.TYPES.get(part.model_type, {}) | changes)).to_dict()
-            changes = {}
+    sizes |= small.TYPES.get(config_class.model_type, {})
+    for name, part_class in _parts(config_class).items():
+        part = sizes.get(name, {})
+        if name == "text_config":
+            part, changes = part | changes, {}
+        sizes[name] = configuration(part_class, **part)
     return config_class(**(sizes | changes))
+
+
+def _parts(config_class: Any) -> dict[str, Any]:
+    names = getattr(config_class, "sub_configs", {})
+    if not names:
+        return {}
+    # Which text model goes with a vision tower is often in the defaults only.
+    usual = config_class()
+    parts = {name: getattr(usual, name, None) for name in names}
+    return {name: type(part) for name, part in parts.items() if isinstance(part, PreTrainedConfig)}

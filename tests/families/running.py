@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,15 +24,15 @@ def run(names: Sequence[str], processes: int) -> Iterator[Row]:
     context = multiprocessing.get_context("forkserver")
     # The server imports torch and transformers once; each process that it forks has them already.
     context.set_forkserver_preload([__name__])
-    with ThreadPoolExecutor(processes) as pool:
-        futures = [pool.submit(_in_process, name, context) for name in names]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(processes) as pool:
+        futures = [pool.submit(_in_process, name, scratch, context) for name in names]
         for future in as_completed(futures):
             yield future.result()
 
 
-def _in_process(name: str, context: multiprocessing.context.ForkServerContext) -> Row:
+def _in_process(name: str, scratch: str, context: multiprocessing.context.ForkServerContext) -> Row:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_check, args=(name, sender), daemon=True)
+    process = context.Process(target=_check, args=(name, scratch, sender), daemon=True)
     started = time.monotonic()
     process.start()
     sender.close()
@@ -47,12 +48,14 @@ def _in_process(name: str, context: multiprocessing.context.ForkServerContext) -
     return replace(row, seconds=time.monotonic() - started)
 
 
-def _check(name: str, sender: Connection) -> None:
+def _check(name: str, scratch: str, sender: Connection) -> None:
     import warnings
 
     import torch
     from transformers.utils import logging
 
+    # Removed by the parent, even if this process is killed.
+    tempfile.tempdir = scratch
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

@@ -1,7 +1,7 @@
 """Tiny sizes: values for configuration fields in general, and what single model types need.
 
-Windows are 24 tokens, chunks 32, sparse attention keeps 16 positions and longrope switches at 64, so that rows of up to 140
-ids cross every one of them.
+Windows are 24 tokens, chunks 32, sparse attention keeps 16 positions and longrope switches at 64, so that rows of up to
+140 ids cross every one of them.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k"], 2),
     **dict.fromkeys(["n_group", "topk_group"], 1),
     "zero_expert_num": 2,
+    "unpadded_vocab_size": None,
     "first_k_dense_replace": 1,
     "max_window_layers": 1,
     "use_sliding_window": True,
@@ -81,6 +82,11 @@ FIELDS: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB,
     **dict.fromkeys(["initializer_range", "init_std"], 0.15),
     "num_nextn_predict_layers": 0,
+    # Vision and audio towers, which see no input here.
+    **dict.fromkeys(["out_hidden_size", "adapter_out_dim", "adapter_in_dim", "adapter_input_size"], 64),
+    **dict.fromkeys(["depth", "num_blocks"], 2),
+    **dict.fromkeys(["embed_dim", "vision_output_dim", "projector_output_dim", "projector_input_dim"], 64),
+    **dict.fromkeys(["mlp_dim", "ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"], 64),
 }
 
 #: Fields whose type decides about each layer by a pattern; such a model has four layers.
@@ -88,7 +94,18 @@ PATTERNS = frozenset(
     {"layer_types", "mlp_layer_types", "layers_block_type", "sliding_window_pattern", "no_rope_layers", "indexer_types"}
 )
 
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _MAMBA_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = _ROPE | {"mrope_section": [4, 2, 2]}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [2.0 + 0.5 * pair for pair in range(8)],
+    "original_max_position_embeddings": SWITCH,
+}
 
 #: Model type → what it needs or should have in addition.
 TYPES: dict[str, dict[str, Any]] = {
@@ -97,11 +114,23 @@ TYPES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": _SLIDING_AND_FULL,
+        "rope_parameters": dict.fromkeys(["sliding_attention", "full_attention"], _MROPE),
     },
     "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"]}},
+    "dots3_note_text": {
+        "head_dim": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 5, "laurel_rank": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _SLIDING_AND_FULL, "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": _MAMBA_AND_ATTENTION},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -110,6 +139,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "llama4_text": {"floor_scale": 16},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 24},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "phi3": {"rope_parameters": _LONGROPE},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -125,8 +155,9 @@ TYPES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 32,
         "lsh_attn_chunk_length": 32,
     },
+    **dict.fromkeys(["qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"], {"rope_parameters": _MROPE}),
     "xlm": {"causal": True, "is_encoder": True},
-    "xlstm": {"v_dim_factor": 1.0, "qk_dim_factor": 0.5, "chunk_size": 16},
+    "xlstm": {"v_dim_factor": 1.0, "qk_dim_factor": 1.0, "chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,
