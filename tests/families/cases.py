@@ -70,9 +70,7 @@ def check_case(name: str, make: Callable[[], Case]) -> Row:
     rows = case.rows or checks.some_rows(vocab)
     prompts = case.prompts or checks.some_prompts(vocab)
     if case.inside:
-        rows, prompts = (
-            [_with(case.inside, ids, number) for number, ids in enumerate(each)] for each in (rows, prompts)
-        )
+        rows, prompts = _every_second_with(case.inside, rows), _every_second_with(case.inside, prompts)
     try:
         opened = case.model if case.opened is None else case.opened
         backend = corelm.get_backend("transformers", model=opened, tokenizer=tokenizer(vocab))

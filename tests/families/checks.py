@@ -21,6 +21,8 @@ Verdict = Literal["right", "refused", "WRONG", "crashed"]
 TOLERANCE = 1e-5
 #: Where float32 itself is worse: how much further from float64 than the plain forward a log-probability may be.
 FURTHER = 2.0
+#: More than float32 rounds by in any of these models: not worth a forward in float64.
+NO_ROUNDING = 0.1
 
 NEW_TOKENS = 24
 GREEDY_TOKENS = 12
@@ -56,14 +58,17 @@ class Comparison:
         """Compare the log-probabilities found for ``ids[start:]``."""
         if not len(found):
             return
-        where, tokens = torch.arange(start - 1, len(ids) - 1), torch.tensor(list(ids[start:]))
-        plain = self.oracle.table(ids[:-1])[where, tokens]
+        tokens = torch.tensor(list(ids[start:])).unsqueeze(-1)
+        plain = self.oracle.after(ids[:-1], start - 1).gather(-1, tokens)[:, 0]
         off = _largest(found.double() - plain)
         self.off = max(self.off, off)
         if off <= TOLERANCE:
             return
+        if not off <= NO_ROUNDING:
+            self.problems.append((off, f"{what}: off by {off:.2g} nats"))
+            return
         try:
-            precise = self.oracle.precise_table(ids[:-1])[where, tokens]
+            precise = self.oracle.after(ids[:-1], start - 1, precise=True).gather(-1, tokens)[:, 0]
         except Exception as error:
             reason = f"{type(error).__name__}: {first_sentence(str(error))}"
             self.problems.append((off, f"{what}: off by {off:.2g} nats, and no forward in float64: {reason}"))
@@ -77,8 +82,8 @@ class Comparison:
         """Compare ids sampled at temperature 0 with the likeliest ones. Ids as likely but for rounding are as good."""
         if not answer:
             return
-        table = self.oracle.table([*prompt, *answer[:-1]])[len(prompt) - 1 :]
-        lost = _largest(table.max(-1).values - table[torch.arange(len(answer)), torch.tensor(list(answer))])
+        table = self.oracle.after([*prompt, *answer[:-1]], len(prompt) - 1)
+        lost = _largest(table.max(-1).values - table.gather(-1, torch.tensor(list(answer)).unsqueeze(-1))[:, 0])
         if not lost <= 2 * max(TOLERANCE, FURTHER * self.noise):
             self.problems.append((lost, f"{what}: an id {lost:.2g} nats below the likeliest"))
 

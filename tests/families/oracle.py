@@ -30,30 +30,30 @@ class Oracle:
     def __init__(self, model: nn.Module, vocab: int) -> None:
         self.model = model
         self._vocab = vocab
-        self._tables: dict[tuple[int, ...], Tensor] = {}
-        self._precise_tables: dict[tuple[int, ...], Tensor] = {}
+        self._known: dict[tuple[bool, int, tuple[int, ...]], Tensor] = {}
 
-    def table(self, ids: Sequence[int]) -> Tensor:
-        """Return float64[len(ids), V]: row t holds the log-probabilities of what follows ``ids[: t + 1]``."""
-        return self._cached(self._tables, self.model, ids)
+    def after(self, ids: Sequence[int], first: int, *, precise: bool = False) -> Tensor:
+        """Return float64[len(ids) - first, V]: the log-probabilities of what follows ``ids[: first + 1]``, and so on.
 
-    def precise_table(self, ids: Sequence[int]) -> Tensor:
-        """Return the same, from the model in float64."""
-        return self._cached(self._precise_tables, self._precise, ids)
+        Args:
+            precise: from the model in float64.
+        """
+        key = (precise, first, tuple(ids))
+        if key not in self._known:
+            model = self._precise if precise else self.model
+            # A model that looks ahead has no log p(token | earlier tokens) in one forward.
+            if self._is_causal:
+                self._known[key] = plain(model, ids)[first:]
+            else:
+                ends = range(first + 1, len(ids) + 1)
+                self._known[key] = torch.stack([plain(model, ids[:end])[-1] for end in ends])
+        return self._known[key]
 
     def forget(self) -> None:
         """Drop what was computed, because the model has changed."""
-        self._tables.clear()
-        self._precise_tables.clear()
+        self._known.clear()
         for name in ("_precise", "_is_causal"):
             self.__dict__.pop(name, None)
-
-    def _cached(self, tables: dict[tuple[int, ...], Tensor], model: nn.Module, ids: Sequence[int]) -> Tensor:
-        key = tuple(ids)
-        if key not in tables:
-            # A model that looks ahead has no log p(token | earlier tokens) in one forward.
-            tables[key] = plain(model, key) if self._is_causal else _by_prefixes(model, key)
-        return tables[key]
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
@@ -81,7 +81,3 @@ def plain(model: nn.Module, ids: Sequence[int]) -> Tensor:
     for module in training:
         module.training = True
     return logits[0].double().log_softmax(-1)
-
-
-def _by_prefixes(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    return torch.stack([plain(model, ids[: end + 1])[-1] for end in range(len(ids))])

@@ -16,7 +16,7 @@ from .checks import Outcome
 from .special import maker
 
 #: Seconds that a case may take.
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 def run(names: Sequence[str], processes: int) -> Iterator[Row]:

@@ -55,7 +55,8 @@ FIELDS: dict[str, Any] = {
     # Sparse attention.
     "index_topk": 16,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    # Many, so that hardly any position has a score of exactly 0: between equal scores the choice is arbitrary.
+    "index_n_heads": 16,
     # Experts.
     **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"], 32),
     **dict.fromkeys(["shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"], 32),
@@ -141,7 +142,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "phi3": {"rope_parameters": _LONGROPE},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,
@@ -155,7 +156,7 @@ TYPES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 32,
         "lsh_attn_chunk_length": 32,
     },
-    **dict.fromkeys(["qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"], {"rope_parameters": _MROPE}),
+    **{name: {"rope_parameters": _MROPE} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")},
     "xlm": {"causal": True, "is_encoder": True},
     "xlstm": {"v_dim_factor": 1.0, "qk_dim_factor": 1.0, "chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
