@@ -17,8 +17,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-tensordict test-vllm test-sglang bench bench-quick install drawings wheels
-.PHONY: pins format clean
+.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang bench bench-quick install
+.PHONY: drawings wheels pins format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -38,6 +38,9 @@ types: install ## run mypy in strict mode
 
 unit: install ## run the tests, including the examples in the README and in docstrings
 	$(BIN)/python -m pytest
+
+test-families: install ## compare the transformers plugin with the plain forward of every model type; takes minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families
 
 test-tensordict: .venv-tensordict/.installed ## test everything that holds tensors on the newest tensordict, which TorchRL does not support yet
 	.venv-tensordict/bin/python -m pytest \

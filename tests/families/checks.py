@@ -110,11 +110,7 @@ def failure(error: Exception) -> Outcome:
 
 
 def first_sentence(text: str) -> str:
-    """Return the text up to its first full stop or line break.
-
-    >>> first_sentence("Granite 3.1 has no cache. Use another model.")
-    'Granite 3.1 has no cache'
-    """
+    """Return the text up to its first full stop or line break."""
     return text.split("\n")[0].split(". ")[0].rstrip(".")
 
 

@@ -114,6 +114,13 @@ TYPES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 16},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
+    "blt": {
+        # Its plain forward makes a cache, which asks for this field.
+        "num_hidden_layers": 2,
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": 64},
+        "decoder_config": {"hidden_size_global": 64},
+    },
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
         "rope_parameters": dict.fromkeys(["sliding_attention", "full_attention"], _MROPE),
