@@ -163,6 +163,7 @@ TYPES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 32,
         "lsh_attn_chunk_length": 32,
     },
+    "roformer": {"embedding_size": 64},
     **{name: {"rope_parameters": _MROPE} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")},
     "xlm": {"causal": True, "is_encoder": True},
     "xlstm": {"v_dim_factor": 1.0, "qk_dim_factor": 1.0, "chunk_size": 16},

@@ -163,6 +163,8 @@ SPECIAL: dict[str, Maker] = {
     "inkling2_text/unpadded": partial(with_settings, "inkling2_text", unpadded_vocab_size=500),
     "nemotron_h/wide-convolutions": partial(wide_convolutions, "nemotron_h"),
     "zamba2/wide-convolutions": partial(wide_convolutions, "zamba2"),
+    "roformer/narrow-embedding": partial(with_settings, "roformer", embedding_size=32),
+    "roformer/rotated-values": partial(with_settings, "roformer", rotary_value=True),
     "llama4_text/own-floor-scale": own_floor_scale,
     "llama/lora": lora,
     "llama/alora": alora,

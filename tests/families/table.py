@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from .cases import Row
-from .checks import Outcome
+from .checks import Outcome, Verdict
 
 #: case → the ways, "scoring" and "generating", that were right.
 RIGHT = Path(__file__).with_name("right.json")
+VERDICTS = get_args(Verdict)
 
 
 def used_to_be_right() -> dict[str, list[str]]:
@@ -58,19 +61,25 @@ def line(row: Row) -> str:
 
 def summary(rows: Sequence[Row], right: dict[str, list[str]]) -> tuple[str, bool]:
     """Return the end of the table, and whether everything holds."""
-    built = [row for row in rows if not row.not_built]
     failed = {row.name: found for row in rows if (found := problems(row, right))}
-    count = {
-        way: sum(found == way and outcome.verdict == "right" for row in built for found, outcome in ways(row))
-        for way in ("scoring", "generating")
-    }
+    built = [row for row in rows if not row.not_built]
     lines = [f"{name}: {problem}" for name, found in sorted(failed.items()) for problem in found]
-    lines += [
-        "",
-        f"{len(rows)} rows, {len(built)} built; right: scoring {count['scoring']}, generating {count['generating']}",
-        f"{sum(row.name not in failed for row in built)} of {len(built)} hold",
-    ]
+    lines += ["", *_counts(rows), ""]
+    lines.append(f"{sum(row.name not in failed for row in built)} of {len(built)} hold; {len(failed)} rows fail")
     return "\n".join(lines), not failed
+
+
+def _counts(rows: Sequence[Row]) -> list[str]:
+    columns = ("rows", "not built", *VERDICTS)
+    lines = [" " * 30 + "".join(f"{column:>10}" for column in columns)]
+    for kind, special in (("model types", False), ("special cases", True)):
+        these = [row for row in rows if ("/" in row.name) == special]
+        for way in ("scoring", "generating"):
+            verdicts = Counter(outcome.verdict for row in these for found, outcome in ways(row) if found == way)
+            not_built = sum(bool(row.not_built) for row in these)
+            counts = (len(these), not_built, *(verdicts[verdict] for verdict in VERDICTS))
+            lines.append(f"{kind + ', ' + way:30}" + "".join(f"{count:10}" for count in counts))
+    return lines
 
 
 def _short(outcome: Outcome) -> str:
