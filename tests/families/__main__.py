@@ -18,7 +18,7 @@ SAMPLE = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows; a name may end in * ")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows; a name may end in *")
     parser.add_argument("--sample", action="store_true", help=f"check {len(SAMPLE)} representative rows")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many rows to check at a time")
@@ -32,7 +32,7 @@ def main() -> int:
     if args.sample:
         wanted = list(SAMPLE)
     if args.only:
-        wanted = [name for name in known for asked in args.only if _matches(name, asked)]
+        wanted = [name for name in known if any(_matches(name, asked) for asked in args.only)]
         unknown = [asked for asked in args.only if not any(_matches(name, asked) for name in known)]
         if unknown:
             parser.error(f"unknown rows: {', '.join(unknown)}; --list prints all names")

@@ -62,11 +62,11 @@ def wide_convolutions(model_type: str) -> Case:
     return Case(model)
 
 
-def own_floor_scale() -> Case:
-    """Llama 4 with the floor scale of its checkpoints, which only a prompt of more than 8192 ids reaches."""
-    model = configs.build("llama4_text", floor_scale=8192, max_position_embeddings=16384)
+def wide_batch() -> Case:
+    """Llama 4 with prompts of which only the longest reaches the floor scale; the columns of a padded batch all do."""
+    model = configs.build("llama4_text", floor_scale=256)
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (8300, 20, 300)]
+    prompts = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (300, 20, 100)]
     return Case(model, prompts=prompts)
 
 
@@ -165,7 +165,7 @@ SPECIAL: dict[str, Maker] = {
     "zamba2/wide-convolutions": partial(wide_convolutions, "zamba2"),
     "roformer/narrow-embedding": partial(with_settings, "roformer", embedding_size=32),
     "roformer/rotated-values": partial(with_settings, "roformer", rotary_value=True),
-    "llama4_text/own-floor-scale": own_floor_scale,
+    "llama4_text/wide-batch": wide_batch,
     "llama/lora": lora,
     "llama/alora": alora,
     "llama/late-hook-neighbours": partial(late_hook, add_neighbour),
