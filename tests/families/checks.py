@@ -36,7 +36,7 @@ class Outcome:
         verdict: "right" and "refused" hold.
         detail: why it does not hold; the first sentence of a refusal.
         off: largest difference from the plain forward, in nats.
-        noise: how far the plain forward is from float64 in the rows where `off` is over the tolerance, in nats.
+        noise: how far the plain forward is from float64, in nats; 0 if `off` is within the tolerance.
     """
 
     verdict: Verdict
@@ -45,52 +45,80 @@ class Outcome:
     noise: float = 0.0
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of one row, float64[n] each: those found, and those of the plain forward."""
+
+    what: str
+    ids: Sequence[int]
+    start: int
+    found: Tensor
+    plain: Tensor
+
+    @property
+    def off(self) -> float:
+        return _largest(self.found - self.plain)
+
+
 @dataclass
 class Comparison:
-    """Collects differences from the oracle over the rows of a check."""
+    """Collects what the calls of one check returned, and compares it with the oracle."""
 
     oracle: Oracle
-    off: float = 0.0
-    noise: float = 0.0
-    problems: list[tuple[float, str]] = field(default_factory=list)
+    rows: list[Scored] = field(default_factory=list)
+    greedy: list[tuple[float, str]] = field(default_factory=list)
+    other_ids: list[str] = field(default_factory=list)
 
     def add(self, what: str, ids: Sequence[int], start: int, found: Tensor) -> None:
-        """Compare the log-probabilities found for ``ids[start:]``."""
-        if not len(found):
-            return
-        tokens = torch.tensor(list(ids[start:])).unsqueeze(-1)
-        plain = self.oracle.after(ids[:-1], start - 1).gather(-1, tokens)[:, 0]
-        off = _largest(found.double() - plain)
-        self.off = max(self.off, off)
-        if off <= TOLERANCE:
-            return
-        if not off <= NO_ROUNDING:
-            self.problems.append((off, f"{what}: off by {off:.2g} nats"))
-            return
-        try:
-            precise = self.oracle.after(ids[:-1], start - 1, precise=True).gather(-1, tokens)[:, 0]
-        except Exception as error:
-            reason = f"{type(error).__name__}: {first_sentence(str(error))}"
-            self.problems.append((off, f"{what}: off by {off:.2g} nats, and no forward in float64: {reason}"))
-            return
-        noise = _largest(plain - precise)
-        self.noise = max(self.noise, noise)
-        if not _largest(found.double() - precise) <= FURTHER * noise:
-            self.problems.append((off, f"{what}: off by {off:.2g} nats, the plain forward by {noise:.1g}"))
+        """Add the log-probabilities found for ``ids[start:]``."""
+        if len(found):
+            self.rows.append(Scored(what, ids, start, found.double(), self._oracle(ids, start)))
 
     def add_greedy(self, what: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Compare ids sampled at temperature 0 with the likeliest ones. Ids as likely but for rounding are as good."""
-        if not answer:
-            return
-        table = self.oracle.after([*prompt, *answer[:-1]], len(prompt) - 1)
-        lost = _largest(table.max(-1).values - table.gather(-1, torch.tensor(list(answer)).unsqueeze(-1))[:, 0])
-        if not lost <= 2 * max(TOLERANCE, FURTHER * self.noise):
-            self.problems.append((lost, f"{what}: an id {lost:.2g} nats below the likeliest"))
+        """Add ids sampled at temperature 0, which have to be the likeliest ones."""
+        if answer:
+            table = self.oracle.after([*prompt, *answer[:-1]], len(prompt) - 1)
+            lost = table.max(-1).values - table.gather(-1, torch.tensor(list(answer)).unsqueeze(-1))[:, 0]
+            self.greedy.append((_largest(lost), what))
 
     def outcome(self) -> Outcome:
-        if not self.problems:
-            return Outcome("right", off=self.off, noise=self.noise)
-        return Outcome("WRONG", max(self.problems)[1], off=self.off, noise=self.noise)
+        off = max((row.off for row in self.rows), default=0.0)
+        noise, problems = 0.0, []
+        if off > NO_ROUNDING:
+            problems = [(row.off, f"{row.what}: off by {row.off:.2g} nats") for row in self.rows]
+        elif off > TOLERANCE:
+            try:
+                noise, problems = self._further_from_float64()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {first_sentence(str(error))}"
+                problems = [(off, f"off by {off:.2g} nats, and there is no forward in float64: {reason}")]
+        # Ids that are as likely but for rounding are as good.
+        allowed = 2 * max(TOLERANCE, FURTHER * noise)
+        problems += [
+            (lost, f"{what}: an id {lost:.2g} nats below the likeliest")
+            for lost, what in self.greedy
+            if not lost <= allowed
+        ]
+        if off <= TOLERANCE:
+            # Where float32 rounds by more, a seed may pick another id now and then.
+            problems += [(0.0, f"{what}: other ids than in company, with the same seed") for what in self.other_ids]
+        if problems:
+            return Outcome("WRONG", max(problems)[1], off=off, noise=noise)
+        return Outcome("right", off=off, noise=noise)
+
+    def _further_from_float64(self) -> tuple[float, list[tuple[float, str]]]:
+        precise = [self._oracle(row.ids, row.start, precise=True) for row in self.rows]
+        noise = max(_largest(row.plain - exact) for row, exact in zip(self.rows, precise, strict=True))
+        problems = []
+        for row, exact in zip(self.rows, precise, strict=True):
+            away = _largest(row.found - exact)
+            if not away <= max(TOLERANCE, FURTHER * noise):
+                problems.append((away, f"{row.what}: {away:.2g} nats from float64, the plain forward {noise:.1g}"))
+        return noise, problems
+
+    def _oracle(self, ids: Sequence[int], start: int, *, precise: bool = False) -> Tensor:
+        table = self.oracle.after(ids[:-1], start - 1, precise=precise)
+        return table.gather(-1, torch.tensor(list(ids[start:])).unsqueeze(-1))[:, 0]
 
 
 def guarded(check: Any, *args: Any) -> Outcome:
@@ -138,9 +166,8 @@ def generating(backend: Backend, oracle: Oracle, prompts: Sequence[Sequence[int]
         lone_answer = alone.ids.tolist()[0]
         what = f"the answer to a prompt of {len(prompt)} alone"
         comparison.add(what, [*prompt, *lone_answer], len(prompt), _split(alone.logprobs)[0])
-        # Where float32 rounds by more than the tolerance, a seed may pick another id now and then.
-        if lone_answer != answer and comparison.noise == 0:
-            comparison.problems.append((0.0, f"{what}: other ids than in company, with the same seed"))
+        if lone_answer != answer:
+            comparison.other_ids.append(what)
     greedy = backend.generate(prompts, {"max_new_tokens": GREEDY_TOKENS, "temperature": 0.0})
     for prompt, answer, found in zip(prompts, greedy.ids.tolist(), _split(greedy.logprobs), strict=True):
         what = f"the greedy answer to a prompt of {len(prompt)}"

@@ -65,7 +65,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k"], 2),
     **dict.fromkeys(["n_group", "topk_group"], 1),
     "zero_expert_num": 2,
-    "unpadded_vocab_size": None,
+    "unpadded_vocab_size": VOCAB,
     "first_k_dense_replace": 1,
     "max_window_layers": 1,
     "use_sliding_window": True,
