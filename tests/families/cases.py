@@ -49,7 +49,7 @@ class Row:
         scoring: what came of scoring; None if there is no model.
         generating: what came of generating; None if there is no model.
         not_built: why there is no model; "" if there is one.
-        seconds: how long the row took.
+        seconds: how much processor time the row took.
     """
 
     name: str
