@@ -19,9 +19,7 @@ SAMPLE = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="check these rows; '*/folder' and the like match several"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows; such as '*/folder'")
     parser.add_argument("--sample", action="store_true", help=f"check {len(SAMPLE)} representative rows")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many rows to check at a time")
