@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from fnmatch import fnmatchcase
 
 from . import running, table
 from .special import names
@@ -18,7 +19,7 @@ SAMPLE = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows; a name may end in *")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows; such as '*/folder'")
     parser.add_argument("--sample", action="store_true", help=f"check {len(SAMPLE)} representative rows")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many rows to check at a time")
@@ -32,8 +33,8 @@ def main() -> int:
     if args.sample:
         wanted = list(SAMPLE)
     if args.only:
-        wanted = [name for name in known if any(_matches(name, asked) for asked in args.only)]
-        unknown = [asked for asked in args.only if not any(_matches(name, asked) for name in known)]
+        wanted = [name for name in known if any(fnmatchcase(name, asked) for asked in args.only)]
+        unknown = [asked for asked in args.only if not any(fnmatchcase(name, asked) for name in known)]
         if unknown:
             parser.error(f"unknown rows: {', '.join(unknown)}; --list prints all names")
     right = table.used_to_be_right()
@@ -47,10 +48,6 @@ def main() -> int:
     if args.remember:
         table.remember(rows)
     return 0 if holds else 1
-
-
-def _matches(name: str, asked: str) -> bool:
-    return name.startswith(asked[:-1]) if asked.endswith("*") else name == asked
 
 
 if __name__ == "__main__":
