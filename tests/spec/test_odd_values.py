@@ -267,9 +267,8 @@ def test_prompts_of_every_kind_are_rows_or_refused() -> None:
     [
         torch.zeros(2, 3, dtype=torch.int64, device="meta"),
         torch.zeros(2, 3, dtype=torch.int64).to_sparse(),
-        torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged),
     ],
-    ids=["meta", "sparse", "nested"],
+    ids=["meta", "sparse"],
 )
 def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
     with pytest.raises(InvalidRequestError, match="prompts: expected a dense tensor"):
