@@ -327,3 +327,12 @@ def test_the_constructor_refuses_a_list_of_rows() -> None:
     with pytest.raises(InvalidRequestError, match=r"Tokens.full: the constructor takes no lists.*lazy_stack") as error:
         Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
     assert error.value.field == "full"
+
+
+@pytest.mark.parametrize("batch", [[2], []], ids=["batch", "no batch"])
+def test_ragged_reads_rows_padded_to_different_widths_from_a_tensordict_of_any_batch(batch):
+    held = {
+        "tokens": lazy_stack([Tokens(full=torch.tensor(row)) for row in ([0, 5], [6, 7, 8])]),
+        "masks": lazy_stack([Masks(all_attention_mask=torch.tensor(row)) for row in ([False, True], [True] * 3)]),
+    }
+    assert ragged(TensorDict(held, batch_size=batch), ("tokens", "full")).tolist() == [[5], [6, 7, 8]]

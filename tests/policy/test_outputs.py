@@ -84,7 +84,7 @@ def test_truncation_left_cuts_a_prompt_that_is_too_long(backend):
     limit = backend.capabilities.max_context
     text = "x" * limit + "Where is the cat?"
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
-    with pytest.raises(InvalidRequestError, match="do not fit the context"):
+    with pytest.raises(InvalidRequestError, match="leave no room for an answer"):
         policy(TensorDict(text=[text]))
     out = policy.replace(truncation="left")(TensorDict(text=[text, "Hi"]))
     prompt = corelm.ragged(out, ("tokens", "prompt")).tolist()

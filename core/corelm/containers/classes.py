@@ -197,7 +197,10 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         padded, values = container.padded, getattr(container, name)
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
-        return Ragged.cat([ragged(row, key, masks=masks) for row in rows(td)])
+        # `td` may have fewer batch dimensions than the container, or none.
+        held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
+        batch = TensorDict(held, batch_size=container.batch_size)
+        return Ragged.cat([ragged(row, key, masks=masks) for row in rows(batch)])
     if padded:
         mask = _attention_columns(values, attention, name, masks)
         return Ragged(values[mask], mask.sum(-1).flatten())

@@ -10,6 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from corelm.backend.arguments import refuse_unreadable
 from corelm.containers.classes import Tokens
 from corelm.errors import InvalidRequestError, refuse
 from corelm.tensors.ragged import Ragged
@@ -30,7 +31,10 @@ def unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
     ids = ids.to("cpu")
     if mask is None:
         return ids
-    shown = Ragged.from_list([torch.as_tensor(row).cpu() for row in mask], torch.bool)
+    masks = [torch.as_tensor(row) for row in mask]
+    for row in masks:
+        refuse_unreadable(row, field)
+    shown = Ragged.from_list([row.cpu() for row in masks], torch.bool)
     lengths = zip(ids.lengths.tolist(), shown.lengths.tolist(), strict=False)
     problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
     if len(shown) != len(ids):
