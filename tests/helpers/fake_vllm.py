@@ -91,7 +91,7 @@ class FakeVLLM:
             return json_reply({"detail": "Not Found"}, 404)
         choice = self._complete({name: value for name, value in request.body.items() if name not in self.ignored})
         self.spoil(choice)
-        return json_reply({"id": "cmpl", "choices": [choice]})
+        return json_reply({"id": f"cmpl-{request.body['request_id']}", "choices": [choice]})
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body["prompt"]

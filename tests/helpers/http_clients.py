@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from corelm.support.http import HttpClient
 from helpers.http_server import Reply, Request, json_reply
@@ -13,6 +14,11 @@ Connect = Callable[..., HttpClient]
 
 def echo(request: Request) -> Reply:
     return json_reply({"you said": request.body})
+
+
+def is_echo(payload: Any, reply: Any) -> bool:
+    """Return whether a reply of `echo` answers that payload. Other replies name no payload."""
+    return not isinstance(reply, dict) or reply.get("you said", payload) == payload
 
 
 class Waits(list[float]):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import select
 import socket
+import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +82,22 @@ def hang() -> Reply:
     return write
 
 
+def drip() -> Reply:
+    """Send a body of blanks, one every 10 ms, until the client leaves."""
+
+    def write(handler: _Handler) -> None:
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100000")
+        handler.end_headers()
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            handler.wfile.write(b" ")
+            time.sleep(0.01)
+
+    return write
+
+
 def held(reply: Reply, gate: threading.Event) -> Reply:
     """Send `reply` once the gate is open."""
 
@@ -123,6 +141,10 @@ class FaultServer:
         self._thread.join()
         self._server.server_close()
         self._stopped.close()
+
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        """Speak TLS on connections from now on."""
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     def paths(self) -> list[str]:
         return [request.path for request in self.requests]

@@ -26,11 +26,13 @@ def vllm_in_process(request: GenerateRequest) -> GenerateResult:
 
 
 def vllm_over_http(request: GenerateRequest) -> GenerateResult:
-    return protocol_http.generation_result(request, [{}], [LOST], tiny_tokenizer())
+    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
+    return protocol_http.generation_result(request, [{}], [LOST], info)
 
 
 def sglang_server(request: GenerateRequest) -> GenerateResult:
-    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
+    capabilities = SimpleNamespace(max_context=64)
+    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), capabilities=capabilities)
     return sglang.generation_result(request, [LOST], info)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from corelm.errors import BackendClosedError, CoreLMError, EngineError, InvalidRequestError
-from corelm.support.http import ABORTED, HttpClient
-from helpers.http_clients import KEY, Connect, Waits, echo
+from corelm.support.http import ABORTED, HttpClient, PartialReply
+from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
 from helpers.http_server import Reply, Request, hang, held, json_reply, raw, reset
 
 # Answers -------------------------------------------------------------------------------------------------------------
@@ -44,7 +45,9 @@ def test_answers_are_in_the_order_of_their_payloads(connect: Connect, serve: Any
     server = serve(lambda request: held(echo(request), gates[request.body]))
     client = connect(server)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(client.post_each, "/x", list(range(5)), names=list("abcde"), timeout=30)
+        future = pool.submit(
+            client.post_each, "/x", list(range(5)), names=list("abcde"), is_reply_to=is_echo, timeout=30
+        )
         for gate in reversed(gates):
             server.wait_for(lambda: server.in_flight >= 1)
             gate.set()
@@ -53,7 +56,7 @@ def test_answers_are_in_the_order_of_their_payloads(connect: Connect, serve: Any
 
 def test_without_payloads_nothing_is_sent(connect: Connect, serve: Any) -> None:
     server = serve()
-    assert connect(server).post_each("/x", [], names=[], timeout=1) == [] and server.requests == []
+    assert connect(server).post_each("/x", [], names=[], is_reply_to=is_echo, timeout=1) == [] and server.requests == []
 
 
 def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, serve: Any) -> None:
@@ -62,7 +65,9 @@ def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, ser
     client = connect(server, max_in_flight=3)
 
     def ask(thread: int) -> list[Any]:
-        return client.post_each("/x", [[thread, row] for row in range(5)], names=["r"] * 5, timeout=30)
+        return client.post_each(
+            "/x", [[thread, row] for row in range(5)], names=["r"] * 5, is_reply_to=is_echo, timeout=30
+        )
 
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(ask, thread) for thread in range(4)]
@@ -81,39 +86,68 @@ def test_abort_ends_exactly_the_requests_it_names(connect: Connect, serve: Any) 
     server = serve(lambda request: hang() if request.body == "hangs" else held(echo(request), gate))
     client = connect(server)
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(client.post_each, "/x", ["hangs", 1], names=["a", "ab"], timeout=30)
-        two = pool.submit(client.post_each, "/x", [2, "hangs"], names=["aa", "a"], timeout=30)
+        one = pool.submit(client.post_each, "/x", ["hangs", 1], names=["a", "ab"], is_reply_to=is_echo, timeout=30)
+        two = pool.submit(client.post_each, "/x", [2, "hangs"], names=["aa", "a"], is_reply_to=is_echo, timeout=30)
         server.wait_for(lambda: server.in_flight == 4)
         client.abort(["a", "nobody"])
         server.wait_for(lambda: server.given_up == 2)
         gate.set()
         assert one.result() == [ABORTED, {"you said": 1}] and two.result() == [{"you said": 2}, ABORTED]
     client.abort(["a"])
-    assert client.post_each("/x", [3], names=["a"], timeout=30) == [{"you said": 3}]
+    assert client.post_each("/x", [3], names=["a"], is_reply_to=is_echo, timeout=30) == [{"you said": 3}]
 
 
-def test_grace_is_for_requests_already_sent_and_not_for_those_that_wait(connect: Connect, serve: Any) -> None:
+def test_a_server_that_is_told_ends_its_requests_and_those_not_sent_are_cancelled(connect: Connect, serve: Any) -> None:
     gate = threading.Event()
     server = serve(lambda request: held(echo(request), gate))
     client = connect(server, max_in_flight=1)
-    with ThreadPoolExecutor(2) as pool:
-        rows = pool.submit(client.post_each, "/x", [0, 1], names=["sent", "waits"], timeout=30)
+    with ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(client.post_each, "/x", [0, 1], names=["sent", "waits"], is_reply_to=is_echo, timeout=30)
         server.wait_for(lambda: server.in_flight == 1)
-        abort = pool.submit(client.abort, ["sent", "waits"], grace=30)
-        client.abort(["waits"])
-        gate.set()
-        assert rows.result() == [{"you said": 0}, ABORTED] and abort.result() is None
+        client.abort(["sent", "waits"], tell=gate.set)
+        assert rows.result() == [PartialReply({"you said": 0}), ABORTED]
     assert len(server.requests) == 1
 
 
-def test_a_request_that_outlasts_its_grace_is_cancelled(connect: Connect, serve: Any) -> None:
+def test_a_server_that_missed_an_abort_is_told_again(
+    connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    gate, told = threading.Event(), []
+
+    def tell() -> None:
+        told.append(1)
+        if len(told) == 3:
+            gate.set()
+
+    server = serve(lambda request: held(echo(request), gate))
+    client = connect(server)
+    with ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(client.post_each, "/x", [0], names=["a"], is_reply_to=is_echo, timeout=30)
+        server.wait_for(lambda: server.in_flight == 1)
+        client.abort(["a"], tell=tell)
+        assert rows.result() == [PartialReply({"you said": 0})]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_connections_close_if_the_server_cannot_be_told_or_does_not_obey(
+    connect: Connect, serve: Any, monkeypatch: pytest.MonkeyPatch, deaf: bool
+) -> None:
+    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    monkeypatch.setattr("corelm.support.http._ABORT_PATIENCE", 0.1)
+
+    def tell() -> None:
+        if not deaf:
+            raise EngineError("gone")
+
     server = serve(lambda request: hang())
     client = connect(server)
     with ThreadPoolExecutor(1) as pool:
-        rows = pool.submit(client.post_each, "/x", [0], names=["a"], timeout=30)
+        rows = pool.submit(client.post_each, "/x", [0], names=["a"], is_reply_to=is_echo, timeout=30)
         server.wait_for(lambda: server.in_flight == 1)
-        client.abort(["a"], grace=0.01)
+        client.abort(["a"], tell=tell)
         assert rows.result() == [ABORTED]
+    server.wait_for(lambda: server.given_up == 1)
 
 
 def test_answers_reports_whether_the_server_does_and_never_raises(connect: Connect, serve: Any, waits: Waits) -> None:
@@ -132,7 +166,7 @@ def test_closing_ends_requests_in_flight_with_a_typed_error(connect: Connect, se
     client = connect(server)
     with ThreadPoolExecutor(3) as pool:
         waiting = [
-            pool.submit(client.post_each, "/x", [0, 1], names=["a", "b"], timeout=None),
+            pool.submit(client.post_each, "/x", [0, 1], names=["a", "b"], is_reply_to=is_echo, timeout=None),
             pool.submit(client.get, "/a"),
             pool.submit(client.post, "/b", {}),
         ]
@@ -144,7 +178,28 @@ def test_closing_ends_requests_in_flight_with_a_typed_error(connect: Connect, se
     server.wait_for(lambda: server.given_up == 4)
     client.close()
     with pytest.raises(BackendClosedError):
-        client.post_each("/x", [0], names=["a"], timeout=1)
+        client.post_each("/x", [0], names=["a"], is_reply_to=is_echo, timeout=1)
+
+
+def test_a_client_can_be_closed_in_a_forked_child(connect: Connect, serve: Any) -> None:
+    code = """
+    import os, sys
+    from corelm.support import HttpClient
+
+    client = HttpClient(sys.argv[1])
+    client.get("/a")
+    child = os.fork()
+    if child == 0:
+        client.close()
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    client.get("/b")
+    client.close()
+    sys.exit(status)
+    """
+    server = serve()
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), server.url]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 7 and server.paths() == ["/a", "/b"]
 
 
 # Opening a client ----------------------------------------------------------------------------------------------------

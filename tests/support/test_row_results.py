@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from corelm import Ragged, SamplingParams
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, InvalidRequestError
 from corelm.spec import GenerateRequest, Provenance, ScoreRequest
 from corelm.support import (
     ABORTED,
+    AccessError,
     RowAnswer,
     RowFailure,
+    TransientError,
     generate_result,
     raise_if_none_was_served,
     row_failure,
@@ -110,9 +113,10 @@ def test_a_row_of_which_nothing_was_asked_is_not_scored():
     assert result.scored.tolist() == [[False, False], [False, True], [False]]
 
 
-def test_too_few_scores_for_a_row_are_an_error_that_names_it():
-    with pytest.raises(EngineError, match="row 1: the engine returned 1 log-probs, but 2 were asked for"):
-        score_result(scoring([[5, 6], [7, 8, 9]], [1, 1]), {0: [-1.0], 1: [-1.0]})
+def test_too_few_scores_for_a_row_are_an_error_of_that_row():
+    result = score_result(scoring([[5, 6], [7, 8, 9]], [1, 1]), {0: [-1.0], 1: [-1.0]})
+    assert result.errors == ("", "the engine returned 1 log-probs, but 2 were asked for")
+    assert result.scored.tolist() == [[False, True], [False] * 3]
 
 
 def test_scores_at_another_temperature_are_processed_ones():
@@ -130,10 +134,20 @@ def test_an_entry_without_an_answer_says_why():
 
 
 def test_a_call_fails_as_a_whole_only_if_the_server_does():
-    refused, gone = InvalidRequestError("too long"), EngineError("gone")
-    raise_if_none_was_served([refused, refused])
-    raise_if_none_was_served([gone, {}])
-    raise_if_none_was_served([gone, ABORTED])
-    raise_if_none_was_served([])
-    with pytest.raises(EngineError, match="gone"):
-        raise_if_none_was_served([refused, gone])
+    refused, broken, barred = InvalidRequestError("too long"), TransientError("status 500"), AccessError("wrong key")
+    asked = []
+
+    def serves(answer: bool) -> Callable[[], bool]:
+        return lambda: asked.append(answer) or answer
+
+    for entries in ([refused], [refused, refused], [broken, {}], [barred, {}], [broken, ABORTED], []):
+        raise_if_none_was_served(entries, serves(False))
+    # The server is not asked if that does not matter.
+    assert asked == []
+    # A single row that fails each time is that row's failure if the server is well.
+    raise_if_none_was_served([broken], serves(True))
+    raise_if_none_was_served([BackendTimeoutError("hangs"), refused], serves(True))
+    with pytest.raises(TransientError, match="500"):
+        raise_if_none_was_served([refused, broken], serves(False))
+    with pytest.raises(AccessError, match="key"):
+        raise_if_none_was_served([refused, broken, barred], serves(True))

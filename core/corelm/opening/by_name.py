@@ -33,7 +33,8 @@ def get_backend(
         model: a path, a model object, or None for an engine behind a URL.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`. None never retries.
-        timeout: seconds that a call may take when the call does not say; None sets no limit.
+        timeout: seconds that a call may take when the call does not say; None sets no limit. Opening is not a call:
+            the backends behind a URL limit it with their own option `open_timeout`.
         tokenizer: replaces the model's own tokenizer.
         options: the engine's own options, passed to the plugin's ``open``.
 

@@ -1,12 +1,14 @@
 """Code that several plugins need, written once. All of it is public.
 
 - `StopStrings`, `text_before_stop`: which token completes a stop string, and the text before it.
-- `Deadline`: how much time a call has left.
+- `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
+- `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_finish_reason`: is this the answer that a row asked for?
 - `generate_result`, `score_result`, `RowFailure`: the result of a call, built from the outcome of each row.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `did_you_mean`: a hint for an error message about an unknown name.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
+- `Secrets`: masks keys in messages.
 - `EventLoopThread`: an asyncio event loop on a thread.
 
 The names are listed in ``__init__.pyi`` and imported on first use.

@@ -1,9 +1,13 @@
-"""`Deadline`: how much time a call has left."""
+"""`Deadline`: how much time a call has left. `opening_within`: the deadline of opening an engine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from corelm.errors import BackendTimeoutError
+from corelm.validate import positive
 
 
 class Deadline:
@@ -42,3 +46,22 @@ class Deadline:
     def check(self) -> None:
         """Raise a `TimeoutError` if the time is over, as `left` does."""
         self.left()
+
+
+@contextmanager
+def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
+    """Yield the deadline of finding out what an engine can do.
+
+    Args:
+        open_timeout: seconds; the option of that name.
+        what: the engine, for the message.
+
+    Raises:
+        InvalidRequestError: the option is not a number above 0.
+        BackendTimeoutError: the ``with`` block ended with a `TimeoutError`.
+    """
+    deadline = Deadline(positive("open_timeout", open_timeout))
+    try:
+        yield deadline
+    except TimeoutError as error:
+        raise BackendTimeoutError(f"open_timeout={open_timeout:g} passed while opening {what}: {error}") from error

@@ -37,7 +37,8 @@ class EventLoopThread:
         """
         future = self.submit(coroutine)
         try:
-            return future.result(timeout)
+            # A lock refuses to wait longer than TIMEOUT_MAX, which is hundreds of years.
+            return future.result(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except concurrent.futures.TimeoutError as error:
             future.cancel()
             if isinstance(error, TimeoutError):

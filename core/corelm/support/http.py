@@ -1,73 +1,70 @@
 """`HttpClient`: one server behind a base URL, for any number of threads at once. It knows no engine.
 
 All retries are made here. The client sends a request again after a refused or broken connection, a status that may pass
-(see `corelm.support.http_errors`), or a body that is garbage or cut off. It never repeats a request to a server that
-hangs: that is a `BackendTimeoutError`.
+(see `corelm.support.http_errors`), a body that is garbage or cut off, or the reply to another request. It never repeats
+a request to a server that hangs: that is a `BackendTimeoutError`. A single request is made in `http_exchange`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ipaddress
 import json
 import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
 
-from corelm.errors import (
-    BackendClosedError,
-    BackendNotInstalledError,
-    BackendTimeoutError,
-    CoreLMError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError
+from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
-from corelm.support.http_errors import ABORTED, Aborted, ResponseReader, TransientError
+from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
+from corelm.support.http_exchange import Exchange, checked_url
+from corelm.support.redaction import Secrets
 from corelm.validate import count, invalid, positive
 
-try:
+if TYPE_CHECKING:
     import httpx
-except ImportError as error:
-    raise BackendNotInstalledError('an engine behind a URL needs httpx: pip install "core[http]"') from error
 
 T = TypeVar("T")
 
 
 Send = Callable[..., Coroutine[Any, Any, Any]]
-Entry = Any | CoreLMError | Aborted
+#: What became of one request of `HttpClient.post_each`.
+Entry = Any | CoreLMError | Aborted | PartialReply
+#: Whether a reply (second) answers the request with a payload (first).
+IsReplyTo = Callable[[Any, Any], bool]
 
 _log = logging.getLogger(__name__)
 
-_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout, httpx.DecodingError)
 #: Seconds before each retry: 0.5, 1, 2, … plus up to half a second at random, so that rows do not all return at once.
 _BACKOFF = tenacity.wait_exponential(multiplier=0.5, max=15.0) + tenacity.wait_random(0.0, 0.5)
-#: Seconds after which the client closes an idle connection. The server must not be first (uvicorn: 5 s), or a request
-#: could be sent just as it closes.
-_IDLE = 3.0
+#: Seconds that a server which acknowledges an abort gets to end the requests, and seconds until it is reminded.
+_ABORT_PATIENCE, _ABORT_REMINDER = 60.0, 1.0
 
 
 class HttpClient:
-    """Sends requests and reads answers in JSON, over one pool of connections.
+    """Sends requests and reads answers in JSON.
 
-    The environment's proxies are used, except to reach this machine itself. Redirects are not followed, since they
-    would carry the key to another server.
+    Each request has its own connection. The environment's proxies are used, except to reach this machine itself.
+    Redirects are not followed, since they would carry the key to another server. Certificates are checked against those
+    in ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` if one of these environment variables is set, else against certifi's.
 
     Args:
         base_url: ``http(s)://host:port``, optionally with a path, which then precedes the path of every request.
         api_key: sent as a bearer token.
         key_variable: the environment variable that holds the key if `api_key` is not given.
-        headers: sent with every request.
+        headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
         read_timeout: seconds without a byte, after which the server counts as hanging.
         max_in_flight: how many requests of `post_each` are sent at a time, over all threads.
         max_retries: how often a request is sent again after a failure that may pass.
+        max_reply_bytes: the longest reply that is accepted.
         transport: an httpx transport to use instead of the network.
         sleep: waits between two tries.
 
@@ -86,10 +83,11 @@ class HttpClient:
         read_timeout: float = 600.0,
         max_in_flight: int = 128,
         max_retries: int = 5,
+        max_reply_bytes: int = 2**27,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        url = _checked_url(base_url)
+        url = checked_url(base_url)
         connect_timeout = positive("connect_timeout", connect_timeout)
         read_timeout = positive("read_timeout", read_timeout)
         max_in_flight = count("max_in_flight", max_in_flight, 1)
@@ -98,20 +96,19 @@ class HttpClient:
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
         _check_headers(sent)
         self.base_url = str(url)
-        self.read_timeout = read_timeout
-        self._reader = ResponseReader([text for text in (key, *(headers or {}).values()) if text and len(text) >= 8])
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={"Accept": "application/json", **sent},
-            timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight, keepalive_expiry=_IDLE),
-            follow_redirects=False,
-            trust_env=not _is_this_machine(url.host),
+        self._exchange = Exchange(
+            url,
+            sent,
+            Secrets([key], headers),
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
             transport=transport,
         )
         self._slots = asyncio.Semaphore(max_in_flight)
         self._named: dict[str, set[asyncio.Task[Entry]]] = {}
         self._sent: set[asyncio.Task[Any]] = set()
+        self._to_end: set[asyncio.Task[Entry]] = set()
         self._retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(max_retries + 1),
             wait=lambda state: max(_BACKOFF(state), _asked_to_wait(state)),
@@ -156,11 +153,17 @@ class HttpClient:
         Raises:
             CoreLMError: the errors that `get` raises.
         """
-        send = self._retried if retry else self._once
+        send = self._retried if retry else self._exchange.send
         return self._run(self._within(timeout, send, "POST", path, _encoded(payload), expect_json))
 
     def post_each(
-        self, path: str, payloads: Sequence[Any], *, names: Sequence[str], timeout: float | None
+        self,
+        path: str,
+        payloads: Sequence[Any],
+        *,
+        names: Sequence[str],
+        is_reply_to: IsReplyTo,
+        timeout: float | None,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
@@ -168,11 +171,14 @@ class HttpClient:
 
         Args:
             names: the name that `abort` knows each request by; several may share one.
+            is_reply_to: ``is_reply_to(payload, reply)`` returns whether the reply names the payload's request. Another
+                request's reply is dropped, and the request is sent again.
             timeout: seconds for all of them together, or None.
 
         Returns:
-            For every payload the decoded JSON, or `ABORTED`, or the error: an `InvalidRequestError` with the server's
-            words if the server refused it, a `BackendTimeoutError` if the server hangs, else an `EngineError`.
+            For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
+            if it was aborted without a reply, or the error: an `InvalidRequestError` with the server's words if the
+            server refused it, a `BackendTimeoutError` if the server hangs, else an `EngineError`.
 
         Raises:
             BackendTimeoutError: the time is over. The requests in flight are cancelled: their connections close, which
@@ -181,22 +187,36 @@ class HttpClient:
         """
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
-        return self._run(self._each(path, [_encoded(payload) for payload in payloads], names, timeout))
+        encoded = [_encoded(payload) for payload in payloads]
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout))
 
-    def abort(self, names: Iterable[str], *, grace: float = 0.0) -> None:
-        """End the requests of exactly these names; their entries become `ABORTED`.
+    def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
+        """End the requests of exactly these names. Return when they have ended.
+
+        Requests that were not sent yet are cancelled, and so are all others if `tell` is None or fails: their entries
+        become `ABORTED`, and their connections close. Otherwise the server ends them, and the entry of each is a
+        `PartialReply`. The server has a minute for that.
 
         Args:
-            grace: seconds that requests already sent may still take to answer, for callers that told the server to end
-                them.
+            tell: asks the server to end the requests. It is called again every second until they have ended, since the
+                server may not have read a request yet when it is told to end it.
         """
-        self._run(self._abort(frozenset(names), grace))
+        named = frozenset(names)
+        with suppress(CoreLMError, TimeoutError):
+            deadline = Deadline(_ABORT_PATIENCE)
+            while tell is not None:
+                if not self._run(self._cancel(named, keep_sent=True)):
+                    return
+                tell()
+                self._run(self._wait(named, _ABORT_REMINDER))
+                deadline.check()
+        self._run(self._cancel(named))
 
     def answers(self, path: str, timeout: float = 5.0) -> bool:
         """Whether a GET of `path` succeeds within `timeout` seconds, at the first try. Never raises."""
         try:
-            self._run(self._within(timeout, self._once, "GET", path, b"", False))
-        except CoreLMError:
+            self._run(self._within(timeout, self._exchange.send, "GET", path, b"", False))
+        except Exception:
             return False
         return True
 
@@ -209,8 +229,10 @@ class HttpClient:
             if self._closed:
                 return
             self._closed = True
-            self._loop.cancel()
-            self._loop.run(self._client.aclose())
+            # In a forked child the loop does not run, and the connections are the parent's.
+            with suppress(RuntimeError):
+                self._loop.cancel()
+                self._loop.run(self._exchange.aclose())
             self._loop.stop()
 
     # On the loop -----------------------------------------------------------------------------------------------------
@@ -224,65 +246,66 @@ class HttpClient:
             raise
 
     async def _each(
-        self, path: str, bodies: Sequence[bytes], names: Sequence[str], timeout: float | None
+        self,
+        path: str,
+        payloads: Sequence[Any],
+        bodies: Sequence[bytes],
+        names: Sequence[str],
+        is_reply_to: IsReplyTo,
+        timeout: float | None,
     ) -> list[Entry]:
-        rows = [asyncio.create_task(self._row(path, body)) for body in bodies]
+        rows = [
+            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload)))
+            for payload, body in zip(payloads, bodies, strict=True)
+        ]
         for name, row in zip(names, rows, strict=True):
             self._named.setdefault(name, set()).add(row)
         try:
             late = (await asyncio.wait(rows, timeout=timeout))[1] if rows else ()
             if late:
                 missing = f"{len(late)} of {len(rows)} requests were not answered within {timeout:g} s"
-                raise BackendTimeoutError(f"{self._where('POST', path)}: {missing}")
-            return [ABORTED if row.cancelled() else row.result() for row in rows]
+                raise BackendTimeoutError(f"{self._exchange.where('POST', path)}: {missing}")
+            return [self._entry(row) for row in rows]
         finally:
             for name, row in zip(names, rows, strict=True):
                 row.cancel()
+                self._to_end.discard(row)
                 self._named[name].discard(row)
                 if not self._named[name]:
                     del self._named[name]
             await asyncio.gather(*rows, return_exceptions=True)
 
-    async def _row(self, path: str, body: bytes) -> Entry:
+    def _entry(self, row: asyncio.Task[Entry]) -> Entry:
+        if row.cancelled():
+            return ABORTED
+        found = row.result()
+        return PartialReply(found) if row in self._to_end and not isinstance(found, CoreLMError) else found
+
+    async def _row(self, path: str, body: bytes, is_reply: Callable[[Any], bool]) -> Entry:
         try:
-            return await self._retrying.copy()(partial(self._once_admitted, path, body))
+            return await self._retrying.copy()(partial(self._once_admitted, path, body, is_reply))
         except CoreLMError as error:
             return error
 
-    async def _once_admitted(self, path: str, body: bytes) -> Any:
+    async def _once_admitted(self, path: str, body: bytes, is_reply: Callable[[Any], bool]) -> Any:
         async with self._slots:
             task = asyncio.current_task()
             assert task is not None
             self._sent.add(task)
             try:
-                return await self._once("POST", path, body)
+                reply = await self._exchange.send("POST", path, body)
             finally:
                 self._sent.discard(task)
+        if not is_reply(reply):
+            raise TransientError(
+                f"{self._exchange.where('POST', path)}: the reply does not name this request as the one that it "
+                "answers, so it was dropped; the server or a proxy mixes up its answers, or gives requests other ids",
+                usable=True,
+            )
+        return reply
 
     async def _retried(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
-        return await self._retrying.copy()(partial(self._once, method, path, body, expect_json))
-
-    async def _once(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
-        where = self._where(method, path)
-        headers = {"Content-Type": "application/json"} if body else {}
-        try:
-            response = await self._client.request(method, path, content=body or None, headers=headers)
-        except _BROKEN as error:
-            raise TransientError(f"{where}: {_described(error)}", usable=False) from error
-        except httpx.TimeoutException as error:
-            hangs = f"{where}: the server hangs; it sent nothing for {self.read_timeout:g} s"
-            raise BackendTimeoutError(hangs) from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{where}: {_described(error)}") from error
-        if not response.is_success:
-            raise self._reader.error(where, response)
-        if not expect_json:
-            return response.text
-        try:
-            return json.loads(response.content)
-        except (ValueError, RecursionError) as error:
-            seen = self._reader.message(response) or "an empty body"
-            raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from error
+        return await self._retrying.copy()(partial(self._exchange.send, method, path, body, expect_json))
 
     async def _within(self, timeout: float | None, send: Send, method: str, path: str, *rest: Any) -> Any:
         try:
@@ -290,43 +313,28 @@ class HttpClient:
         except BackendTimeoutError:
             raise
         except asyncio.TimeoutError:
-            raise BackendTimeoutError(f"{self._where(method, path)}: no answer within {timeout:g} s") from None
+            raise BackendTimeoutError(f"{self._exchange.where(method, path)}: no answer within {timeout:g} s") from None
 
-    async def _abort(self, names: frozenset[str], grace: float) -> None:
+    async def _cancel(self, names: frozenset[str], keep_sent: bool = False) -> bool:
+        """Cancel the requests of these names. Return whether any were kept because they have been sent."""
+        found = {row for name in names for row in self._named.get(name, ()) if not row.done()}
+        self._to_end |= found
+        kept = found & self._sent if keep_sent else set()
+        for row in found - kept:
+            row.cancel()
+        return bool(kept)
+
+    async def _wait(self, names: frozenset[str], seconds: float) -> None:
+        """Wait until the requests of these names have ended, or for so many seconds."""
         found = {row for name in names for row in self._named.get(name, ())}
-        sent = found & self._sent if grace > 0 else set()
-        for row in found - sent:
-            row.cancel()
-        late = (await asyncio.wait(sent, timeout=grace))[1] if sent else ()
-        for row in late:
-            row.cancel()
-
-    def _where(self, method: str, path: str) -> str:
-        return f"{method} {path} at {self.base_url}"
-
-
-def _checked_url(base_url: str) -> httpx.URL:
-    try:
-        url = httpx.URL(base_url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise invalid("base_url", str(error)) from error
-    if url.userinfo:
-        # The URL appears in results and logs.
-        raise invalid("base_url", "it must not contain a user and password; pass api_key= or headers=")
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
-        raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
-    return url
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        if found:
+            await asyncio.wait(found, timeout=seconds)
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
+        if not isinstance(value, str):
+            raise invalid("headers", f"the value of {name} is a {type(value).__name__}, expected a str")
         if not (value.isascii() and value.isprintable()):
             # The message must not contain the value: it may be the key.
             field = "api_key" if name == "Authorization" else "headers"
@@ -338,10 +346,6 @@ def _encoded(payload: Any) -> bytes:
         return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _failed_with(state: tenacity.RetryCallState) -> TransientError:

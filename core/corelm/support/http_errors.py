@@ -9,15 +9,14 @@ import email.utils
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-
-if TYPE_CHECKING:
-    import httpx
+from corelm.support.redaction import Secrets
 
 #: The request itself is at fault. The server may well answer another one.
 _REFUSED = frozenset({400, 404, 413, 422})
@@ -39,6 +38,17 @@ class Aborted(Enum):
 ABORTED: Final = Aborted.ABORTED
 
 
+@dataclass(frozen=True, slots=True)
+class PartialReply:
+    """The reply to a request that `HttpClient.abort` named before the reply arrived.
+
+    Attributes:
+        reply: the decoded JSON. The server may have ended the answer early.
+    """
+
+    reply: Any
+
+
 class TransientError(EngineError):
     """A failure that may pass. Callers see it only after the retries are used up.
 
@@ -51,48 +61,59 @@ class TransientError(EngineError):
         self.retry_after = retry_after
 
 
+class AccessError(EngineError):
+    """The server does not serve this client: the key or the address is wrong. It would refuse every other request."""
+
+
 class ResponseReader:
     """Reads the responses of a server that did not do what it was asked.
 
     Args:
-        secrets: texts that no message may repeat, such as the API key. A server may echo them.
+        secrets: what no message may repeat. A server may echo the key.
     """
 
-    def __init__(self, secrets: Sequence[str]) -> None:
-        self._secrets = tuple(secrets)
+    def __init__(self, secrets: Secrets) -> None:
+        self._secrets = secrets
 
-    def error(self, where: str, response: httpx.Response) -> CoreLMError:
-        """Return the error for a response whose status is not a success; `where` is the request, for its message."""
-        status = response.status_code
-        said = f"{where}: status {status}: {self.message(response) or response.reason_phrase}"
+    def error(self, where: str, status: int, phrase: str, headers: Mapping[str, str], body: str) -> CoreLMError:
+        """Return the error for a response whose status is not a success.
+
+        Args:
+            where: the request, for the message.
+            status: the response's status.
+            phrase: its reason phrase.
+            headers: its headers, whose names are lower case.
+            body: the beginning of its body.
+        """
+        said = f"{where}: status {status}: {self.message(body) or self._cut(phrase)}"
         if status in _REFUSED:
             return InvalidRequestError(said)
         if status in _RETRIED:
-            return TransientError(said, retry_after=_retry_after(response.headers.get("Retry-After", "")))
+            return TransientError(said, retry_after=_retry_after(headers.get("retry-after", "")))
         if status in (401, 403):
-            return EngineError(f"{said}; check that api_key is the key of this server", usable=True)
-        if response.is_redirect:
-            target = self._masked(response.headers.get("Location", ""))[:_MESSAGE_LENGTH]
-            return EngineError(
+            return AccessError(f"{said}; check that api_key is the key of this server", usable=True)
+        if 300 <= status < 400:
+            target = self._cut(headers.get("location", ""))
+            return AccessError(
                 f"{said}; it redirects to {target!r}. Redirects are not followed: give that address as base_url"
             )
         return EngineError(said)
 
-    def message(self, response: httpx.Response) -> str:
+    def message(self, body: str) -> str:
         """Return the beginning of the server's own message, wherever in the body it is."""
-        found: Any = response.text
+        found: Any = body
         with suppress(ValueError, RecursionError):
-            found = json.loads(found)
+            found = json.loads(body)
         for name in ("error", "message", "detail"):
             if isinstance(found, dict):
                 found = found.get(name, found)
-        text = found if isinstance(found, str) else json.dumps(found)
-        return self._masked(" ".join(text.split()))[:_MESSAGE_LENGTH]
+        with suppress(ValueError, RecursionError):
+            return self._cut(found if isinstance(found, str) else json.dumps(found))
+        return self._cut(body)
 
-    def _masked(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+    def _cut(self, text: str) -> str:
+        # Masked before it is cut, or half a key could be left at the end.
+        return self._secrets.masked(" ".join(text.split()))[:_MESSAGE_LENGTH]
 
 
 def _retry_after(text: str) -> float:
@@ -102,6 +123,6 @@ def _retry_after(text: str) -> float:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return 0.0
     return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0

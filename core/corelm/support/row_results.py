@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support.http_errors import ABORTED
 from corelm.tensors.ragged import Ragged
 
 
@@ -46,28 +43,6 @@ class RowFailure:
 
     why: str
     aborted: bool = False
-
-
-def row_failure(entry: Any) -> RowFailure | None:
-    """Return why there is no answer in an entry of `HttpClient.post_each`; None if the server answered."""
-    if entry is ABORTED:
-        return RowFailure("the request was aborted", aborted=True)
-    return RowFailure(str(entry)) if isinstance(entry, CoreLMError) else None
-
-
-def raise_if_none_was_served(entries: Sequence[Any]) -> None:
-    """Raise the failure that all entries of `HttpClient.post_each` have in common.
-
-    A server that is gone or hangs fails all requests alike: that is a failure of the call and not of its rows. Requests
-    that the server refused (`InvalidRequestError`) are each their own row's fault.
-
-    Raises:
-        CoreLMError: the first failure, if every row failed and not all of them were refused.
-    """
-    failures = [entry for entry in entries if isinstance(entry, CoreLMError)]
-    others = [error for error in failures if not isinstance(error, InvalidRequestError)]
-    if others and len(failures) == len(entries):
-        raise others[0]
 
 
 def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
@@ -102,10 +77,7 @@ def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | Row
     Args:
         rows: by row number, the log-probs of the last ids of the sequence, up to and including its last. There may be
             more of them than ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if
-            nothing of it was asked for.
-
-    Raises:
-        EngineError: a row has fewer log-probs than were asked for.
+            nothing of it was asked for. A row with fewer log-probs than were asked for is an error of that row.
     """
     sequences = request.sequences
     starts = request.score_from.clamp_min(1).tolist()
@@ -119,9 +91,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | Row
             continue
         asked = max(0, end - first - starts[number])
         if len(found) < asked:
-            raise EngineError(
-                f"row {number}: the engine returned {len(found)} log-probs, but {asked} were asked for", usable=True
-            )
+            errors[number] = f"the engine returned {len(found)} log-probs, but {asked} were asked for"
+            continue
         values[end - asked : end] = torch.tensor(list(found[len(found) - asked :]))
         scored[end - asked : end] = True
     device = request.device or sequences.values.device

@@ -84,7 +84,7 @@ class FakeSGLang:
 
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, sampling = body["input_ids"], body["sampling_params"]
-        meta: dict[str, Any] = {"weight_version": self.weight_label}
+        meta: dict[str, Any] = {"id": body["rid"], "weight_version": self.weight_label}
         meta["weight_versions"] = [{"version": self.weight_label, "start": 0, "end": 1}]
         start = body.get("logprob_start_len", len(prompt))
         pairs = [(float(self.logprobs(a)[b]), b) for a, b in zip(prompt[start:], prompt[start + 1 :], strict=False)]

@@ -21,9 +21,12 @@ import pytest
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support import HttpClient
+from helpers.http_clients import echo
+from helpers.http_server import FaultServer
 from helpers.processes import all_end, free_port, group, runs, wait_until
-from sglang_backend import supervisor
+from sglang_backend import SGLangBackend, supervisor
 from sglang_backend.launch import LaunchedServer
+from sglang_backend.listener import owner_of_port
 
 SUPERVISOR = supervisor.__file__
 
@@ -66,6 +69,13 @@ def test_the_key_is_in_no_log_repr_or_command_line(start):
     assert not Path(page["argv"][1]).exists()
 
 
+def test_secrets_of_the_environment_are_in_no_error(folder, fake_launch_env):
+    env = fake_launch_env | {"HF_TOKEN": "hf_a-secret-of-this-test"}
+    with pytest.raises(EngineError, match="unrecognized") as caught:
+        corelm.get_backend("sglang", folder, unknown=env["HF_TOKEN"], env=env, progress=False)
+    assert "a-secret" not in str(caught.value)
+
+
 def test_keys_and_values_that_begin_with_a_dash_are_not_read_as_options(start, monkeypatch):
     # In base64 these bytes would begin with "-".
     monkeypatch.setattr("secrets.token_bytes", lambda size: b"\xfb" * size)
@@ -80,6 +90,41 @@ def test_a_port_in_use_is_skipped(start, monkeypatch):
         monkeypatch.setattr("secrets.choice", lambda among: next(ports))
         launched, _ = start()
     assert launched.base_url == f"http://127.0.0.1:{free}"
+
+
+def test_a_process_that_took_the_port_gets_no_key(fake_launch_env):
+    launched = LaunchedServer("a-model", {"after": "never"}, fake_launch_env)
+    client = HttpClient(launched.base_url, launched.api_key, max_retries=0)
+    try:
+        with FaultServer(echo, port=int(launched.base_url.rpartition(":")[2])) as thief:
+            with pytest.raises(EngineError, match="another process listens on port"):
+                launched.wait_until(lambda: client.answers("/"), 60.0, "", progress=False)
+            assert thief.requests == []
+    finally:
+        client.close()
+        launched.close()
+
+
+def test_a_server_that_has_ended_is_sent_nothing(start):
+    launched, _ = start()
+    backend = SGLangBackend(engine=None, launched=launched)
+    launched.close()
+    for call in (backend.generate, backend.score_logprobs, backend.update_weights):
+        with pytest.raises(EngineError, match="has ended"):
+            call(None)
+
+
+def test_whose_a_port_is(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(["sleep", "60"]) as child:
+        port = listener.getsockname()[1]
+        assert owner_of_port(port, os.getpid()) == "ours" and owner_of_port(port, os.getppid()) == "ours"
+        assert owner_of_port(port, child.pid) == "foreign"
+        child.kill()
+    assert owner_of_port(port, os.getpid()) == "none"
+    with socket.create_server(("::", 0), family=socket.AF_INET6) as listener:
+        assert owner_of_port(listener.getsockname()[1], os.getpid()) == "ours"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert owner_of_port(port, os.getpid()) == "unknown"
 
 
 def test_other_bind_errors_are_raised_at_once(monkeypatch):

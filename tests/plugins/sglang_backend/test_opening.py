@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import corelm
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from helpers.http_server import json_reply
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from helpers.http_server import drip, json_reply
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.launch import command_line
 
@@ -33,11 +33,11 @@ def test_probing_recognises_raw_log_probs(fake, connect):
 
 
 def test_log_probs_that_are_neither_raw_nor_scaled_are_not_offered(fake, connect, caplog):
-    def negate(reply):
+    def treble(reply):
         for entry in reply["meta_info"]["output_token_logprobs"]:
-            entry[0] *= -1
+            entry[0] *= 3
 
-    fake.spoil = negate
+    fake.spoil = treble
     backend = connect()
     assert backend.capabilities.generation_modes == frozenset() and "not clearly raw or scaled" in caplog.text
     with pytest.raises(CapabilityError):
@@ -145,3 +145,13 @@ def test_arguments_become_command_line_options():
     assert command_line(given) == ["--mem-fraction-static=0.3", "--disable-radix-cache"]
     assert command_line({"sizes": [1, 2]}) == ["--sizes", "1", "2"]
     assert command_line({"override": {"a": 1}}) == ['--override={"a": 1}']
+
+
+# A server that is slow ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["/model_info", "/server_info", "/generate"])
+def test_opening_ends_at_its_timeout_even_if_the_server_sends_a_byte_now_and_then(fake, connect, page):
+    fake.fault = lambda request: drip() if request.path == page else None
+    with pytest.raises(BackendTimeoutError, match=r"open_timeout=0\.5"):
+        connect(open_timeout=0.5)

@@ -5,6 +5,7 @@ Implausible replies are in `test_server`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
-from corelm.support import ABORTED
+from corelm.support import ABORTED, PartialReply
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.capabilities import ServerInfo
-from sglang_backend.protocol import generation_result, scoring_result
+from sglang_backend.protocol import generation_result, is_reply_to, scoring_result
 
 
 @pytest.fixture
@@ -29,10 +30,12 @@ def one_token_per_byte(text: str) -> list[int]:
     return [token for character in text for token in tiny_tokenizer().encode(character, add_special_tokens=False)]
 
 
-def result_of(info: ServerInfo, entry: Any, stop_ids: frozenset[int] = frozenset(), **sampling: Any) -> GenerateResult:
+def result_of(
+    info: ServerInfo, entry: Any, stop_ids: frozenset[int] = frozenset(), max_new_tokens: int = 99, **sampling: Any
+) -> GenerateResult:
     request = GenerateRequest(
         prompts=Ragged.from_list([[5]]),
-        sampling=SamplingParams(max_new_tokens=99, **sampling),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
         logprobs="raw",
         seeds=None,
         stop_ids=stop_ids,
@@ -53,7 +56,7 @@ def reply(ids: list[int], reason: str = "length", label: str | None = "default")
 
 
 def answer_length(info: ServerInfo, ids: list[int], stop_ids: frozenset[int] = frozenset(), **sampling: Any) -> int:
-    result = result_of(info, reply(ids), stop_ids, **sampling)
+    result = result_of(info, reply(ids), stop_ids, max_new_tokens=max(1, len(ids)), **sampling)
     length = int(result.ids.lengths)
     assert result.ids.tolist() == [ids[:length]]
     assert result.logprobs is not None and result.logprobs.tolist() == [[-float(p) for p in range(length)]]
@@ -63,7 +66,6 @@ def answer_length(info: ServerInfo, ids: list[int], stop_ids: frozenset[int] = f
 
 def test_an_answer_without_a_stop_is_kept_whole(info):
     assert answer_length(info, [5, 6, 7], frozenset({9}), stop=("nowhere",)) == 3
-    assert answer_length(info, [], frozenset({9}), stop=("x",)) == 0
 
 
 def test_an_answer_is_cut_after_its_first_stop_id(info):
@@ -88,9 +90,52 @@ def test_the_earlier_of_stop_id_and_stop_string_ends_the_answer(info):
 
 
 def test_a_row_aborted_before_it_ran_needs_no_weight_version(info):
-    result = result_of(info, reply([], "abort", label=None))
+    result = result_of(info, PartialReply(reply([], "abort", label=None)))
     assert result.finish_reasons == ("abort",) and not any(result.errors or ())
-    assert result_of(info, reply([5], "abort", label=None)).finish_reasons == ("error",)
+    assert result_of(info, PartialReply(reply([5], "abort", label=None))).finish_reasons == ("error",)
+
+
+def test_an_abort_that_the_caller_did_not_ask_for_is_an_error(info):
+    assert result_of(info, PartialReply(reply([5, 6], "abort"))).finish_reasons == ("abort",)
+    result = result_of(info, reply([5, 6], "abort"))
+    assert result.finish_reasons == ("error",) and "not by this client" in (result.errors or ("",))[0]
+
+
+@pytest.mark.parametrize("ids", [[5, 6], [5], []])
+def test_an_answer_that_is_shorter_than_its_finish_reason_says_is_an_error(info, ids):
+    assert result_of(info, reply(ids, "length"), max_new_tokens=3).finish_reasons == ("error",)
+    assert result_of(info, reply(ids, "stop"), frozenset({9}), stop=("nowhere",)).finish_reasons == ("error",)
+
+
+def test_an_answer_that_stops_before_min_new_tokens_is_an_error(info):
+    stop = frozenset({9})
+    assert result_of(info, reply([5, 9], "stop"), stop, min_new_tokens=2).finish_reasons == ("stop",)
+    assert result_of(info, reply([5, 9], "stop"), stop, min_new_tokens=3).finish_reasons == ("error",)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5, 10**400, -9999.0, False, "-1.5", None])
+def test_a_log_prob_that_is_none_is_an_error(info, value):
+    entry = reply([5, 6, 7])
+    entry["meta_info"]["output_token_logprobs"][1][0] = value
+    result = result_of(info, entry, max_new_tokens=3)
+    assert result.finish_reasons == ("error",) and "log-prob at position 1" in (result.errors or ("",))[0]
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**70, 6.0, "6", True, None, math.inf])
+def test_an_id_that_is_none_is_an_error(info, token):
+    assert result_of(info, reply([5, token, 7]), max_new_tokens=3).finish_reasons == ("error",)
+
+
+def test_more_tokens_than_were_asked_for_are_an_error(info):
+    assert result_of(info, reply([5, 6, 7]), max_new_tokens=2).finish_reasons == ("error",)
+
+
+def test_a_reply_that_does_not_name_its_request_is_not_the_answer_to_it():
+    for other in ({"id": "theirs"}, {}, {"id": None}):
+        assert not is_reply_to({"rid": "mine"}, {"meta_info": other})
+    # What is not a reply of SGLang's at all is refused when it is parsed.
+    for answer in ({"meta_info": {"id": "mine"}}, {}, [], {"meta_info": 7}):
+        assert is_reply_to({"rid": "mine"}, answer)
 
 
 def test_scores_that_are_aborted_are_an_error(info):

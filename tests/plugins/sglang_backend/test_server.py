@@ -96,10 +96,10 @@ SPOILT_ANSWERS: dict[str, tuple[Spoil, str]] = {
     ),
     "log-probs-of-other-ids": (lambda reply: reply["output_ids"].reverse(), "is about id"),
     "no-log-probs": (meta(output_token_logprobs=None), "has 0 entries"),
-    "log-prob-is-none": (logprob_entry("output_token_logprobs", 1, 0, None), "not one of SGLang's"),
+    "log-prob-is-none": (logprob_entry("output_token_logprobs", 1, 0, None), "log-prob at position 1 is None"),
     "nan-logits": (meta(finish_reason={"type": "stop", "matched": "NaN happened"}), "NaN happened"),
-    "unknown-finish-reason": (meta(finish_reason={"type": "tired"}), "not one of SGLang's.*tired"),
-    "no-meta-info": (lambda reply: reply.pop("meta_info"), "not one of SGLang's.*meta_info"),
+    "unknown-finish-reason": (meta(finish_reason={"type": "tired"}), "'tired'"),
+    "no-meta-info": (lambda reply: reply.pop("meta_info"), "not built as expected.*meta_info"),
     "other-weights": (meta(weight_version="another"), "'another'"),
     "mixed-weights": (meta(weight_versions=[{"version": "a"}, {"version": "default"}]), "'a'"),
     "no-weight-version": (lambda reply: reply["meta_info"].pop("weight_version"), "weights"),
@@ -118,8 +118,8 @@ SPOILT_SCORES: dict[str, tuple[Spoil, str]] = {
     "too-few-log-probs": (lambda reply: reply["meta_info"]["input_token_logprobs"].pop(), "has 2 entries for 3 tokens"),
     "log-probs-of-other-ids": (logprob_entry("input_token_logprobs", 1, 1, 77), "about id 77 at position 1"),
     "first-is-a-number": (logprob_entry("input_token_logprobs", 0, 0, -1.0), "starts with a number"),
-    "log-prob-is-none": (logprob_entry("input_token_logprobs", 1, 0, None), "not one of SGLang's"),
-    "no-log-probs": (lambda reply: reply["meta_info"].pop("input_token_logprobs"), "not one of SGLang's"),
+    "log-prob-is-none": (logprob_entry("input_token_logprobs", 1, 0, None), "log-prob at position 0 is None"),
+    "no-log-probs": (lambda reply: reply["meta_info"].pop("input_token_logprobs"), "not built as expected"),
     "aborted": (meta(finish_reason={"type": "abort"}), "aborted"),
     "other-weights": (meta(weight_version="another"), "'another'"),
 }
@@ -183,6 +183,40 @@ def test_a_server_that_is_gone_raises_and_is_not_healthy(fake, connect):
     assert caught.value.usable is False and not backend.health()
 
 
+@pytest.mark.parametrize("reply", [json_reply({"error": {"message": "it broke"}}, 500), reset()], ids=["500", "reset"])
+def test_a_prompt_that_always_fails_is_a_failure_of_its_row_also_if_it_is_the_only_one(fake, connect, reply):
+    backend = connect(max_retries=0)
+    fake.fault = lambda request: reply if request.path == "/generate" else None
+    for prompts in ([[5]], [[5], [6]]):
+        batch = backend.generate(prompts, {"max_new_tokens": 2}, on_error="skip")
+        assert set(batch.finish_reasons) == {"error"} and all(batch.errors)
+        assert all(backend.score_logprobs([[*prompt, 3] for prompt in prompts], on_error="skip").errors)
+
+
+@pytest.mark.parametrize("defect", ["log-prob", "id", "cut", "nan"])
+def test_a_bad_reply_fails_its_row_alone(backend, fake, defect):
+    spoil = {
+        "log-prob": logprob_entry("output_token_logprobs", 1, 0, float("nan")),
+        "id": lambda reply: reply["output_ids"].__setitem__(1, 2**70),
+        "cut": lambda reply: (reply["output_ids"].pop(), reply["meta_info"]["output_token_logprobs"].pop()),
+        "nan": meta(finish_reason={"type": "stop", "matched": "NaN happened"}),
+    }[defect]
+    fake.logits[5, 300] = 99.0
+    fake.spoil = lambda reply: spoil(reply) if reply["output_ids"][0] == 300 else None
+    sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    batch = backend.generate([[6], [5], [7]], sampling, on_error="skip")
+    assert batch.finish_reasons == ("length", "error", "length") and batch.ids.lengths.tolist() == [2, 0, 2]
+
+
+def test_the_answer_to_another_request_is_never_reported(connect, fake):
+    backend = connect(max_retries=1)
+    fake.spoil = meta(id="another")
+    with pytest.raises(EngineError, match="does not name this request"):
+        backend.generate([[5]], {"max_new_tokens": 2})
+    with pytest.raises(EngineError, match="does not name this request"):
+        backend.score_logprobs([[5, 6]])
+
+
 def test_a_hung_server_raises_a_timeout(server: FaultServer, connect, fake):
     backend = connect()
     fake.fault = lambda request: hang() if request.path == "/generate" else None
@@ -202,7 +236,11 @@ def test_abort_uses_the_servers_ids_and_keeps_the_partial_answer(server: FaultSe
         elif request.path == "/generate" and request.body["input_ids"] == [5]:
             partial = {
                 "output_ids": [8],
-                "meta_info": {"weight_version": "default", "finish_reason": {"type": "abort"}},
+                "meta_info": {
+                    "id": request.body["rid"],
+                    "weight_version": "default",
+                    "finish_reason": {"type": "abort"},
+                },
             }
             partial["meta_info"]["output_token_logprobs"] = [[-1.5, 8, None]]
             fake.requests.append(request.body)

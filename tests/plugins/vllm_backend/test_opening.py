@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 import corelm
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
-from helpers.http_server import FaultServer, json_reply, raw
+from helpers.http_server import FaultServer, drip, json_reply, raw
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from vllm_backend import VLLMBackend
 
@@ -139,3 +140,63 @@ def test_the_key_is_read_from_the_environment_and_never_shown(
     with pytest.raises(EngineError, match="401") as caught:
         backend.generate(PROMPTS, SAMPLING)
     assert "a-secret" not in str(caught.value) + repr(backend) + repr(backend.provenance)
+
+
+# Code that comes with a model -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_with_code(tmp_path: Path) -> Path:
+    """A model whose configuration and tokenizer run code, which leaves a file named ``ran``."""
+    folder = tmp_path / "with-code"
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}))
+    (folder / "odd.py").write_text(
+        "import pathlib\nfrom transformers import PretrainedConfig\n\n"
+        f"pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n\n\n"
+        "class Odd(PretrainedConfig):\n    model_type = 'odd'\n    vocab_size = 512\n"
+    )
+    return folder
+
+
+def test_the_server_does_not_choose_which_code_runs(
+    connect: Connect, fake: FakeVLLM, model_with_code: Path, tmp_path: Path
+) -> None:
+    fake.pages["/v1/models"]["data"][0]["root"] = str(model_with_code)
+    for options in ({}, {"model": "fake"}, {"tokenizer": None}):
+        with pytest.raises(InvalidRequestError, match="that you name") as caught:
+            connect(trust_remote_code=True, **options)
+        assert caught.value.field == "trust_remote_code"
+    # A tokenizer that the caller names may run its code; the server's model still may not.
+    own = tmp_path / "own"
+    tiny_tokenizer().save_pretrained(own)
+    connect(trust_remote_code=True, tokenizer=str(own))
+    with pytest.raises(InvalidRequestError, match="vocab_size"):
+        connect(trust_remote_code=True, tokenizer=str(own), vocab_size=None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_of_a_model_that_the_caller_names_runs(
+    connect: Connect, fake: FakeVLLM, model_with_code: Path, tmp_path: Path
+) -> None:
+    fake.pages["/v1/models"]["data"][0] |= {"id": str(model_with_code), "root": str(model_with_code)}
+    backend = connect(trust_remote_code=True, model=str(model_with_code), vocab_size=None)
+    assert backend.capabilities.vocab_size == 512 and (tmp_path / "ran").exists()
+
+
+# A server that is slow ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["/openapi.json", "/v1/models", "/v1/completions"])
+def test_opening_ends_at_its_timeout_even_if_the_server_sends_a_byte_now_and_then(
+    connect: Connect, fake: FakeVLLM, page: str
+) -> None:
+    fake.fault = lambda request: drip() if request.path == page else None
+    with pytest.raises(BackendTimeoutError, match=r"open_timeout=0\.5"):
+        connect(open_timeout=0.5)
+
+
+def test_an_open_timeout_that_is_none_is_refused(connect: Connect) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        connect(open_timeout=0)
+    assert caught.value.field == "open_timeout"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from corelm.errors import CapabilityError, EngineError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
-from helpers.http_server import FaultServer, json_reply
+from helpers.http_server import FaultServer, Reply, Request, json_reply
 
 # Right replies --------------------------------------------------------------------------------------------------------
 
@@ -62,9 +63,10 @@ def test_min_new_tokens_with_ignore_eos_is_refused_if_something_else_can_end_the
 
 def test_a_scoring_request_that_the_server_aborts_fails_alone(connect: Connect, fake: FakeVLLM) -> None:
     backend = connect()
-    fake.fail_row(1, json_reply({"choices": [{"finish_reason": "abort", "token_ids": [], "logprobs": None}]}))
+    fake.spoil = only(PROMPTS[1], put(finish_reason="abort", token_ids=[], logprobs=None))
     result = backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], on_error="skip")
-    assert result.errors == ("", "the request was aborted", "")
+    assert result.errors is not None and [bool(error) for error in result.errors] == [False, True, False]
+    assert "aborted" in result.errors[1]
 
 
 # Replies that do not fit ----------------------------------------------------------------------------------------------
@@ -78,13 +80,20 @@ def put(**values: Any) -> Spoil:
     return lambda choice: choice.update(values)
 
 
+def only(prompt: list[int], spoil: Spoil) -> Spoil:
+    """Spoil the choices for that prompt and no others."""
+    return lambda choice: spoil(choice) if choice["prompt_token_ids"] == prompt else None
+
+
 def in_logprobs(change: Callable[[dict[str, Any]], Any]) -> Spoil:
     return lambda choice: change(choice["logprobs"])
 
 
 WRONG_ANSWERS: dict[str, tuple[Spoil, str]] = {
     "no-ids": (drop("token_ids"), "no token_ids"),
-    "ids-are-texts": (put(token_ids=["a"]), "no token_ids"),
+    "ids-are-texts": (put(token_ids=["a"]), "not a list of integers"),
+    "ids-outside-the-vocabulary": (put(token_ids=[7, 600, 7, 7]), "600"),
+    "negative-ids": (put(token_ids=[7, -1, 7, 7]), "-1"),
     "another-prompt": (put(prompt_token_ids=[1, 2]), "another prompt"),
     "too-many-ids": (put(token_ids=[7] * 5), "at most 4"),
     "too-few-ids": (lambda choice: choice["token_ids"].pop(), "after 3 tokens"),
@@ -93,7 +102,13 @@ WRONG_ANSWERS: dict[str, tuple[Spoil, str]] = {
     "no-log-probs": (put(logprobs=None), "no log-probs"),
     "log-probs-of-other-ids": (in_logprobs(lambda found: found["tokens"].reverse()), "not labelled"),
     "too-few-log-probs": (in_logprobs(lambda found: found["token_logprobs"].pop()), "one log-prob for each"),
-    "null-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[None] * 4)), "log-prob is None"),
+    "null-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[None] * 4)), "position 0 is None"),
+    "false-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[False] * 4)), "is False"),
+    "text-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=["-1.5"] * 4)), "is '-1.5'"),
+    "nan-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[math.nan] * 4)), "is nan"),
+    "huge-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[10**400] * 4)), "is 1000"),
+    "abort-nobody-asked-for": (put(finish_reason="abort"), "not by this client"),
+    "repetition-nobody-asked-for": (put(finish_reason="repetition"), "'repetition'"),
     "infinite-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[-9999.0] * 4)), "-9999"),
 }
 
@@ -104,6 +119,9 @@ def test_a_wrong_answer_is_an_engine_error(connect: Connect, fake: FakeVLLM, fau
     fake.spoil, message = WRONG_ANSWERS[fault]
     with pytest.raises(EngineError, match=message):
         backend.generate(PROMPTS, SAMPLING)
+    fake.spoil = only(PROMPTS[1], fake.spoil)
+    result = backend.generate(PROMPTS, SAMPLING, on_error="skip")
+    assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [4, 0, 4]
     fake.spoil = put()
     assert backend.generate(PROMPTS, SAMPLING).ids.lengths.tolist() == [4, 4, 4]
 
@@ -127,6 +145,43 @@ def test_a_wrong_score_is_an_engine_error(connect: Connect, fake: FakeVLLM, faul
     fake.spoil, message = WRONG_SCORES[fault]
     with pytest.raises(EngineError, match=message):
         backend.score_logprobs([[5, 17, 300, 2]])
+
+
+def test_a_score_that_is_none_fails_its_row_alone(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect()
+    for value in (math.nan, -math.inf, -9999.0, False, "-1.5", None):
+
+        def spoil(choice: dict[str, Any], value: Any = value) -> None:
+            choice["prompt_logprobs"][1] = {str(PROMPTS[0][1]): {"logprob": value}}
+
+        fake.spoil = only(PROMPTS[0], spoil)
+        result = backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], on_error="skip")
+        assert result.errors is not None and [bool(error) for error in result.errors] == [True, False, False]
+        assert [any(row) for row in result.scored.tolist()] == [False, True, True]
+
+
+def test_the_answer_to_another_request_is_never_reported(connect: Connect, server: FaultServer, fake: FakeVLLM) -> None:
+    backend = connect(max_retries=1)
+    expected = backend.generate([[5]], SAMPLING | {"temperature": 0.0})
+
+    def another(request: Request) -> Reply | None:
+        # The answer to a request that was sent with other parameters, from a server that does not echo prompts.
+        if request.path != "/v1/completions":
+            return None
+        choice = {"finish_reason": "length", "token_ids": [7] * 4, "logprobs": None}
+        choice["logprobs"] = {"tokens": ["token_id:7"] * 4, "token_logprobs": [-1.0] * 4}
+        return json_reply({"id": "cmpl-of-another-request", "choices": [choice]})
+
+    fake.fault = another
+    for call in (
+        lambda: backend.generate([[5]], SAMPLING),
+        lambda: backend.score_logprobs([[5, 6]]),
+    ):
+        with pytest.raises(EngineError, match="does not name this request"):
+            call()
+    server.first.append(another(server.requests[-1]))
+    fake.fault = lambda request: None
+    assert backend.generate([[5]], SAMPLING | {"temperature": 0.0}).ids.tolist() == expected.ids.tolist()
 
 
 def test_ignored_stop_ids_and_stop_strings_are_noticed(connect: Connect, fake: FakeVLLM) -> None:
@@ -153,7 +208,7 @@ def test_an_ignored_min_new_tokens_is_noticed(connect: Connect, fake: FakeVLLM) 
         backend.generate(PROMPTS[:1], sampling, logprobs="none")
 
 
-@pytest.mark.parametrize("reply", [[], {"choices": []}, {"choices": [1]}, {"object": "error"}, "text", 7])
+@pytest.mark.parametrize("reply", [[], {"object": "error"}, "text", 7])
 def test_json_that_is_not_a_completion_is_an_engine_error(connect: Connect, fake: FakeVLLM, reply: Any) -> None:
     backend = connect()
     fake.fail_row(1, json_reply(reply))

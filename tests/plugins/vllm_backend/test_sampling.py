@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
-from vllm_backend.sampling import HONOURED, parameters
+from corelm.spec import GenerateRequest, Ragged
+from vllm_backend.sampling import HONOURED, check_raw, parameters
 
 
 def translated(**sampling: Any) -> dict[str, Any]:
@@ -78,3 +80,27 @@ def test_engine_kwargs_that_repeat_a_parameter_are_refused(name: str) -> None:
 def test_ranges_that_are_narrower_than_corelms() -> None:
     spans = {name: span for name, span in HONOURED.items() if span is not None}
     assert spans == {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "response_format", "extra_args", "vllm_xargs", "a_new_field"])
+def test_raw_log_probs_that_a_field_may_change_are_refused(name: str) -> None:
+    for logprobs, refused in (("raw", True), ("processed", False), ("none", False)):
+        with pytest.raises(CapabilityError, match=name) if refused else nullcontext():
+            check_raw(request(logprobs, {name: {}}))
+
+
+def test_raw_log_probs_under_fields_that_leave_them_alone() -> None:
+    check_raw(request("raw", {"logit_bias": {}, "bad_words": [], "allowed_token_ids": [], "repetition_detection": {}}))
+    check_raw(request("raw", {}))
+
+
+def request(logprobs: Any, engine_kwargs: dict[str, Any]) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list([[5]]),
+        sampling=SamplingParams(engine_kwargs=engine_kwargs),
+        logprobs=logprobs,
+        seeds=None,
+        stop_ids=frozenset(),
+        request_ids=("a",),
+        timeout=None,
+    )

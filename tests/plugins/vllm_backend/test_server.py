@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
-from helpers.http_server import FaultServer, Reply, Request, hang, json_reply, raw, reset
+from helpers.http_server import FaultServer, Reply, Request, hang, held, json_reply, raw, reset
 
 TRANSIENT = {
     "429": json_reply({"error": {"message": "busy"}}, 429, {"Retry-After": "0"}),
@@ -67,6 +70,42 @@ def test_the_call_fails_if_no_row_is_served(connect: Connect, fake: FakeVLLM) ->
     assert not backend.health()
 
 
+def fail_completions(reply: Reply) -> Callable[[Request], Reply | None]:
+    return lambda request: reply if request.path == "/v1/completions" else None
+
+
+@pytest.mark.parametrize("reply", [json_reply({"error": {"message": "it broke"}}, 500), reset()], ids=["500", "reset"])
+def test_a_prompt_that_always_fails_is_a_failure_of_its_row_also_if_it_is_the_only_one(
+    connect: Connect, fake: FakeVLLM, reply: Reply
+) -> None:
+    backend = connect(max_retries=0)
+    fake.fault = fail_completions(reply)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        result = backend.generate(prompts, SAMPLING, on_error="skip")
+        assert set(result.finish_reasons) == {"error"} and result.errors is not None and all(result.errors)
+        result = backend.score_logprobs([[*prompt, 3] for prompt in prompts], on_error="skip")
+        assert result.errors is not None and all(result.errors)
+    with pytest.raises(EngineError) as caught:
+        backend.generate(PROMPTS[:1], SAMPLING)
+    assert caught.value.rows == (0,) and caught.value.usable
+
+
+def test_a_refused_key_fails_the_call_and_not_its_rows(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect(max_retries=0)
+    fake.fault = fail_completions(json_reply({"error": "Unauthorized"}, 401))
+    with pytest.raises(EngineError, match="api_key"):
+        backend.generate(PROMPTS, SAMPLING, on_error="skip")
+
+
+def test_asking_for_the_servers_health_does_not_outlast_the_timeout(connect: Connect, fake: FakeVLLM) -> None:
+    backend = connect(max_retries=0)
+    fake.fault = lambda request: hang() if request.path == "/health" else json_reply({}, 500)
+    start = time.monotonic()
+    with pytest.raises(EngineError):
+        backend.generate(PROMPTS, SAMPLING, on_error="skip", timeout=1.0)
+    assert time.monotonic() - start < 4.0
+
+
 def test_calls_to_a_hanging_server_time_out_and_close_their_connections(
     connect: Connect, server: FaultServer, fake: FakeVLLM
 ) -> None:
@@ -110,3 +149,41 @@ def test_abort_without_an_abort_route_closes_the_connection(
         result = future.result(30)
     assert result.finish_reasons == ("length", "abort", "length") and result.ids.lengths.tolist() == [4, 0, 4]
     server.wait_for(lambda: server.given_up == 1)
+
+
+def test_an_aborted_answer_is_waited_for_and_kept(
+    connect: Connect, server: FaultServer, fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    fake.pages["/openapi.json"]["paths"]["/abort_requests"] = {}
+    backend, gate = connect(), threading.Event()
+    told: list[list[str]] = []
+    sent: list[Any] = []
+
+    def fault(request: Request) -> Reply | None:
+        if request.path == "/abort_requests":
+            told.append(request.body["request_ids"])
+            # A server on a busy machine: it answers the abort at once, and ends the request much later.
+            if len(told) == 5:
+                gate.set()
+            return json_reply({})
+        if request.method == "POST" and request.body["prompt"] == PROMPTS[1]:
+            sent.append(request.body["request_id"])
+            choice = {
+                "finish_reason": "abort",
+                "token_ids": [7, 8],
+                "logprobs": {"tokens": ["token_id:7", "token_id:8"]},
+            }
+            choice["logprobs"]["token_logprobs"] = [-1.0, -2.0]
+            return held(json_reply({"id": f"cmpl-{sent[0]}", "choices": [choice]}), gate)
+        return None
+
+    fake.fault = fault
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(backend.generate, PROMPTS, SAMPLING, request_ids=["a", "b", "c"])
+        server.wait_for(lambda: len(sent) == 1 and server.in_flight == 1)
+        backend.abort(["b"])
+        result = future.result(30)
+    assert result.finish_reasons == ("length", "abort", "length") and result.ids.tolist()[1] == [7, 8]
+    assert result.logprobs is not None and result.logprobs.tolist()[1] == [-1.0, -2.0]
+    assert told == [[f"cmpl-{sent[0]}-0"]] * 5

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -20,7 +20,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import HttpClient
+from corelm.support import HttpClient, opening_within
 from sglang_backend import weights
 from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
 from sglang_backend.probing import probe_server
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SGLANG_API_KEY"
 #: Seconds that a launched server may take to start: loading a large model is slow.
 STARTUP_TIMEOUT = 600.0
+#: Seconds that reading and probing a server may take. The first request that a server gets may make it compile.
+OPEN_TIMEOUT = 300.0
 
 
 class SGLangBackend:
@@ -73,6 +75,7 @@ class SGLangBackend:
         read_timeout: float = 600.0,
         max_in_flight: int = 128,
         max_retries: int = 5,
+        open_timeout: float = OPEN_TIMEOUT,
         startup_timeout: float = STARTUP_TIMEOUT,
         env: Mapping[str, str] | None = None,
         progress: bool = True,
@@ -93,7 +96,8 @@ class SGLangBackend:
             read_timeout: seconds without a byte after which the server counts as hung.
             max_in_flight: the most rows at the server at a time, over all threads.
             max_retries: how often a request is repeated after a failure that may pass.
-            startup_timeout: seconds that a launched server may take to start.
+            open_timeout: seconds for all requests that find out what the server can do.
+            startup_timeout: seconds that a launched server may take to start, before those requests.
             env: added to the environment of a launched server.
             progress: show on standard error how long a launched server has been starting.
             server_args: the launched server's own arguments in Python spelling: ``mem_fraction_static=0.3`` is
@@ -104,7 +108,7 @@ class SGLangBackend:
                 about the model that has to be passed because it cannot be read here.
             EngineError: the server ends while it starts (the message holds the end of its log), or what answers at
                 `base_url` is not an SGLang server.
-            BackendTimeoutError: the server is not ready in time.
+            BackendTimeoutError: the server is not ready in time, or does not answer within `open_timeout`.
         """
         launching = {
             **server_args,
@@ -144,20 +148,24 @@ class SGLangBackend:
             cleanup.callback(client.close)
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
-            info = probe_server(client, read_server(client, hints))
+            with opening_within(open_timeout, client.base_url) as deadline:
+                info = probe_server(client, read_server(client, hints, deadline), deadline)
             cleanup.pop_all()
         return cls(SGLangServer(client, info, takes_state_dict=launched is not None), launched)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._require_running()
         return self.engine.generate(request)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        self._require_running()
         return self.engine.score(request)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
+        self._require_running()
         weights.load(self.engine, request)
         return True
 
@@ -175,6 +183,11 @@ class SGLangBackend:
         if self.launched is not None:
             self.launched.close()
         return True
+
+    def _require_running(self) -> None:
+        """Send nothing to the port of a launched server that has ended: another process may listen there now."""
+        if self.launched is not None and not self.launched.alive:
+            raise EngineError("the launched server has ended; open the backend again", usable=False)
 
 
 def _check_options(

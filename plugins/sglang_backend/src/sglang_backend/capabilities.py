@@ -12,7 +12,7 @@ from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm.support import HttpClient, eos_token_ids
+from corelm.support import Deadline, HttpClient, eos_token_ids
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -58,15 +58,16 @@ class ServerInfo:
     weight_label: str
 
 
-def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
+def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
     """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
 
     Raises:
         InvalidRequestError: a fact that neither the server nor the files on this machine give; the message names the
             argument to pass.
         EngineError: not an SGLang server, or one whose model does not generate text.
+        TimeoutError: the deadline has passed.
     """
-    model_info, settings = _page(client, MODEL_INFO), _page(client, SERVER_INFO)
+    model_info, settings = _page(client, MODEL_INFO, deadline), _page(client, SERVER_INFO, deadline)
     if model_info.get("is_generation") is not True:
         raise EngineError(f"{client.base_url} is not an SGLang server with a model that generates text", usable=False)
     model = str(settings.get("model_path"))
@@ -88,8 +89,8 @@ def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
     return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
 
 
-def _page(client: HttpClient, path: str) -> Mapping[str, Any]:
-    page = client.get(path)
+def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:
+    page = client.get(path, timeout=deadline.left())
     if not isinstance(page, dict):
         raise EngineError(
             f"{client.base_url}{path} does not return a JSON object; is this an SGLang server?", usable=False

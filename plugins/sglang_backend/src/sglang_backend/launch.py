@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.support import Secrets
+from sglang_backend.listener import owner_of_port
 
 HOST = "127.0.0.1"
 #: The server's arguments that the backend sets itself: where the server listens and which key it asks for.
 RESERVED_ARGUMENTS = frozenset({"model_path", "host", "port", "api_key", "admin_api_key", "config"})
+#: The values of environment variables whose names end like this are secrets.
+_SECRET_NAMES = ("KEY", "PASSWORD", "SECRET", "TOKEN")
 #: Seconds between two checks whether a starting server is ready.
 _POLL_INTERVAL = 0.25
 #: How many bytes of the end of the log are read, and how many lines of them are shown.
@@ -31,6 +35,9 @@ _CLOSE_TIMEOUT = 30.0
 
 class LaunchedServer:
     """A server process under a supervisor, which ends it when this process closes it, ends or is killed.
+
+    The port is in the server's command line long before the server listens on it, so any user of the machine could take
+    it. On Linux the key is sent only once the port belongs to the server. Other systems do not say whose a port is.
 
     Attributes:
         base_url: where the server listens.
@@ -51,11 +58,13 @@ class LaunchedServer:
         for name in arguments:
             if name in RESERVED_ARGUMENTS:
                 raise InvalidRequestError(f"{name}: the backend sets this itself; leave it out", field=name)
-        port = _free_port()
+        self._port = port = _free_port()
         self.base_url = f"http://{HOST}:{port}"
         # Hexadecimal: the server turns its configuration into a command line, where a key that begins with "-" would
         # be read as an option.
         self.api_key = secrets.token_hex(32)
+        hidden = [value for name, value in env.items() if name.upper().endswith(_SECRET_NAMES)]
+        self._secrets = Secrets([self.api_key, *hidden])
         # The key goes into a file, since every user of the machine can read command lines.
         self._folder = tempfile.TemporaryDirectory(prefix="corelm-sglang-")
         config = Path(self._folder.name, "server.yaml")
@@ -84,23 +93,24 @@ class LaunchedServer:
         return self._supervisor.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
-        """Return once `ready` returns True.
+        """Return once the server listens on its port and `ready` returns True.
 
         Args:
-            ready: whether the server can be used. It is called again and again.
+            ready: whether the server can be used. It is called again and again, once the port is the server's.
             timeout: seconds to wait.
             what: the name of the progress on standard error.
             progress: show it.
 
         Raises:
-            EngineError: the server ended instead; the message holds the end of its log.
+            EngineError: the server ended instead; the message holds the end of its log. Or another process has taken
+                the port.
             BackendTimeoutError: the server was not ready after `timeout` seconds.
         """
         from tqdm import tqdm
 
         deadline = time.monotonic() + timeout
         with tqdm(desc=what, bar_format="{desc}: {elapsed}", mininterval=1.0, disable=not progress) as bar:
-            while not ready():
+            while not (self.owns_its_port() and ready()):
                 if not self._runs_after(_POLL_INTERVAL):
                     raise EngineError(f"the server ended while it started:\n{self.log_tail()}", usable=False)
                 if time.monotonic() > deadline:
@@ -111,12 +121,27 @@ class LaunchedServer:
         # The server has read its key, so the file with it can go.
         self._folder.cleanup()
 
+    def owns_its_port(self) -> bool:
+        """Return whether the server listens on its port, or this system does not say.
+
+        Raises:
+            EngineError: a process that does not belong to the server listens on it.
+        """
+        owner = owner_of_port(self._port, self._supervisor.pid)
+        if owner == "foreign":
+            raise EngineError(
+                f"another process listens on port {self._port}, which was chosen for the server; nothing was sent to "
+                "it. Open the backend again, and it gets another port",
+                usable=False,
+            )
+        return owner != "none"
+
     def log_tail(self) -> str:
-        """Return the last lines that the server wrote, with its key masked."""
+        """Return the last lines that the server wrote, with its key and the secrets in its environment masked."""
         size = os.fstat(self._log.fileno()).st_size
         # The server writes through the same open file, so reading must not move its position.
         read = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-        text = read.decode(errors="replace").replace(self.api_key, "***")
+        text = self._secrets.masked(read.decode(errors="replace"))
         return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
 
     def close(self) -> None:

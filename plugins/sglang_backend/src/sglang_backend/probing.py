@@ -6,13 +6,14 @@ The former depends on the environment that the server was started with, the latt
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from corelm.errors import EngineError
+from corelm.errors import CoreLMError, EngineError
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -22,7 +23,7 @@ from corelm.spec import (
     ScoreRequest,
     ScoreResult,
 )
-from corelm.support import HttpClient, raise_if_none_was_served
+from corelm.support import Deadline, HttpClient
 from sglang_backend import protocol
 from sglang_backend.capabilities import ServerInfo
 
@@ -37,20 +38,19 @@ _DRAWS = 8
 _TOLERANCE, _MARGIN = 0.5, 4.0
 #: Long enough that two answers at the highest temperature are never equal by chance.
 _SEEDED_LENGTH = 8
-#: Seconds for one round of requests. The first request that a server gets may make it compile.
-_TIMEOUT = 300.0
 #: Parameters that change the distribution before SGLang takes "original" log-probs from it. A server that returns those
 #: would report the changed log-probs as the model's own.
 _RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
 
 
-def probe_server(client: HttpClient, info: ServerInfo) -> ServerInfo:
+def probe_server(client: HttpClient, info: ServerInfo, deadline: Deadline) -> ServerInfo:
     """Return `info` with the generation modes and the seeds that the server's replies show.
 
     Raises:
         EngineError: the server does not answer, or its replies are not those of SGLang's ``/generate``.
+        TimeoutError: the deadline has passed.
     """
-    probe = ServerProbe(client, info)
+    probe = ServerProbe(client, info, deadline)
     modes, seeds = probe.generation_modes(), probe.honours_seeds()
     excluded = _RESHAPING if "raw" in modes else frozenset()
     if seeds:
@@ -68,8 +68,9 @@ def probe_server(client: HttpClient, info: ServerInfo) -> ServerInfo:
 class ServerProbe:
     """Sends short requests to a server and draws conclusions from the replies."""
 
-    def __init__(self, client: HttpClient, info: ServerInfo) -> None:
+    def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
         self._client = client
+        self._deadline = deadline
         self._info = info
         self._prompt = [token % info.capabilities.vocab_size for token in range(1, 5)]
 
@@ -115,7 +116,7 @@ class ServerProbe:
             seeds=torch.tensor(list(seeds)),
             stop_ids=frozenset(),
             request_ids=_request_ids(len(seeds)),
-            timeout=_TIMEOUT,
+            timeout=None,
         )
         entries = self._post(protocol.generation_requests(request, self._info))
         result = protocol.generation_result(request, entries, self._info)
@@ -132,7 +133,7 @@ class ServerProbe:
             grad=False,
             device=None,
             request_ids=_request_ids(len(tokens)),
-            timeout=_TIMEOUT,
+            timeout=None,
         )
         entries = self._post(protocol.scoring_requests(request))
         result = protocol.scoring_result(request, entries, self._info)
@@ -140,9 +141,16 @@ class ServerProbe:
         return [row[-1] for row in result.logprobs.tolist()]
 
     def _post(self, payloads: Sequence[dict[str, Any]]) -> list[Any]:
-        names = _request_ids(len(payloads))
-        entries = self._client.post_each(protocol.GENERATE, payloads, names=names, timeout=_TIMEOUT)
-        raise_if_none_was_served(entries)
+        entries = self._client.post_each(
+            protocol.GENERATE,
+            [{**payload, "rid": uuid.uuid4().hex} for payload in payloads],
+            names=_request_ids(len(payloads)),
+            is_reply_to=protocol.is_reply_to,
+            timeout=self._deadline.left(),
+        )
+        for entry in entries:
+            if isinstance(entry, CoreLMError):
+                raise entry
         return entries
 
 

@@ -6,27 +6,31 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowAnswer, RowFailure, StopStrings, generate_result, row_failure, score_result
+from corelm.support import (
+    RowAnswer,
+    RowError,
+    RowFailure,
+    StopStrings,
+    checked_finish_reason,
+    checked_ids,
+    checked_logprobs,
+    generate_result,
+    row_outcome,
+    score_result,
+)
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.sampling import parameters
 
 Payload = dict[str, Any]
-T = TypeVar("T")
 
 GENERATE = "/generate"
-#: The finish reasons of the server that corelm knows, by the same names.
-FINISH_REASONS = frozenset({"stop", "length", "abort"})
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
-
-
-class ImplausibleReplyError(Exception):
-    """A reply contradicts its request or the weights in force. `_parsed` turns it into a `RowFailure`."""
 
 
 # Generating -----------------------------------------------------------------------------------------------------------
@@ -60,8 +64,14 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
 def generation_result(request: GenerateRequest, entries: Sequence[Any], info: ServerInfo) -> GenerateResult:
     """Return the answers in `entries`, which are in the order of `generation_requests`."""
     stops = StopStrings.of(request.sampling, info.tokenizer)
-    rows = [_parsed(entry, lambda reply: _answer(reply, request, stops, info)) for entry in entries]
-    return generate_result(request, rows)
+    limits = [
+        _answer_limit(request, length, info.capabilities.max_context) for length in request.prompts.lengths.tolist()
+    ]
+
+    def outcome(entry: Any, limit: int) -> RowAnswer | RowFailure:
+        return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limit, stops, info))
+
+    return generate_result(request, list(map(outcome, entries, limits)))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -84,7 +94,7 @@ def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerIn
     """Return the scores in `entries`, which are in the order of `scoring_requests`."""
 
     def parse(entry: Any, ids: list[int], start: int) -> list[float] | RowFailure:
-        return _parsed(entry, lambda reply: _scores(reply, ids[_logprob_start(ids, start) :], info))
+        return row_outcome(entry, lambda reply, aborted: _scores(reply, ids[_logprob_start(ids, start) :], info))
 
     sequences, starts = request.sequences.tolist(), request.score_from.tolist()
     rows = map(parse, entries, sequences, starts)
@@ -110,6 +120,12 @@ def _logprob_start(ids: Sequence[int], start: int) -> int:
 # Replies --------------------------------------------------------------------------------------------------------------
 
 
+def is_reply_to(payload: Payload, reply: Any) -> bool:
+    """Return whether a reply names the request with `payload`. One without ``meta_info`` is left to the parser."""
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    return not isinstance(meta, dict) or meta.get("id") == payload["rid"]
+
+
 def is_duplicate(entry: Any) -> bool:
     """Return whether the server refused a request because it still runs an earlier one with the same id.
 
@@ -118,31 +134,36 @@ def is_duplicate(entry: Any) -> bool:
     return isinstance(entry, InvalidRequestError) and "Duplicate request ID" in str(entry)
 
 
-def _parsed(entry: Any, parse: Callable[[Any], T]) -> T | RowFailure:
-    """Return what `parse` makes of the server's reply, or why it cannot be used."""
-    failure = row_failure(entry)
-    if failure is not None:
-        return failure
-    try:
-        return parse(entry)
-    except ImplausibleReplyError as error:
-        return RowFailure(str(error))
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        return RowFailure(f"the reply is not one of SGLang's {GENERATE}: {type(error).__name__}: {error}")
+def _answer(
+    reply: Any, aborted: bool, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
+) -> RowAnswer:
+    """Return the answer in a reply.
 
-
-def _answer(reply: Any, request: GenerateRequest, stops: StopStrings, info: ServerInfo) -> RowAnswer:
-    meta, ids = reply["meta_info"], [int(token) for token in reply["output_ids"]]
+    Args:
+        aborted: whether the caller aborted the request.
+        limit: the most tokens that were asked for.
+    """
+    meta, vocab_size = reply["meta_info"], info.capabilities.vocab_size
     reason = _finish_reason(meta)
+    ids = checked_ids(reply["output_ids"], vocab_size=vocab_size, limit=limit)
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         _check_weights(meta, info.weight_label)
     logprobs: list[float] = []
     if request.logprobs != "none":
         reported = meta.get("output_token_logprobs") or []
-        _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-        logprobs = [float(value) for value, *_ in reported]
+        _check_echo(reported, ids, vocab_size, "output_token_logprobs")
+        logprobs = checked_logprobs([value for value, *_ in reported], len(ids))
     end = _end(ids, request.stop_ids, stops)
+    reason = checked_finish_reason(
+        reason,
+        len(ids),
+        limit=limit,
+        least=min(request.sampling.min_new_tokens, limit),
+        ended=end is not None,
+        aborted=aborted,
+        last=ids[-1] if ids else None,
+    )
     return RowAnswer(ids, logprobs, reason) if end is None else RowAnswer(ids[:end], logprobs[:end], "stop")
 
 
@@ -162,44 +183,41 @@ def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float]:
     """Return the log-probs of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
-        raise ImplausibleReplyError("the server aborted the request")
+        raise RowError("the server aborted the request")
     _check_weights(meta, info.weight_label)
     reported = meta["input_token_logprobs"]
     _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")
     if reported[0][0] is not None:
-        raise ImplausibleReplyError(
+        raise RowError(
             "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
             "differently"
         )
-    return [float(value) for value, *_ in reported[1:]]
+    return checked_logprobs([value for value, *_ in reported[1:]], len(ids) - 1)
 
 
 def _finish_reason(meta: Any) -> str:
     finish = meta["finish_reason"]
     if finish.get("matched") == NAN:
-        raise ImplausibleReplyError(f"the model's logits were NaN (SGLang: {NAN!r})")
-    reason = finish["type"]
-    if reason not in FINISH_REASONS:
-        raise ValueError(f"unknown finish reason {reason!r}")
-    return str(reason)
+        raise RowError(f"the model's logits were NaN (SGLang: {NAN!r})")
+    return str(finish["type"])
 
 
 def _check_weights(meta: Any, label: str) -> None:
-    """Raise an `ImplausibleReplyError` unless the whole reply was made with the weights called `label`."""
+    """Raise an `RowError` unless the whole reply was made with the weights called `label`."""
     spans = meta.get("weight_versions") or []
     labels = {str(meta.get("weight_version")), *(str(span["version"]) for span in spans)}
     if labels != {label}:
-        raise ImplausibleReplyError(
+        raise RowError(
             f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
             "it was restarted, or another client has updated it; load the weights again"
         )
 
 
 def _check_echo(reported: Sequence[Any], ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raise an `ImplausibleReplyError` unless the ``[logprob, id, text]`` entries are about exactly these ids."""
+    """Raise an `RowError` unless the ``[logprob, id, text]`` entries are about exactly these ids."""
     if len(reported) != len(ids):
-        raise ImplausibleReplyError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
+        raise RowError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
     for position, ((_, echoed, *_), token) in enumerate(zip(reported, ids, strict=True)):
         # SGLang echoes the last id of the vocabulary in a prompt as 0; its log-prob is right.
         if echoed != token and not (echoed == 0 and token == vocab_size - 1):
-            raise ImplausibleReplyError(f"{name} is about id {echoed} at position {position}, expected {token}")
+            raise RowError(f"{name} is about id {echoed} at position {position}, expected {token}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import EngineError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -28,10 +28,10 @@ from sglang_backend import protocol
 from sglang_backend.capabilities import MODEL_INFO, ServerInfo
 from sglang_backend.protocol import Payload
 
-#: Seconds that aborted requests may still take to return their partial answers.
-_ABORT_GRACE = 10.0
-#: Seconds that the server may take to acknowledge an abort.
-_ABORT_TIMEOUT = 5.0
+#: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
+_ABORT_TIMEOUT = 10.0
+#: Seconds that the server may take to say that it is healthy.
+_HEALTH_TIMEOUT = 5.0
 
 
 class SGLangServer:
@@ -95,18 +95,20 @@ class SGLangServer:
 
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""
-        with self._rids_lock:
-            rids = [rid for name in request.request_ids for rid in self._rids.get(name, ())]
-        # If the server does not answer, the client closes the connections after the grace period.
-        with suppress(CoreLMError):
+
+        def tell() -> None:
+            with self._rids_lock:
+                rids = [rid for name in request.request_ids for rid in self._rids.get(name, ())]
             for rid in rids:
                 # The server aborts every request whose id starts with `rid`. Ours are equally long, so that is one.
                 self._client.post("/abort_request", {"rid": rid}, timeout=_ABORT_TIMEOUT, expect_json=False)
-        self._client.abort(request.request_ids, grace=_ABORT_GRACE)
+
+        self._client.abort(request.request_ids, tell=tell)
         return True
 
-    def health(self) -> bool:
-        return self._client.answers(MODEL_INFO)
+    def health(self, timeout: float | None = None) -> bool:
+        """Return whether the server answers within `timeout` seconds, and within five."""
+        return self._client.answers(MODEL_INFO, min(_HEALTH_TIMEOUT, timeout or _HEALTH_TIMEOUT))
 
     def close(self) -> None:
         self._client.close()
@@ -117,7 +119,7 @@ class SGLangServer:
         """Return the entry of every payload; see `HttpClient.post_each`.
 
         Raises:
-            CoreLMError: all requests failed, and not because the server refused them.
+            CoreLMError: no request was served, because the server does not serve.
             TimeoutError: the server took longer than `timeout` seconds.
         """
         deadline = Deadline(timeout)
@@ -129,7 +131,7 @@ class SGLangServer:
             )
             for row, entry in zip(duplicates, repeated, strict=True):
                 entries[row] = entry
-        raise_if_none_was_served(entries)
+        raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         return entries
 
     def _post_each(self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline) -> list[Any]:
@@ -137,7 +139,9 @@ class SGLangServer:
         rids = [uuid.uuid4().hex for _ in names]
         identified = [{**payload, "rid": rid} for payload, rid in zip(payloads, rids, strict=True)]
         with self._in_flight(names, rids):
-            return self._client.post_each(protocol.GENERATE, identified, names=names, timeout=deadline.left())
+            return self._client.post_each(
+                protocol.GENERATE, identified, names=names, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+            )
 
     @contextmanager
     def _in_flight(self, names: Sequence[str], rids: Sequence[str]) -> Iterator[None]:

@@ -55,6 +55,7 @@ class VLLMBackend:
         read_timeout: float | None = None,
         max_in_flight: int | None = None,
         max_retries: int | None = None,
+        open_timeout: float | None = None,
         **engine_args: Any,
     ) -> VLLMBackend:
         """Start vLLM on `model`, or use the server at `base_url`.
@@ -62,7 +63,8 @@ class VLLMBackend:
         Args:
             model: a folder or hub name; with `base_url` the name of one of the server's models, or None.
             tokenizer: a folder or hub name, which vLLM then uses as well; or a tokenizer, which vLLM does not use.
-            trust_remote_code: run Python code that comes with the model.
+            trust_remote_code: run Python code that comes with the model; with `base_url` only code from a folder or
+                repository that `tokenizer` or `model` names.
             logprobs_mode: vLLM's "raw_logprobs" (its default) or "processed_logprobs"; with `base_url` "raw" or
                 "processed", or None to find out.
             engine: "async" (the default) for many calls at once; "sync" for quick tests.
@@ -75,6 +77,7 @@ class VLLMBackend:
             read_timeout: seconds without a byte after which the server counts as hanging.
             max_in_flight: HTTP requests at a time.
             max_retries: how often a failed HTTP request is repeated.
+            open_timeout: seconds to find out what the server can do.
             engine_args: vLLM's own engine arguments, passed on unchanged.
 
         Raises:
@@ -91,6 +94,7 @@ class VLLMBackend:
             "read_timeout": read_timeout,
             "max_in_flight": max_in_flight,
             "max_retries": max_retries,
+            "open_timeout": open_timeout,
         }
         if base_url is not None:
             _refuse_engine_options({"engine": engine, **engine_args}, server_options)

@@ -13,7 +13,7 @@ from corelm.support import eos_token_ids, local_checkpoint
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm.support import Deadline, HttpClient
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -21,8 +21,11 @@ LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_l
 #: The load formats after which vLLM can load other weights from a folder.
 RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 
-#: Fields that a server's completion requests must have. Without them the sampled ids are not known exactly.
-REQUIRED_FIELDS = frozenset({"return_token_ids", "return_tokens_as_token_ids", "stop_token_ids", "ignore_eos"})
+#: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
+#: which request a reply answers.
+REQUIRED_FIELDS = frozenset(
+    {"request_id", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids", "ignore_eos"}
+)
 
 #: Fields that scoring needs.
 SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
@@ -135,7 +138,7 @@ class ModelHints:
         tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
         vocab_size: ids are below it; None to read the model's configuration.
         max_context: the longest prompt + answer, in tokens; None for the server's limit.
-        trust_remote_code: allow code from the model's folder when its files are read.
+        trust_remote_code: allow code from the folder or repository that `tokenizer` or `name` names.
     """
 
     name: str | None = None
@@ -183,24 +186,33 @@ class ServerInfo:
         return self.fields is None or name in self.fields
 
 
-def read_server(client: HttpClient, hints: ModelHints) -> ServerInfo:
+def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
     """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
 
     Raises:
         InvalidRequestError: the caller has to pass something that the server does not say; `field` names it.
         EngineError: the server cannot be asked, or its requests lack a field that every call needs.
+        TimeoutError: the deadline has passed.
     """
-    routes, fields = _description(client)
+    routes, fields = _description(client, deadline)
     if fields is not None and not fields >= REQUIRED_FIELDS:
         missing = ", ".join(sorted(REQUIRED_FIELDS - fields))
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completion requests lack {missing}", usable=True
         )
-    card = _model_card(client, hints.name)
+    card = _model_card(client, hints.name, deadline)
     model = str(card.get("root") or card["id"])
-    config = _config(model, hints.trust_remote_code)
+    # A server must not choose whose code runs here, so only a model that the caller has named is trusted.
+    trusted = hints.trust_remote_code and model == hints.name
+    if hints.trust_remote_code and not trusted and not isinstance(hints.tokenizer, (str, os.PathLike)):
+        raise InvalidRequestError(
+            f"trust_remote_code: code runs only from a folder or repository that you name, and not from {model!r}, "
+            "which the server names; pass it as tokenizer= if you trust it",
+            field="trust_remote_code",
+        )
+    config = _config(model, trusted)
     vocab_size = _vocab_size(config, model) if hints.vocab_size is None else hints.vocab_size
-    tokenizer = _tokenizer(hints, model)
+    tokenizer = _tokenizer(hints, model, trusted)
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=_max_context(card.get("max_model_len"), hints.max_context),
@@ -233,10 +245,10 @@ def _vocab_size(config: Any, model: str) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def _description(client: HttpClient) -> tuple[frozenset[str], frozenset[str] | None]:
+def _description(client: HttpClient, deadline: Deadline) -> tuple[frozenset[str], frozenset[str] | None]:
     """Return the routes and the fields of a completion request from the server's OpenAPI page, if it has one."""
     try:
-        page = client.get("/openapi.json")
+        page = client.get("/openapi.json", timeout=deadline.left())
         routes = frozenset(page["paths"])
         fields = frozenset(page["components"]["schemas"]["CompletionRequest"]["properties"])
     except InvalidRequestError:
@@ -248,8 +260,8 @@ def _description(client: HttpClient) -> tuple[frozenset[str], frozenset[str] | N
     return routes, fields
 
 
-def _model_card(client: HttpClient, model: str | None) -> dict[str, Any]:
-    page = client.get("/v1/models")
+def _model_card(client: HttpClient, model: str | None, deadline: Deadline) -> dict[str, Any]:
+    page = client.get("/v1/models", timeout=deadline.left())
     try:
         cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
     except (KeyError, TypeError):
@@ -280,14 +292,16 @@ def _config(model: str, trust_remote_code: bool) -> Any:
         return None
 
 
-def _tokenizer(hints: ModelHints, model: str) -> Any:
+def _tokenizer(hints: ModelHints, model: str, trusted: bool) -> Any:
     given = hints.tokenizer
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return given
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(given or model, trust_remote_code=hints.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            given or model, trust_remote_code=trusted if given is None else hints.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         if given is not None:
             raise

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Lock
+from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
 
 from corelm.errors import CapabilityError, EngineError
@@ -70,7 +70,7 @@ class SyncEngine(InProcessEngine):
         caller_left = Event()
         future = self.thread.submit(self._serve, requests, caller_left)
         try:
-            return future.result(timeout)
+            return future.result(None if timeout is None else min(timeout, TIMEOUT_MAX))
         except FutureTimeout:
             raise timeout_error(timeout) from None
         finally:

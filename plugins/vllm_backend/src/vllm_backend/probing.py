@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.support import Deadline, RowError
 from vllm_backend.capabilities import ServerInfo
-from vllm_backend.protocol_http import NEUTRAL, only_choice
+from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to, only_choice
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -35,22 +37,33 @@ ANSWER_TOKENS = 8
 ATTEMPTS = 3
 
 
-def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None) -> ServerInfo:
+def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None, deadline: Deadline) -> ServerInfo:
     """Return `info` with the generation mode and the seeds that the server's answers show.
 
     Args:
         client: sends to the server.
         info: what the server says about itself.
         mode: the log-probs that it returns for sampled tokens, if the caller knows; None to find out.
+        deadline: the end of opening.
 
     Raises:
+        TimeoutError: the deadline has passed.
         EngineError: the server's completions lack a field that was asked for, or its log-probs cannot be told apart.
     """
     prompt = info.tokenizer(["The"], add_special_tokens=False)["input_ids"][0]
 
     def send(requests: list[dict[str, Any]]) -> list[Any]:
-        payloads = [{**NEUTRAL, **request, "model": info.name} for request in requests]
-        entries = client.post_each("/v1/completions", payloads, names=["probe"] * len(payloads), timeout=None)
+        payloads = [
+            {**NEUTRAL, **request, "model": info.name, "request_id": f"probe-{uuid.uuid4().hex}"}
+            for request in requests
+        ]
+        entries = client.post_each(
+            COMPLETIONS,
+            payloads,
+            names=["probe"] * len(payloads),
+            is_reply_to=is_reply_to,
+            timeout=deadline.left(),
+        )
         for entry in entries:
             if isinstance(entry, CoreLMError):
                 raise entry
@@ -65,7 +78,7 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
             seeds_are_costly=seeds,
         )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completions lack what they were asked for "
             f"({type(error).__name__}: {error})",
@@ -128,6 +141,8 @@ def _candidates(send: Send, prompt: list[int]) -> tuple[dict[int, float], dict[i
                     for temperature in (NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE)
                 ]
             )
+        except BackendTimeoutError:
+            raise
         except CoreLMError as error:
             refusal = error
             continue

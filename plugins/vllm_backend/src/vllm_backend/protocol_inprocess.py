@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowAnswer, RowFailure, generate_result, score_result
+from corelm.support import RowAnswer, RowError, RowFailure, checked_logprobs, generate_result, score_result
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.sampling import parameters
+from vllm_backend.sampling import REPETITION, check_raw, parameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,22 @@ def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMR
                 detokenize=bool(sampling.stop),
             )
         )
+    check_raw(request)
     return requests
 
 
 def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput]) -> GenerateResult:
     """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
-    return generate_result(request, [_row_answer(output, request) for output in outputs])
+    return generate_result(request, [_outcome(output, lambda found: _row_answer(found, request)) for output in outputs])
 
 
-def _row_answer(output: RowOutput, request: GenerateRequest) -> RowAnswer | RowFailure:
-    if isinstance(output, RowFailure):
-        return output
+def _row_answer(output: Any, request: GenerateRequest) -> RowAnswer:
     completion = output.outputs[0]
     reason = str(completion.finish_reason)
-    if reason == "error":
-        return _internal_error()
+    if reason == "repetition" and request.sampling.engine_kwargs.get(REPETITION):
+        reason = "stop"
+    if reason not in ("stop", "length", "abort"):
+        raise RowError(f"vLLM ended the request for the reason {reason!r}")
     ids = list(completion.token_ids)
     logprobs: list[float] = []
     if request.logprobs == "processed" and request.sampling.greedy:
@@ -79,9 +82,8 @@ def _row_answer(output: RowOutput, request: GenerateRequest) -> RowAnswer | RowF
     elif request.logprobs != "none" and ids:
         flat = completion.logprobs
         # Indexing `flat` itself would build a dictionary for every token.
-        logprobs = [flat.logprobs[start] for start in flat.start_indices[: len(ids)]]
-    # vLLM also ends answers for "repetition", if engine_kwargs asks for it.
-    return RowAnswer(ids, logprobs, reason if reason in ("stop", "length", "abort") else "stop")
+        logprobs = checked_logprobs([flat.logprobs[start] for start in flat.start_indices[: len(ids)]], len(ids))
+    return RowAnswer(ids, logprobs, reason)
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -111,29 +113,31 @@ def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailur
 
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput]) -> ScoreResult:
     """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
-    return score_result(request, {number: _row_scores(output) for number, output in outputs.items()})
+    return score_result(request, {number: _outcome(output, _row_scores) for number, output in outputs.items()})
 
 
-def _row_scores(output: RowOutput) -> list[float] | RowFailure:
+def _row_scores(output: Any) -> list[float]:
     """Return the log-probs of the row's last ids: of all but the first one, or of the very last one."""
-    if isinstance(output, RowFailure):
-        return output
     completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        return _internal_error()
-    if completion.finish_reason == "abort":
-        return RowFailure("the request was aborted", aborted=True)
+    if completion.finish_reason not in ("stop", "length"):
+        raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
     prompt = output.prompt_logprobs
     before_last = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
     # The first candidate is the sampled token, the second is the id that was asked for.
-    return [*before_last, completion.logprobs.logprobs[1]]
+    return checked_logprobs([*before_last, completion.logprobs.logprobs[1]], len(before_last) + 1)
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
 
 
-def _internal_error() -> RowFailure:
-    return RowFailure("vLLM ended the request with an internal error")
+def _outcome(output: RowOutput, parse: Callable[[Any], T]) -> T | RowFailure:
+    """Return what `parse` makes of vLLM's output for a row, or why the row has no answer."""
+    if isinstance(output, RowFailure):
+        return output
+    try:
+        return parse(output)
+    except RowError as error:
+        return RowFailure(str(error))
 
 
 def _vllm_request(ids: list[int], **values: Any) -> VLLMRequest | RowFailure:

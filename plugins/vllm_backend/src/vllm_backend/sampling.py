@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
+from corelm.spec import ALIASES, FIELDS, GenerateRequest, Range, SamplingParams
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01
@@ -43,6 +43,28 @@ SETTLED = frozenset(
         "trace_decode_token_ids",
     }
 )
+
+#: The field that makes vLLM end an answer that repeats itself.
+REPETITION = "repetition_detection"
+#: The fields of engine_kwargs that leave raw log-probs alone: vLLM applies them to a copy of the logits, or to none. It
+#: applies a grammar (structured_outputs, response_format) to the logits that it takes raw log-probs from, and what a
+#: custom processor does (extra_args, vllm_xargs) is not known.
+_LEAVE_RAW_ALONE = frozenset({"logit_bias", "bad_words", "allowed_token_ids", REPETITION})
+
+
+def check_raw(request: GenerateRequest) -> None:
+    """Refuse raw log-probs that would not be the model's own.
+
+    Raises:
+        CapabilityError: `engine_kwargs` holds a field that changes them, or may do so.
+    """
+    unsure = sorted(request.sampling.engine_kwargs.keys() - _LEAVE_RAW_ALONE)
+    if request.logprobs == "raw" and unsure:
+        raise CapabilityError(
+            f"with {', '.join(unsure)} in engine_kwargs, vLLM's raw log-probs may not be the model's own; use "
+            "logprobs='none' and score the answers",
+            capability="engine_kwargs",
+        )
 
 
 def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: int, seed: int | None) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import Deadline, local_checkpoint, raise_if_none_was_served
+from corelm.support import Deadline, local_checkpoint, opening_within, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
@@ -20,10 +20,12 @@ from vllm_backend.protocol_http import Payload
 if TYPE_CHECKING:
     from corelm.support import HttpClient
 
-#: Seconds that requests may take to return what they have, once the server was told to abort them.
-ABORT_GRACE = 1.0
-#: Seconds that telling the server may take.
-ABORT_TIMEOUT = 5.0
+#: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
+ABORT_TIMEOUT = 10.0
+#: Seconds that the server may take to say that it is healthy.
+HEALTH_TIMEOUT = 5.0
+#: Seconds that reading and probing a server may take. The first request that a server gets may make it compile.
+OPEN_TIMEOUT = 300.0
 
 
 class VLLMServer:
@@ -39,14 +41,14 @@ class VLLMServer:
 
     takes_state_dict = False
 
-    def __init__(self, client: HttpClient, info: ServerInfo) -> None:
+    def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
         self.capabilities = info.capabilities
         self.tokenizer = info.tokenizer
         self._client = client
         self._info = info
         # Other clients of the server may use the same names for their requests.
         self._prefix = uuid.uuid4().hex
-        self._initial_version = self._weight_version()
+        self._initial_version = self._weight_version(deadline.left())
         self._loaded_version: str | None = None
 
     @classmethod
@@ -65,6 +67,7 @@ class VLLMServer:
         read_timeout: float = 600.0,
         max_in_flight: int = 128,
         max_retries: int = 5,
+        open_timeout: float = OPEN_TIMEOUT,
         trust_remote_code: bool = False,
     ) -> VLLMServer:
         """Find out what the server at `base_url` serves and what it can do.
@@ -83,10 +86,13 @@ class VLLMServer:
             read_timeout: see `corelm.support.HttpClient`.
             max_in_flight: see `corelm.support.HttpClient`.
             max_retries: see `corelm.support.HttpClient`.
-            trust_remote_code: allow Python code that comes with the model's configuration and tokenizer.
+            open_timeout: seconds for all requests that find out what the server can do.
+            trust_remote_code: allow Python code that comes with the tokenizer, or with the model's configuration. Only
+                from a folder or repository that `tokenizer` or `model` names: a server must not choose which code runs.
 
         Raises:
             InvalidRequestError: an argument is wrong, or one is missing that the server does not say.
+            BackendTimeoutError: the server does not answer within `open_timeout`.
             EngineError: no server answers, it is not vLLM, or its kind of log-probs cannot be found out.
         """
         from corelm.support import HttpClient
@@ -113,7 +119,9 @@ class VLLMServer:
             trust_remote_code=trust_remote_code,
         )
         try:
-            return cls(client, probe_server(client, read_server(client, hints), logprobs_mode))
+            with opening_within(open_timeout, client.base_url) as deadline:
+                info = probe_server(client, read_server(client, hints, deadline), logprobs_mode, deadline)
+                return cls(client, info, deadline)
         except BaseException:
             client.close()
             raise
@@ -125,14 +133,14 @@ class VLLMServer:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self._info)
         entries, version = self._post(payloads, request.request_ids, request.timeout)
-        result = protocol.generation_result(request, payloads, entries, self.tokenizer)
+        result = protocol.generation_result(request, payloads, entries, self._info)
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
         entries, version = self._post(list(payloads.values()), names, request.timeout)
-        result = protocol.scoring_result(request, payloads, entries)
+        result = protocol.scoring_result(request, payloads, entries, self._info)
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
@@ -147,19 +155,21 @@ class VLLMServer:
                 raise EngineError(f"the server kept its prefix cache, which belongs to the old weights: {reply}")
             self._set_weight_version(request.version)
 
-    def health(self) -> bool:
-        return self._client.answers("/health")
+    def health(self, timeout: float | None = None) -> bool:
+        """Return whether the server answers within `timeout` seconds, and within five."""
+        return self._client.answers("/health", min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
 
     def abort(self, request: AbortRequest) -> bool:
         names = request.request_ids
-        has_route = "/abort_requests" in self._info.routes and self._info.has_field("request_id")
-        # An empty list would abort every request of the server.
-        if names and has_route:
-            ids = [f"cmpl-{self._request_id(name)}-0" for name in names]
-            with suppress(CoreLMError):
-                self._client.post("/abort_requests", {"request_ids": ids}, timeout=ABORT_TIMEOUT)
-        # Without the route, closing the connection aborts a request, and what it has generated so far is lost.
-        self._client.abort(names, grace=ABORT_GRACE if has_route else 0.0)
+        ids = [f"{protocol.ID_PREFIX}{self._request_id(name)}-0" for name in names]
+
+        def tell() -> None:
+            self._client.post("/abort_requests", {"request_ids": ids}, timeout=ABORT_TIMEOUT)
+
+        # Without the route, closing the connection aborts a request, and what it has generated so far is lost. An empty
+        # list of ids would abort every request of the server.
+        has_route = "/abort_requests" in self._info.routes
+        self._client.abort(names, tell=tell if names and has_route else None)
         return True
 
     def close(self) -> None:
@@ -173,7 +183,7 @@ class VLLMServer:
         """Return an entry for every payload, and the server's weight version where it is not the backend's.
 
         Raises:
-            EngineError: every row failed, and not only because the server refused it; or the weights have changed.
+            EngineError: no row was served, because the server does not serve; or the weights have changed.
             TimeoutError: the time is over.
         """
         if not payloads:
@@ -184,10 +194,12 @@ class VLLMServer:
             {**payload, "model": self._info.name, "request_id": self._request_id(name)}
             for payload, name in zip(payloads, names, strict=True)
         ]
-        entries = self._client.post_each(protocol.COMPLETIONS, requests, names=names, timeout=deadline.left())
+        entries = self._client.post_each(
+            protocol.COMPLETIONS, requests, names=names, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+        )
+        raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())
         self._check_weight_versions(before, after)
-        raise_if_none_was_served(entries)
         return entries, None if after in (self._initial_version, self._loaded_version) else after
 
     def _request_id(self, name: str) -> str:

@@ -1,0 +1,194 @@
+"""`Exchange`: one HTTP request and its response at a time. Whatever goes wrong becomes one typed error.
+
+It owns what holds for every request, to every path of every server:
+
+- A connection carries one request and is then closed. HTTP/1.1 has no number that ties a response to its request: on a
+  connection that is used again, one response too many would be taken for the answer to the next request.
+- A body is read piece by piece and refused beyond a limit. It is not decompressed, since a small one could become huge.
+- No message repeats a key or a header that the caller passed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError
+from corelm.support.http_errors import ResponseReader, TransientError
+from corelm.support.redaction import Secrets
+from corelm.validate import invalid
+
+try:
+    import httpx
+except ImportError as error:
+    raise BackendNotInstalledError('an engine behind a URL needs httpx: pip install "core[http]"') from error
+
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+#: Parts of OpenSSL's messages for a connection that fails in the same way every time, each with what to do about it.
+_TLS_FAULTS = {
+    "CERTIFICATE_VERIFY_FAILED": "if the server has a certificate of your own authority, set the environment variable "
+    "SSL_CERT_FILE to a file with that authority's certificate",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS on this port; give an http:// address",
+}
+#: How many bytes of the body of an error are read.
+_ERROR_BYTES = 4096
+
+
+class Exchange:
+    """Sends requests to one server.
+
+    Args:
+        url: where the server is.
+        headers: sent with every request.
+        secrets: what no message may repeat.
+        connect_timeout: seconds to make a connection.
+        read_timeout: seconds without a byte, after which the server counts as hanging.
+        max_reply_bytes: the longest body that is accepted.
+        transport: an httpx transport to use instead of the network.
+    """
+
+    def __init__(
+        self,
+        url: httpx.URL,
+        headers: Mapping[str, str],
+        secrets: Secrets,
+        *,
+        connect_timeout: float,
+        read_timeout: float,
+        max_reply_bytes: int,
+        transport: httpx.AsyncBaseTransport | None,
+    ) -> None:
+        self._url = str(url)
+        self._secrets = secrets
+        self._reader = ResponseReader(secrets)
+        self._read_timeout = read_timeout
+        self._max_reply_bytes = max_reply_bytes
+        sent = httpx.Headers({"Accept": "application/json", **headers})
+        # With "close" the server closes the connection first, so that this machine does not run out of ports.
+        sent.update({"Accept-Encoding": "identity", "Connection": "close"})
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=sent,
+            timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            follow_redirects=False,
+            verify=httpx.create_ssl_context(),
+            trust_env=not is_this_machine(url.host),
+            transport=transport,
+        )
+
+    def where(self, method: str, path: str) -> str:
+        """Return how messages name a request."""
+        return f"{method} {path} at {self._url}"
+
+    async def send(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
+        """Send one request and return the reply: decoded JSON, or text if `expect_json` is False.
+
+        Raises:
+            InvalidRequestError: the server refused the request.
+            TransientError: the failure may pass.
+            BackendTimeoutError: the server hangs.
+            EngineError: every other failure.
+        """
+        where = self.where(method, path)
+        cause: Exception | None = None
+        try:
+            return await self._reply(where, method, path, body, expect_json)
+        except CoreLMError as error:
+            typed = error
+        except Exception as error:
+            typed = self._typed(where, error)
+            # A traceback prints the cause, too.
+            cause = None if self._secrets.masked(repr(error)) != repr(error) else error
+        raise self._secrets.masked_error(typed) from cause
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _reply(self, where: str, method: str, path: str, body: bytes, expect_json: bool) -> Any:
+        headers = {"Content-Type": "application/json"} if body else {}
+        async with self._client.stream(method, path, content=body or None, headers=headers) as response:
+            content = await self._body(where, response)
+        # A charset in Content-Type is not looked at: JSON is UTF-8, and the name of a codec could be anything.
+        if not response.is_success:
+            body_text = self._beginning(content)
+            raise self._reader.error(where, response.status_code, response.reason_phrase, response.headers, body_text)
+        try:
+            reply = json.loads(content) if expect_json else content.decode(errors="replace")
+            return self._secrets.masked_reply(reply, content)
+        except (ValueError, RecursionError):
+            seen = self._reader.message(self._beginning(content)) or "an empty body"
+            raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from None
+
+    async def _body(self, where: str, response: httpx.Response) -> bytearray:
+        """Return the body, or of an error's body the beginning."""
+        encoding = response.headers.get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            if not response.is_success:
+                return bytearray()
+            raise EngineError(
+                f"{where}: the reply is compressed ({encoding[:20]!r}), although the request says Accept-Encoding: "
+                "identity; switch compression off in the server or in the proxy before it",
+                usable=True,
+            )
+        limit = self._max_reply_bytes if response.is_success else _ERROR_BYTES
+        content = bytearray()
+        async for piece in response.aiter_raw():
+            content += piece[: limit + 1 - len(content)]
+            if len(content) > limit:
+                break
+        if len(content) > limit and response.is_success:
+            raise EngineError(f"{where}: the reply is longer than {limit} bytes", usable=True)
+        return content
+
+    def _beginning(self, content: bytearray) -> str:
+        if len(content) > _ERROR_BYTES:
+            # The cut may go through a key that the server echoes, and half a key would not be masked.
+            content = content[: max(0, _ERROR_BYTES - self._secrets.longest)]
+        return content.decode(errors="replace")
+
+    def _typed(self, where: str, error: Exception) -> CoreLMError:
+        told = f"{where}: {type(error).__name__}" + (f": {error}" if str(error) else "")
+        for fault, advice in _TLS_FAULTS.items():
+            if fault in str(error):
+                return EngineError(f"{told}; {advice}", usable=False)
+        if isinstance(error, _BROKEN):
+            return TransientError(told, usable=False)
+        if isinstance(error, httpx.TimeoutException):
+            return BackendTimeoutError(
+                f"{where}: the server hangs; nothing was sent or received for {self._read_timeout:g} s"
+            )
+        return EngineError(told)
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether `host` names this machine, which no proxy can reach for us."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        own = {"localhost", socket.gethostname().lower()}
+        return host.lower() in own or host.lower().endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
+
+
+def checked_url(base_url: str) -> httpx.URL:
+    """Return the URL of a server.
+
+    Raises:
+        InvalidRequestError: it cannot be used; `field` is ``base_url``.
+    """
+    try:
+        url = httpx.URL(base_url)
+        host = url.host
+    except (httpx.InvalidURL, TypeError, ValueError) as error:
+        raise invalid("base_url", str(error)) from error
+    if url.userinfo:
+        # The URL appears in results and logs.
+        raise invalid("base_url", "it must not contain a user and password; pass api_key= or headers=")
+    if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
+        raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
+    return url

@@ -1,0 +1,69 @@
+"""In this process: an output of vLLM that cannot be the answer to its row fails that row alone."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import SamplingParams
+from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from vllm_backend.protocol_inprocess import generation_result, scoring_result
+
+
+def output(ids: list[int], values: list[float], reason: str = "length", prompt: list[float] | None = None) -> Any:
+    """What vLLM returns for a row, as far as the plugin reads it. Each position has one candidate."""
+
+    def flat(numbers: list[float]) -> Any:
+        return SimpleNamespace(logprobs=numbers, start_indices=list(range(len(numbers))))
+
+    completion = SimpleNamespace(token_ids=ids, finish_reason=reason, logprobs=flat(values))
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=None if prompt is None else flat(prompt))
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list([[5], [6], [7]]),
+        sampling=SamplingParams(max_new_tokens=2, **sampling),
+        logprobs="raw",
+        seeds=None,
+        stop_ids=frozenset(),
+        request_ids=("a", "b", "c"),
+        timeout=None,
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
+def test_a_log_prob_that_is_none_fails_its_row_alone(value: float) -> None:
+    good = output([8, 9], [-1.0, -2.0])
+    result = generation_result(request(), [good, output([8, 9], [-1.0, value]), good])
+    assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
+    assert "position 1" in (result.errors or ("", ""))[1]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_score_that_is_none_fails_its_row_alone(value: float) -> None:
+    scoring = ScoreRequest(
+        sequences=Ragged.from_list([[5, 6, 7], [5, 6, 8]]),
+        score_from=torch.tensor([1, 1]),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("a", "b"),
+        timeout=None,
+    )
+    good, bad = (output([3], [-9.0, -1.0], prompt=[0.0, found]) for found in (-2.0, value))
+    result = scoring_result(scoring, {0: bad, 1: good})
+    assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [0, -2, -1]
+    assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
+
+
+def test_an_unknown_reason_is_an_error_and_repetition_ends_an_answer_if_it_was_asked_for() -> None:
+    rows = [output([8], [-1.0], reason) for reason in ("repetition", "error", "stop")]
+    assert generation_result(request(), rows).finish_reasons == ("error", "error", "stop")
+    asked = request(engine_kwargs={"repetition_detection": {"max_pattern_size": 2}})
+    assert generation_result(asked, rows).finish_reasons == ("stop", "error", "stop")

@@ -1,0 +1,284 @@
+"""One HTTP request against a real server that is hostile or broken: the error is typed, bounded, and shows no key."""
+
+from __future__ import annotations
+
+import gzip
+import resource
+import shutil
+import ssl
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError
+from corelm.support import AccessError
+from corelm.support.http_exchange import is_this_machine
+from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
+from helpers.http_server import PATIENCE, Reply, drip, json_reply, raw
+
+# One connection for each request --------------------------------------------------------------------------------------
+
+
+def with_surplus(reply: Reply, surplus: bytes) -> Reply:
+    """Send a second response in one segment with `reply`."""
+
+    def write(handler: Any) -> None:
+        sent: list[bytes] = []
+        send, handler.wfile.write = handler.wfile.write, sent.append
+        reply(handler)
+        handler.wfile.write = send
+        send(b"".join(sent) + b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(surplus), surplus))
+
+    return write
+
+
+def test_a_surplus_response_is_never_the_answer_to_the_next_request(connect: Connect, serve: Any) -> None:
+    server = serve(lambda request: with_surplus(echo(request), b'{"you said": "surplus"}'))
+    client = connect(server)
+    for number in range(5):
+        assert client.post("/x", number) == {"you said": number}
+        assert client.get("/a") == {"you said": None}
+        assert client.post_each("/x", [number, -1], names=["a", "b"], is_reply_to=is_echo, timeout=30) == [
+            {"you said": number},
+            {"you said": -1},
+        ]
+    assert len(server.requests) == 20
+
+
+# Replies that raised what is not in the tree of errors ---------------------------------------------------------------
+
+ODD = {
+    "charset-hex": {"Content-Type": "application/json; charset=hex"},
+    "charset-idna": {"Content-Type": "text/plain; charset=idna"},
+    "charset-undefined": {"Content-Type": "text/plain; charset=undefined"},
+    "charset-zlib": {"Content-Type": "text/plain; charset=zlib"},
+    "charset-utf-16": {"Content-Type": "text/plain; charset=utf_16"},
+    "retry-after-year": {"Retry-After": "Mon, 01 Jan 99999999999 00:00:00 GMT"},
+    "retry-after-zone": {"Retry-After": "Mon, 01 Jan 2024 00:00:00 +99999999999999"},
+    "retry-after-digits": {"Retry-After": "9" * 5000},
+    "location-script": {"Location": "javascript:alert(1)"},
+    "location-idna": {"Location": "http://xn--a/"},
+    "location-port": {"Location": "http://h:99999999/"},
+    "encoding-zstd": {"Content-Encoding": "zstd, gzip"},
+}
+
+
+@pytest.mark.parametrize("status", [200, 307, 400, 429, 500])
+@pytest.mark.parametrize("headers", ODD)
+def test_an_odd_reply_fails_only_its_own_row_and_with_a_typed_error(
+    connect: Connect, serve: Any, headers: str, status: int
+) -> None:
+    odd = raw(b"\xff\xfe\x00odd", status, ODD[headers])
+    client = connect(serve(lambda request: odd if request.body in ("odd", None) else echo(request)), max_retries=1)
+    found = client.post_each("/x", [1, "odd", 2], names=list("abc"), is_reply_to=is_echo, timeout=30)
+    assert found[0] == {"you said": 1} and found[2] == {"you said": 2}
+    assert isinstance(found[1], CoreLMError) and "POST /x" in str(found[1])
+    assert client.answers("/a") == (status == 200 and not headers.startswith("encoding"))
+    with pytest.raises(CoreLMError):
+        client.get("/a")
+
+
+def test_a_url_that_names_no_host_is_refused(connect: Connect) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        connect("http://xn--a/")
+    assert caught.value.field == "base_url"
+
+
+def test_a_header_that_is_not_a_text_is_refused(connect: Connect) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        connect("http://127.0.0.1:1", headers={"X-Number": 7})
+    assert caught.value.field == "headers"
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def endless(status: int, headers: dict[str, str] | None = None) -> Reply:
+    """Send zeros until the client leaves."""
+
+    def write(handler: Any) -> None:
+        handler.close_connection = True
+        handler.send_response(status)
+        for name, value in (headers or {}).items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        piece = bytes(2**20)
+        for _ in range(2**12):
+            handler.wfile.write(piece)
+
+    return write
+
+
+def peak() -> int:
+    """Return the most memory that this process has used so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_reply_beyond_the_limit_is_refused_and_not_held(connect: Connect, serve: Any) -> None:
+    client = connect(serve(lambda request: endless(200)), max_reply_bytes=2**22)
+    before = peak()
+    with pytest.raises(EngineError, match="longer than 4194304 bytes"):
+        client.get("/a")
+    assert peak() - before < 2**26
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_of_an_endless_error_page_only_the_beginning_is_read(connect: Connect, serve: Any, status: int) -> None:
+    client = connect(serve(lambda request: endless(status)), max_retries=0)
+    before = peak()
+    with pytest.raises(CoreLMError, match=str(status)):
+        client.get("/a")
+    assert peak() - before < 2**26
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_compressed_reply_is_not_unpacked(connect: Connect, serve: Any, waits: Waits, status: int) -> None:
+    bomb = gzip.compress(bytes(2**27))
+    server = serve(lambda request: raw(bomb, status, {"Content-Encoding": "gzip"}))
+    before = peak()
+    with pytest.raises(CoreLMError, match="compressed" if status == 200 else "400"):
+        connect(server).get("/a")
+    assert peak() - before < 2**26 and waits == []
+    assert server.requests[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_a_timeout_ends_a_reply_that_drips(connect: Connect, serve: Any) -> None:
+    client = connect(serve(lambda request: drip()), read_timeout=PATIENCE)
+    calls: list[Callable[[], object]] = [
+        lambda: client.get("/a", timeout=0.2),
+        lambda: client.post("/a", 1, timeout=0.2),
+        lambda: client.post_each("/x", [1, 2], names=["a", "b"], is_reply_to=is_echo, timeout=0.2),
+    ]
+    for call in calls:
+        start = time.monotonic()
+        with pytest.raises(BackendTimeoutError):
+            call()
+        assert time.monotonic() - start < PATIENCE / 2
+    assert not client.answers("/a", timeout=0.2)
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def lines(*texts: str) -> Reply:
+    """Send these lines as they are."""
+
+    def write(handler: Any) -> None:
+        handler.close_connection = True
+        handler.wfile.write("\r\n".join([*texts, "", ""]).encode())
+
+    return write
+
+
+LEAKS = {
+    "reason-phrase": lines(f"HTTP/1.1 400 wrong key {KEY}", "Content-Length: 0"),
+    "redirect": lines("HTTP/1.1 307 Moved", f"Location: http://h/?key={KEY}", "Content-Length: 0"),
+    "illegal-header-line": lines("HTTP/1.1 200 OK", f"Authorization {KEY}"),
+    "illegal-status-line": lines(f"{KEY} 200 OK"),
+    "garbage": raw(f"<html>{KEY}".encode()),
+    "error-page": json_reply({"error": {"message": f"wrong key {KEY}"}}, 401),
+    # The page is cut in the middle of the key, and blanks do not count towards the length of a message.
+    "cut-key": raw(b" " * 4080 + f"{KEY} wrong".encode() + b"x" * 9000, 400),
+}
+
+
+@pytest.mark.parametrize("given", ["api_key", "header", "bare-header"])
+@pytest.mark.parametrize("leak", LEAKS)
+def test_no_message_traceback_or_log_shows_a_key(
+    connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture, leak: str, given: str
+) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "api_key": {"api_key": KEY},
+        "header": {"headers": {"Authorization": f"Bearer {KEY}"}},
+        "bare-header": {"headers": {"X-Api-Key": KEY}},
+    }
+    client = connect(serve(lambda request: LEAKS[leak]), max_retries=1, **options[given])
+    with caplog.at_level("DEBUG", "corelm"), pytest.raises(CoreLMError) as caught:
+        client.get("/a")
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + caplog.text
+    assert KEY[:12] not in shown
+    (entry,) = client.post_each("/x", [1], names=["a"], is_reply_to=is_echo, timeout=30)
+    assert KEY[:12] not in "".join(traceback.format_exception(entry))
+
+
+def test_a_key_in_a_reply_never_reaches_the_caller(connect: Connect, serve: Any) -> None:
+    reply = {"args": {"api_key": KEY, "port": 8000}, "said": f"Bearer {KEY}", "ids": [1, 2]}
+    client = connect(serve(lambda request: json_reply(reply)), api_key=KEY)
+    assert client.get("/info") == {"args": {"api_key": "***", "port": 8000}, "said": "Bearer ***", "ids": [1, 2]}
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, AccessError), (403, AccessError), (307, AccessError)])
+def test_a_refused_client_is_told_apart_from_a_refused_request(
+    connect: Connect, serve: Any, status: int, kind: type[EngineError]
+) -> None:
+    with pytest.raises(kind):
+        connect(serve(lambda request: raw(b"", status))).get("/a")
+
+
+# TLS and proxies ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tls_server_that_speaks_plain_http_is_named_and_not_retried(
+    connect: Connect, serve: Any, waits: Waits
+) -> None:
+    server = serve()
+    with pytest.raises(EngineError, match="http:// address"):
+        connect(server.url.replace("http://", "https://")).get("/a")
+    assert waits == []
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that only itself vouches for, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    names = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*command, "-out", names[0], "-keyout", names[1]], check=True, capture_output=True)
+    return names
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused_with_advice(
+    connect: Connect,
+    serve: Any,
+    waits: Waits,
+    certificate: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    server.use_tls(context)
+    url = server.url.replace("http://", "https://")
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with pytest.raises(EngineError, match="SSL_CERT_FILE"):
+        connect(url).get("/a")
+    assert waits == [] and server.requests == []
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    assert connect(url).get("/a") == {"you said": None}
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("localhost", True),
+        ("A.localhost", True),
+        ("this-machine", True),
+        ("10.0.0.1", False),
+        ("example.com", False),
+    ],
+)
+def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch, host: str, own: bool) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "This-Machine")
+    assert is_this_machine(host) is own
