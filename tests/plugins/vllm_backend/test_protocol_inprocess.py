@@ -20,7 +20,7 @@ def output(ids: list[int], values: list[float], reason: str = "length", prompt: 
     def flat(numbers: list[float]) -> Any:
         return SimpleNamespace(logprobs=numbers, start_indices=list(range(len(numbers))))
 
-    completion = SimpleNamespace(token_ids=ids, finish_reason=reason, logprobs=flat(values))
+    completion = SimpleNamespace(token_ids=ids, finish_reason=reason, stop_reason=None, logprobs=flat(values))
     return SimpleNamespace(outputs=[completion], prompt_logprobs=None if prompt is None else flat(prompt))
 
 
@@ -39,7 +39,7 @@ def request(**sampling: Any) -> GenerateRequest:
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
 def test_a_log_prob_that_is_none_fails_its_row_alone(value: float) -> None:
     good = output([8, 9], [-1.0, -2.0])
-    result = generation_result(request(), [good, output([8, 9], [-1.0, value]), good])
+    result = generation_result(request(), [good, output([8, 9], [-1.0, value]), good], None)
     assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
     assert "position 1" in (result.errors or ("", ""))[1]
 
@@ -63,7 +63,22 @@ def test_a_score_that_is_none_fails_its_row_alone(value: float) -> None:
 
 
 def test_an_unknown_reason_is_an_error_and_repetition_ends_an_answer_if_it_was_asked_for() -> None:
-    rows = [output([8], [-1.0], reason) for reason in ("repetition", "error", "stop")]
-    assert generation_result(request(), rows).finish_reasons == ("error", "error", "stop")
+    rows = [output([8], [-1.0], reason) for reason in ("repetition", "error", "length")]
+    assert generation_result(request(), rows, None).finish_reasons == ("error", "error", "length")
     asked = request(engine_kwargs={"repetition_detection": {"max_pattern_size": 2}})
-    assert generation_result(asked, rows).finish_reasons == ("stop", "error", "stop")
+    assert generation_result(asked, rows, None).finish_reasons == ("stop", "error", "length")
+
+
+class Letters:
+    """A tokenizer whose ids are the letters from a on."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + each) for each in ids)
+
+
+def test_a_stop_that_the_ids_do_not_show_fails_its_row_alone() -> None:
+    """vLLM was seen to find a stop string in text that no token of the answer stands for."""
+    rows = [output([0, 1], [-1.0, -1.0], "stop"), output([0, 3], [-1.0, -1.0], "stop")]
+    result = generation_result(request(stop=("b",)), rows, Letters())
+    assert result.finish_reasons == ("stop", "error")
+    assert "do not spell" in (result.errors or ("", ""))[1]

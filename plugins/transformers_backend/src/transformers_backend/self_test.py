@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 #: A way may differ from the plain forward by so many times what two plain forwards of the same ids differ by, because
 #: one of them reads more ids after them.
-_TIMES_NOISE = 6.0
+_TIMES_NOISE = 24.0
 #: Number of positions compared at the end of each of the caller's rows.
 _TAIL = 16
 #: How many states of the model's structure are remembered.

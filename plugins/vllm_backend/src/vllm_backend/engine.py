@@ -48,7 +48,7 @@ class InProcessEngine(ABC):
     def generate(self, request: GenerateRequest) -> GenerateResult:
         requests = protocol.generation_requests(request, self._info)
         outputs = self.run(requests, request.request_ids, request.timeout)
-        return protocol.generation_result(request, outputs)
+        return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         requests = protocol.scoring_requests(request)

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowAnswer, RowError, RowFailure, checked_logprobs, generate_result, score_result
+from corelm.support import (
+    RowAnswer,
+    RowError,
+    RowFailure,
+    StopStrings,
+    checked_logprobs,
+    generate_result,
+    score_result,
+)
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.sampling import REPETITION, check_raw, parameters
 
@@ -62,12 +70,15 @@ def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMR
     return requests
 
 
-def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput]) -> GenerateResult:
+def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput], tokenizer: Any) -> GenerateResult:
     """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
-    return generate_result(request, [_outcome(output, lambda found: _row_answer(found, request)) for output in outputs])
+    stops = StopStrings.of(request.sampling, tokenizer)
+    return generate_result(
+        request, [_outcome(output, lambda found: _row_answer(found, request, stops)) for output in outputs]
+    )
 
 
-def _row_answer(output: Any, request: GenerateRequest) -> RowAnswer:
+def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> RowAnswer:
     completion = output.outputs[0]
     reason = str(completion.finish_reason)
     if reason == "repetition" and request.sampling.engine_kwargs.get(REPETITION):
@@ -75,6 +86,14 @@ def _row_answer(output: Any, request: GenerateRequest) -> RowAnswer:
     if reason not in ("stop", "length", "abort"):
         raise RowError(f"vLLM ended the request for the reason {reason!r}")
     ids = list(completion.token_ids)
+    ended = bool(ids) and (ids[-1] in request.stop_ids or stops.first_end(ids) == len(ids))
+    if reason == "stop" and not ended and not request.sampling.engine_kwargs:
+        # vLLM looks for stop strings in a text that it decodes step by step. After a prompt that ends in the middle of a
+        # character, that text was seen to hold letters that no token of the answer stands for.
+        raise RowError(
+            f"vLLM stopped for {completion.stop_reason!r}, which the tokens of the answer do not spell; "
+            "end the prompt with a whole character"
+        )
     logprobs: list[float] = []
     if request.logprobs == "processed" and request.sampling.greedy:
         # The greedy token has probability 1. vLLM would return its log-prob at temperature 1.
