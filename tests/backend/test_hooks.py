@@ -2,25 +2,19 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
-from pathlib import Path
 
 import pytest
 import tenacity
 import torch
 
-from corelm import Backend, Ragged, SamplingParams, hookimpl
+from corelm import Backend, Ragged, hookimpl
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
     BackendTimeoutError,
-    CapabilityError,
     EngineError,
-    InvalidRequestError,
 )
-from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
 # Retries, turns, closing ---------------------------------------------------------------------------------------------
@@ -177,214 +171,6 @@ def test_a_hook_with_the_wrong_signature_is_an_error():
 
     with pytest.raises(BackendIncompatibleError, match="generate"):
         Backend.from_plugin(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
-
-
-# Weights and provenance ----------------------------------------------------------------------------------------------
-
-
-def test_weight_versions_count_up_unless_the_caller_names_them():
-    backend = fake()
-    assert backend.generate([[1]], SHORT).weight_versions == ("0",)
-    assert backend.update_weights({"w": torch.zeros(1)}) == "1"
-    assert sent(backend)[-1].state_dict.keys() == {"w"} and sent(backend)[-1].path is None
-    assert backend.update_weights("some/where", version="step-9") == "step-9"
-    assert sent(backend)[-1].path == Path("some/where")
-    out = backend.generate([[1], [3]], SHORT)
-    assert backend.provenance(out).weight_version == "step-9"
-    with pytest.raises(InvalidRequestError, match="weights: expected a state dict or a path"):
-        backend.update_weights(3)
-    with pytest.raises(CapabilityError, match="update_weights"):
-        fake(update_weights=False).update_weights({})
-
-
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_concurrent_updates_get_different_versions(concurrent):
-    gate, inside = Gate(), []
-
-    class Slow(Fake):
-        @hookimpl
-        def update_weights(self, request):
-            inside.append(request.version)
-            gate(None)
-            return True
-
-    backend = Backend.from_plugin(Slow(concurrent_calls=concurrent), "fake")
-    with ThreadPoolExecutor(3) as pool:
-        updates = [pool.submit(backend.update_weights, {}) for _ in range(3)]
-        gate.wait_for_call()
-        gate.opened.set()
-        assert sorted(update.result(timeout=10) for update in updates) == ["1", "2", "3"] == inside
-    assert backend.weight_version == "3"
-
-
-def test_a_default_version_is_never_one_that_was_used_before():
-    backend = fake()
-    for version in ("3", "1", "1"):
-        assert backend.update_weights({}, version) == version
-    assert [backend.update_weights({}) for _ in range(3)] == ["2", "4", "5"]
-    assert backend.update_weights({}, "9" * 5000) and backend.update_weights({}) == "9" * 5000 + "+1"
-
-
-def test_raw_log_probs_are_labelled_with_temperature_one():
-    backend = Backend.from_plugin(Fake(), "fake", model_name="m")
-    sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
-    made = backend.provenance(backend.generate([[1]], sampling), sampling)
-    assert made.distribution == ("raw", 1.0, "full", ())
-    assert (made.backend, made.model, made.weight_version) == ("fake", "m", "0")
-
-
-def test_rows_from_different_weights_have_different_provenance():
-    backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
-    made = backend.provenance(backend.generate([[1], [3]], SHORT))
-    assert [p.weight_version for p in made] == ["7", "8"]
-
-
-def test_a_call_that_waited_for_an_update_carries_the_new_version():
-    gate = Gate()
-    backend = fake(gate)
-    results = {}
-    first = threading.Thread(target=lambda: results.update(first=backend.generate([[1]], SHORT)))
-    first.start()
-    gate.wait_for_call()
-    # The update waits for the first call. The second call may enter before or after the update: its label must be true.
-    engine = backend.engine.plugin
-    engine.bend = lambda batch: batch
-    update = threading.Thread(target=backend.update_weights, args=({},))
-    second = threading.Thread(target=lambda: results.update(second=backend.generate([[1]], SHORT)))
-    update.start()
-    second.start()
-    gate.opened.set()
-    for thread in (first, update, second):
-        thread.join(timeout=10)
-    updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
-    assert results["first"].weight_versions == ("0",)
-    assert results["second"].weight_versions == (("1",) if updated_before else ("0",))
-
-
-def test_an_update_waits_for_calls_in_flight_or_aborts_them():
-    """An engine that takes several calls at once must not load weights into one of them."""
-    gate = Gate()
-
-    class Abortable(Fake):
-        @hookimpl
-        def abort(self, request):
-            self.requests.append(request)
-            gate.opened.set()
-            return True
-
-    engine = Abortable(gate, concurrent_calls=True, abort=True)
-    backend, answers = Backend.from_plugin(engine, "fake"), []
-    for drain in (True, False):
-        gate.entered.clear()
-        gate.opened.clear()
-        call = threading.Thread(target=lambda: answers.append(backend.generate([[1]], SHORT, request_ids=["mine"])))
-        update = threading.Thread(target=backend.update_weights, args=({},), kwargs={"drain": drain})
-        call.start()
-        gate.wait_for_call()
-        update.start()
-        if drain:
-            assert not any(isinstance(request, WeightUpdate) for request in engine.requests)
-            gate.opened.set()
-        for thread in (call, update):
-            thread.join(timeout=10)
-    # Core repeats the abort until the call has ended.
-    assert [name for name, _ in groupby(type(request).__name__ for request in engine.requests)] == [
-        *("GenerateRequest", "WeightUpdate"),
-        *("GenerateRequest", "AbortRequest", "WeightUpdate"),
-    ]
-    assert engine.requests[3].request_ids == ("mine",)
-    assert [batch.weight_versions for batch in answers] == [("0",), ("1",)] and backend.weight_version == "2"
-
-
-def test_an_abort_that_came_too_early_is_repeated():
-    """An engine cannot abort a request that has not reached it yet. This engine ignores the first two aborts."""
-    gate = Gate()
-
-    class LateAbort(Fake):
-        @hookimpl
-        def abort(self, request):
-            self.requests.append(request)
-            if len(self.requests) > 3:
-                gate.opened.set()
-            return True
-
-    backend = Backend.from_plugin(LateAbort(gate, concurrent_calls=True, abort=True), "fake")
-    call = threading.Thread(target=backend.generate, args=([[1]], SHORT))
-    call.start()
-    gate.wait_for_call()
-    assert backend.update_weights({}, drain=False) == "1"
-    call.join(timeout=10)
-    assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_wrapped(wrapped):
-    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are wrapped."""
-    gate = Gate()
-
-    class Wrapper:
-        @hookimpl(wrapper=True)
-        def tokenize(self, request):
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def to_containers(self, request):
-            return (yield)
-
-    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=[Wrapper()] if wrapped else [])
-    results, done = [], threading.Event()
-
-    def call_core_hooks():
-        results.append(backend.tokenize(["12"]).ids.tolist())
-        tokens = Parts(None, None, Ragged.from_list([[1, 2]]))
-        found = backend.to_containers(ContainerRequest(batch_size=(1,), fields=frozenset({"tokens"}), tokens=tokens))
-        results.append(found["tokens", "full"])
-        done.set()
-
-    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=call_core_hooks)]
-    threads[0].start()
-    gate.wait_for_call()
-    threads[1].start()
-    assert done.wait(timeout=0.2 if wrapped else 10) is not wrapped
-    gate.opened.set()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert done.is_set() and results[0] == [[1, 2]]
-
-
-def test_closing_an_engine_with_concurrent_calls_does_not_wait_for_them():
-    gate = Gate()
-
-    class Closable(Fake):
-        @hookimpl
-        def close(self, request):
-            gate.opened.set()
-            return True
-
-    def fail_once_closed(batch):
-        gate(batch)
-        raise OSError("the engine is gone")
-
-    backend, errors = Backend.from_plugin(Closable(fail_once_closed, concurrent_calls=True), "fake"), []
-
-    def call():
-        with pytest.raises(EngineError) as error:
-            backend.generate([[1]], SHORT)
-        errors.append(error.value)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    gate.wait_for_call()
-    backend.close()
-    thread.join(timeout=10)
-    assert "the engine is gone" in str(errors[0])
-
-
-def test_an_update_that_returns_false_is_an_error():
-    engine = Fake()
-    engine.updated = False
-    with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
-        Backend.from_plugin(engine, "fake").update_weights({})
 
 
 # Failures of the engine that are not exceptions as usual -------------------------------------------------------------
