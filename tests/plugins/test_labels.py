@@ -22,7 +22,7 @@ LOST = EngineError("the server is gone")
 
 
 def vllm_in_process(request: GenerateRequest) -> GenerateResult:
-    return protocol_inprocess.generation_result(request, [RowFailure("lost")])
+    return protocol_inprocess.generation_result(request, [RowFailure("lost")], tiny_tokenizer())
 
 
 def vllm_over_http(request: GenerateRequest) -> GenerateResult:

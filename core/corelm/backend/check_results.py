@@ -135,9 +135,11 @@ def _limits(request: GenerateRequest, capabilities: Capabilities) -> list[int] |
 
 
 def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, tokenizer: Any) -> bool:
-    """Return whether the last token of an answer completes a stop string.
+    """Return whether a stop string can have ended an answer: its text holds one.
 
-    Texts of the engine's own may differ from what the ids decode to: core takes the engine's word for its stop strings.
+    At which token is not asked: an engine that holds half a character back finds a stop string a few tokens late, and
+    may then count one that was complete before `min_new_tokens`. Texts of the engine's own may differ from what the
+    ids decode to: core takes the engine's word for its stop strings.
     """
     if not request.sampling.stop:
         return False
@@ -145,7 +147,7 @@ def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, t
         return True
     start, end = batch.ids.offsets[row : row + 2].tolist()
     ids = batch.ids.values[start:end].tolist()
-    return StopStrings.of(request.sampling, tokenizer).first_end(ids) == len(ids)
+    return StopStrings.of(request.sampling, tokenizer).occurs_in(ids)
 
 
 def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail: Fail) -> None:

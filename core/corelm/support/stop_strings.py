@@ -13,7 +13,7 @@ The rule, for every backend:
 Choose by how the engine works:
 
 - It samples in this process, step by step: `StopStrings.watch`, one watch for each answer.
-- It returns whole answers: `StopStrings.first_end`.
+- It returns whole answers: `StopStrings.first_end`, or `StopStrings.occurs_in` to confirm that it stopped for one.
 - Only the text is needed: `text_before_stop`.
 """
 
@@ -83,6 +83,11 @@ class StopStrings:
         # The text of a longer answer starts with that of a shorter one, so the first length is found by halving.
         lengths = range(least, len(ids) + 1)
         return lengths[bisect_left(lengths, True, key=stopped)]
+
+    def occurs_in(self, ids: Sequence[int]) -> bool:
+        """Return whether any stop string is in the text of an answer, wherever it begins and ends."""
+        text = self.decode(list(ids)) if self.stops else ""
+        return any(stop in text for stop in self.stops)
 
     def watch(self) -> StopStringWatch:
         """Return a watch for one answer that is generated token by token."""

@@ -68,7 +68,7 @@ class SampledLogProbPromises(ConformanceBase):
         """Return the prompt of each answer, and the answers; not applicable if the engine lacks these log-probs."""
         if SamplingParams.make(sampling).num_beams > 1:
             not_applicable("log-probs of beams")
-        # An engine that decodes step by step may find a stop string in a piece of a character that random ids begin.
+        # vLLM looks for stop strings in the prompt too if it ends in the middle of a character, as random ids may.
         random = [] if "stop" in sampling else self.rows(backend, 7, 24)
         prompts = [*random, *backend.tokenize(OPENINGS[:1] if random else OPENINGS).ids.tolist()]
         try:

@@ -86,10 +86,10 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     if reason not in ("stop", "length", "abort"):
         raise RowError(f"vLLM ended the request for the reason {reason!r}")
     ids = list(completion.token_ids)
-    ended = bool(ids) and (ids[-1] in request.stop_ids or stops.first_end(ids) == len(ids))
+    ended = bool(ids) and (ids[-1] in request.stop_ids or stops.occurs_in(ids))
     if reason == "stop" and not ended and not request.sampling.engine_kwargs:
         # vLLM looks for stop strings in a text that it decodes step by step. After a prompt that ends in the middle of
-        # a character, that text was seen to hold letters that no token of the answer stands for.
+        # a character, that text begins with the prompt's own.
         raise RowError(
             f"vLLM stopped for {completion.stop_reason!r}, which the tokens of the answer do not spell; "
             "end the prompt with a whole character"
