@@ -186,6 +186,9 @@ def test_answers_to_one_prompt_share_its_prefill_and_stay_the_same(open_model: O
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(tuple(args[0].shape)))
     sampling, seeds = {"max_new_tokens": 10, "ignore_eos": True}, answer_seeds(1, range(3), 4)
     backend = open_model(model)
+    # The self-test comes before the first answer.
+    backend.generate(prompts, {**sampling, "num_samples": 4}, seeds=seeds)
+    read.clear()
     out = backend.generate(prompts, {**sampling, "num_samples": 4}, seeds=seeds)
     assert read[0] == (3, 30) and read[1] == (12, 1)
     rows = Ragged.from_list(prompts).repeat(4).tolist()
@@ -315,8 +318,8 @@ def test_engine_kwargs_reach_transformers_generate(open_model: Open) -> None:
     assert len(pairs) == len(set(pairs)) and held != free
 
 
-def test_a_model_that_keeps_its_state_in_its_modules_scores_and_does_not_generate(open_model: Open) -> None:
-    """Expanding a prompt to several answers, or dropping rows that ended, would make its log-probs wrong."""
+def test_a_model_that_keeps_its_state_in_its_modules_generates_without_a_cache(open_model: Open) -> None:
+    """With its cache, expanding a prompt to several answers, or dropping rows that ended, makes its log-probs wrong."""
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(
         vocab_size=512,
@@ -330,8 +333,11 @@ def test_a_model_that_keeps_its_state_in_its_modules_scores_and_does_not_generat
     )
     model = RecurrentGemmaForCausalLM(config).eval()
     backend = open_model(model)
-    with pytest.raises(CapabilityError, match="can score but not generate"):
-        backend.generate([[5, 6, 7]], {"max_new_tokens": 2})
     rows = random_rows(9, 3, vocab=512)
+    out = backend.generate(rows, {"max_new_tokens": 6, "num_samples": 2, "stop_token_ids": list(range(0, 512, 4))})
+    assert out.logprobs is not None
+    prompts = [row for row in rows for _ in range(2)]
+    for row, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
+        close(found, oracle.answer_logprobs(model, row, answer))
     for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
         close(found, oracle.logprobs(model, row))
