@@ -38,7 +38,7 @@ def number(field: str, given: Any, low: float = -math.inf, high: float = math.in
     if hasattr(given, "__float__") and not isinstance(given, bool):
         try:
             value = float(given)
-        except Exception:  # whatever a strange object's own method raises
+        except Exception:  # the object's own methods may raise anything
             value = math.nan
     # NaN fails every comparison, so it is refused here too.
     if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
@@ -61,7 +61,7 @@ def count(field: str, given: Any, low: int | None = 0, high: int | None = None) 
             raise ValueError
         if (low is not None and value < low) or (high is not None and value > high):
             raise ValueError
-    except Exception:  # whatever a strange object's own method raises
+    except Exception:  # the object's own methods may raise anything
         raise invalid(field, f"expected {expected}, got {shown(given)}") from None
     return value
 
@@ -75,7 +75,7 @@ def token_ids(field: str, given: Any) -> tuple[int, ...]:
             if any(isinstance(one, (bool, str)) for one in ids):
                 raise TypeError
             ids = tuple(map(operator.index, ids))
-    except Exception:  # whatever a strange object's own method raises
+    except Exception:  # the object's own methods may raise anything
         raise invalid(field, f"expected a sequence of token ids, got {type(given).__name__} {shown(given)}") from None
     if ids and min(ids) < 0:
         raise invalid(field, f"expected ids of at least 0, got {shown(min(ids))}")

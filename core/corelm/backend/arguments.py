@@ -67,12 +67,12 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     problems: Problems = {}
     try:
         rows = list(rows)
-    except Exception as error:  # whatever a strange object's own method raises
+    except Exception as error:  # the object's own methods may raise anything
         raise invalid(field, f"expected rows of token ids, and {type(rows).__name__} fails: {error!r}") from error
     for index, row in enumerate(rows):
         try:
             tensors.append(_row(row))
-        except Exception:  # whatever a strange object's own method raises
+        except Exception:  # the object's own methods may raise anything
             problems[index] = f"expected a list of token ids (int64), got {shown(row)}"
     refuse(problems, field)
     return Ragged.from_list(tensors)
@@ -153,7 +153,7 @@ def starts(given: Any, rows: int) -> Tensor:
 def _integers(given: Any, count: int, field: str) -> Tensor:
     try:
         found = torch.as_tensor(given if hasattr(given, "__array__") else [operator.index(value) for value in given])
-    except Exception:  # whatever a strange object's own method raises
+    except Exception:  # the object's own methods may raise anything
         found = torch.empty(0, 0)
     if unreadable(found):
         raise invalid(field, f"expected {count} integers, got {unreadable(found)}")

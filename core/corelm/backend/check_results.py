@@ -39,7 +39,7 @@ _ABOVE_ZERO = 2.0**-10
 
 
 def _typed(check: Callable[P, None]) -> Callable[P, None]:
-    """Make a check raise an `EngineError` for a result that it cannot even read, whatever torch raises for it."""
+    """Make a check raise an `EngineError` if the check itself fails because it cannot read the result."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -233,7 +233,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else () if value is None else value
     try:
         texts = tuple(found) if isinstance(found, Iterable) else (found,)
-    except Exception:  # whatever a strange object's own method raises
+    except Exception:  # the object's own methods may raise anything
         texts = (None,)
     if not all(isinstance(text, str) and text for text in texts):
         raise invalid(name, f"expected strings of at least one character, got {shown(value)}")

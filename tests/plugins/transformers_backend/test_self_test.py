@@ -132,6 +132,25 @@ def test_a_cached_step_that_differs_from_a_full_forward(open_model: Open) -> Non
     assert decoder(backend).way == "uncached"
 
 
+def test_beams_use_no_cache_if_cached_steps_differ(open_model: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """Both models have the same full forward, so they have the same best beam."""
+    model, sound = tiny_model("qwen2"), tiny_model("qwen2")
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None and out.last_hidden_state.shape[1] == 1:
+            out.last_hidden_state = -out.last_hidden_state
+        return out
+
+    model.model.forward = forward
+    search = {"max_new_tokens": 6, "num_beams": 3, "temperature": 0.0}
+    expected = open_model(sound).generate(PROMPTS, search, logprobs="none").ids.tolist()
+    assert open_model(model).generate(PROMPTS, search, logprobs="none").ids.tolist() == expected
+    # A way that fails on the trial rows is slower from then on, so it is told as well.
+    assert "cached rows of 14 tokens get other numbers" in caplog.text
+
+
 def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
     open_model: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

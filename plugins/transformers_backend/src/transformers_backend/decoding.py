@@ -125,7 +125,7 @@ class Decoder:
         rows = trial if way == "cached and padded" else trial.select(trial.lengths == trial.lengths.max())
         return self._self_test.may_run(way, longest, partial(self._continued, way), rows)
 
-    def _continued(self, way: DecodingWay, rows: Ragged, last: int) -> list[Tensor]:
+    def _continued(self, way: DecodingWay, rows: Ragged) -> list[Tensor]:
         """Return the logits of the last few positions of `rows`, ``[n, vocab]``, as decoding makes them.
 
         The first row is expanded to two, one of which leaves after a step.

@@ -15,7 +15,7 @@ from corelm.support import Deadline
 from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
-from transformers_backend.self_test import SelfTest, TailLogits
+from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
@@ -106,13 +106,13 @@ class Scorer:
     def _whole_tails(self, layout: RowLayout) -> TailLogits:
         """Return a function that makes the last logits of rows in that layout, from all logits."""
 
-        def tails(rows: Ragged, last: int) -> list[Tensor]:
+        def tails(rows: Ragged) -> list[Tensor]:
             found: dict[int, Tensor] = {}
             for numbers in self._row_batches(rows.lengths, layout):
                 logits = self._engine.padded_logits(rows.select(numbers))
                 for number, row in zip(numbers.tolist(), logits, strict=True):
                     length = int(rows.lengths[number])
-                    found[number] = row[max(0, length - last) : length]
+                    found[number] = row[max(0, length - TAIL) : length]
             return [found[number] for number in range(len(rows))]
 
         return tails

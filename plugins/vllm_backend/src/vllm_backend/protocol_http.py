@@ -15,6 +15,7 @@ from corelm.support import (
     RowAnswer,
     RowError,
     RowFailure,
+    StopStrings,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -80,8 +81,10 @@ def generation_result(
 ) -> GenerateResult:
     """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
 
+    stops = StopStrings.of(request.sampling, info.tokenizer)
+
     def outcome(entry: Any, payload: Payload) -> RowAnswer | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _row_answer(reply, aborted, payload, request, info))
+        return row_outcome(entry, lambda reply, aborted: _row_answer(reply, aborted, payload, request, stops, info))
 
     return generate_result(request, list(map(outcome, entries, payloads)))
 
@@ -111,10 +114,12 @@ def _min_tokens(request: GenerateRequest, info: ServerInfo) -> int:
     return 0
 
 
-def _row_answer(reply: Any, aborted: bool, payload: Payload, request: GenerateRequest, info: ServerInfo) -> RowAnswer:
+def _row_answer(
+    reply: Any, aborted: bool, payload: Payload, request: GenerateRequest, stops: StopStrings, info: ServerInfo
+) -> RowAnswer:
     choice = only_choice(reply)
     ids = _answer_ids(choice, payload, info)
-    reason = _finish_reason(choice.get("finish_reason"), ids, payload, aborted, info.tokenizer)
+    reason = _finish_reason(choice.get("finish_reason"), ids, payload, aborted, stops)
     logprobs = [] if request.logprobs == "none" else _sampled_logprobs(choice, ids)
     if request.logprobs == "processed" and request.sampling.greedy:
         # The greedy token has probability 1. vLLM returns its log-prob at temperature 1.
@@ -135,24 +140,18 @@ def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:
     return ids
 
 
-def _finish_reason(reason: Any, ids: list[int], payload: Payload, aborted: bool, tokenizer: Any) -> str:
+def _finish_reason(reason: Any, ids: list[int], payload: Payload, aborted: bool, stops: StopStrings) -> str:
     """Return the reply's finish reason, if its ids confirm it."""
-    stops = payload["stop"]
-
-    def has_stop_string(tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens, skip_special_tokens=payload["skip_special_tokens"]) if stops else ""
-        return any(stop in text for stop in stops)
-
     if reason == "repetition" and payload.get(REPETITION):
         return "stop"
-    if reason != "abort" and not payload["min_tokens"] and has_stop_string(ids[:-1]):
-        raise RowError(f"it goes on after one of the stop strings {stops}")
+    if reason != "abort" and not payload["min_tokens"] and stops.occurs_in(ids[:-1]):
+        raise RowError(f"it goes on after one of the stop strings {list(stops.stops)}")
     return checked_finish_reason(
         reason,
         len(ids),
         limit=payload["max_tokens"],
         least=payload["min_tokens"],
-        ended=bool(ids) and (ids[-1] in payload["stop_token_ids"] or has_stop_string(ids)),
+        ended=bool(ids) and (ids[-1] in payload["stop_token_ids"] or stops.occurs_in(ids)),
         aborted=aborted,
         last=ids[-1] if ids else None,
     )

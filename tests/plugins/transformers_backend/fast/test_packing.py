@@ -251,3 +251,4 @@ def test_a_context_of_a_few_tokens(open_model: Open) -> None:
     model = tiny_model("gpt2", max_position_embeddings=8)
     backend = open_model(model)
     assert_right(backend, model, random_rows(8, 3))
+    assert scoring_path(backend).layout == "packed"

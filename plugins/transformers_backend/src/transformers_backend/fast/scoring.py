@@ -29,7 +29,7 @@ from transformers_backend.scoring import (
     ScoringPath,
     tokens_per_pass,
 )
-from transformers_backend.self_test import SelfTest, TailLogits
+from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
@@ -100,12 +100,12 @@ class FastScorer(Scorer):
     def _tails(self, layout: RowLayout) -> TailLogits:
         """Return a function that makes the last logits of rows in that layout, from the body's hidden states."""
 
-        def tails(rows: Ragged, last: int) -> list[Tensor]:
+        def tails(rows: Ragged) -> list[Tensor]:
             found: dict[int, Tensor] = {}
             for part in self._read_batches(rows, layout, lambda shared, rest: True):
                 states = self._reader.read(rows, part)
                 for number, slots in zip(part.rows.tolist(), part.index.split(), strict=True):
-                    found[number] = self._split.logits(states[slots[-last:].to(states.device)])
+                    found[number] = self._split.logits(states[slots[-TAIL:].to(states.device)])
             return [found[number] for number in range(len(rows))]
 
         return tails
