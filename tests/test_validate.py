@@ -12,6 +12,9 @@ import torch
 from corelm import validate
 from corelm.errors import InvalidRequestError
 
+#: True, as Python, NumPy and torch have it.
+TRUTHS = (True, np.True_, torch.tensor(True))
+
 
 def refused(check: Any, *arguments: Any, **options: Any) -> str:
     with pytest.raises(InvalidRequestError) as caught:
@@ -25,7 +28,7 @@ def test_a_number_may_be_an_int_a_float_or_a_tensor_of_one(given: Any):
     assert validate.number("size", given) == 2.0 and type(validate.number("size", given)) is float
 
 
-@pytest.mark.parametrize("given", [math.nan, math.inf, True, "2", None, 10**400, torch.ones(2), [2]])
+@pytest.mark.parametrize("given", [math.nan, math.inf, *TRUTHS, "2", None, 10**400, torch.ones(2), [2]])
 def test_anything_else_is_not_a_number(given: Any):
     assert refused(validate.number, given).startswith("size: expected a finite number, got ")
 
@@ -44,7 +47,7 @@ def test_a_count_is_a_whole_number(given: Any):
     assert validate.count("size", given, 3) == 3 and type(validate.count("size", given)) is int
 
 
-@pytest.mark.parametrize("given", [2.5, True, "3", None, math.nan, math.inf, torch.ones(2), [3]])
+@pytest.mark.parametrize("given", [2.5, *TRUTHS, "3", None, math.nan, math.inf, torch.ones(2), [3]])
 def test_anything_else_is_not_a_count(given: Any):
     assert refused(validate.count, given).startswith("size: expected a whole number of at least 0, got ")
 
@@ -72,7 +75,8 @@ def test_token_ids_are_ints_below_any_vocabulary():
         found = validate.token_ids("size", given)
         assert found == (3, 4) and set(map(type, found)) == {int}
     assert validate.token_ids("size", [2**31 - 1]) == (2**31 - 1,) and validate.token_ids("size", []) == ()
-    for given in (5, "ab", ["a"], [1.0], [True], None, torch.tensor(3), [[1]]):
+    truths = [*([truth] for truth in TRUTHS), np.array([True])]
+    for given in (5, "ab", ["a"], [1.0], *truths, None, torch.tensor(3), [[1]]):
         assert refused(validate.token_ids, given).startswith("size: expected a sequence of token ids, got ")
 
 

@@ -35,7 +35,7 @@ def number(field: str, given: Any, low: float = -math.inf, high: float = math.in
         above: `low` itself is refused as well.
     """
     value = math.nan
-    if hasattr(given, "__float__") and not isinstance(given, bool):
+    if hasattr(given, "__float__") and not is_bool(given):
         try:
             value = float(given)
         except Exception:  # the object's own methods may raise anything
@@ -57,7 +57,7 @@ def count(field: str, given: Any, low: int | None = 0, high: int | None = None) 
     expected += "" if high is None else f" and at most {high}"
     try:
         value = int(given)
-        if isinstance(given, (bool, str, bytes)) or not bool(value == given):
+        if is_bool(given) or isinstance(given, (str, bytes)) or not bool(value == given):
             raise ValueError
         if (low is not None and value < low) or (high is not None and value > high):
             raise ValueError
@@ -72,7 +72,7 @@ def token_ids(field: str, given: Any) -> tuple[int, ...]:
         ids = tuple(given.tolist() if hasattr(given, "__array__") else given)
         # Two passes in C for the usual case: a rollout's history has thousands of ids.
         if not set(map(type, ids)) <= {int}:
-            if any(isinstance(one, (bool, str)) for one in ids):
+            if any(map(is_bool, ids)):
                 raise TypeError
             ids = tuple(map(operator.index, ids))
     except Exception:  # the object's own methods may raise anything
@@ -82,6 +82,16 @@ def token_ids(field: str, given: Any) -> tuple[int, ...]:
     if ids and max(ids) >= ANY_VOCABULARY:
         raise invalid(field, f"{shown(max(ids))} is larger than any vocabulary")
     return ids
+
+
+def is_bool(given: Any) -> bool:
+    """Return whether `given` is True or False, or an array or tensor of them: Python would take these for 1 and 0."""
+    return isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+
+
+def is_index(given: Any) -> bool:
+    """Return whether `given` is meant as one integer: an int, or a scalar of NumPy or torch; not a bool."""
+    return hasattr(given, "__index__") and getattr(given, "ndim", 0) == 0 and not is_bool(given)
 
 
 def flag(field: str, given: Any) -> bool:

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from corelm import Backend, Ragged, hookimpl
 from corelm.backend.encoding import Encoder
+from corelm.errors import EngineError
 from corelm.spec.records import TokenizeRequest, TokenizeResult
+from helpers.fakes import Fake
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
 SPECIALS = ["<|pad|>", "<|end|>"]
@@ -177,3 +180,50 @@ def test_any_callable_works_and_gets_only_the_requested_options() -> None:
     assert batch.ids.tolist() == [[1, 2], []] and batch.ids.values.dtype == torch.int64
     assert seen == [{"add_special_tokens": True}]
     assert len(Encoder(words)(request([])).ids) == 0 and len(seen) == 1
+
+
+# A plugin's own `tokenize` -------------------------------------------------------------------------------------------
+
+
+class Tokenizing(Fake):
+    """Encodes into buffers that the next call reuses; `bend` changes the offsets."""
+
+    def __init__(self, bend=lambda offsets: offsets):
+        super().__init__()
+        self.offsets = bend
+        self.ids, self.spans = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 2, dtype=torch.int64)
+
+    @hookimpl
+    def tokenize(self, request):
+        lengths = torch.tensor([len(text) for text in request.texts])
+        count = int(lengths.sum())
+        self.ids[:count] = torch.tensor([int(digit, 16) for digit in "".join(request.texts)])
+        starts = Ragged(self.ids[:count], lengths).positions
+        self.spans[:count] = torch.stack([starts, starts + 1], -1)
+        return TokenizeResult(ids=Ragged(self.ids[:count], lengths), offsets=self.offsets(self.spans[:count]))
+
+
+def test_a_plugin_may_reuse_the_buffers_of_its_tokens():
+    backend = Backend.from_plugin(Tokenizing(), "fake")
+    first = backend.tokenize(["12", "3"], offsets=True)
+    backend.tokenize(["456"], offsets=True)
+    assert first.ids.tolist() == [[1, 2], [3]] and first.offsets.tolist() == [[0, 1], [1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("bend", "says"),
+    [
+        (lambda offsets: offsets[:-1], r"offsets are torch.int64\[2, 2\], expected torch.int64\[3, 2\]"),
+        (lambda offsets: offsets.float(), r"offsets are torch.float32\[3, 2\]"),
+        (lambda offsets: offsets.flatten(), r"offsets are torch.int64\[6\]"),
+        (lambda offsets: offsets.to_sparse(), "not dense"),
+        (lambda offsets: offsets.tolist(), "offsets is a list"),
+        (lambda offsets: offsets - 1, r"row 0, position 0: the id covers the characters \[-1, 0\] of a text of 2"),
+        (lambda offsets: offsets.flip(-1), r"row 0, position 0: the id covers the characters \[1, 0\]"),
+        (lambda offsets: offsets + 1, r"row 0, position 1: the id covers the characters \[2, 3\] of a text of 2"),
+        (lambda offsets: torch.tensor([[0, 1], [1, 2], [2, 3]]), r"row 1, position 0: .* \[2, 3\] of a text of 1"),
+    ],
+)
+def test_offsets_that_do_not_fit_the_texts_are_refused(bend, says):
+    with pytest.raises(EngineError, match=f"hook tokenize: .*{says}"):
+        Backend.from_plugin(Tokenizing(bend), "fake").tokenize(["12", "3"], offsets=True)

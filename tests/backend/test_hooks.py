@@ -1,7 +1,10 @@
 """How an engine's hooks are called: with retries, in turn, new weights only between calls, until it is closed."""
 
 import asyncio
+import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -39,6 +42,19 @@ def test_a_failed_call_is_retried_as_often_as_asked():
         Backend.from_plugin(Fake(failing(3, OSError("lost"))), "fake", retry=three_attempts).generate([[1]], SHORT)
 
 
+def test_a_retry_does_not_outlive_the_timeout():
+    pauses = []
+    for wait, retried in ((60.0, False), (0.5, True)):
+        twice = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(2), wait=tenacity.wait_fixed(wait), sleep=pauses.append
+        )
+        backend = Backend.from_plugin(Fake(failing(9, OSError("lost"))), "fake", retry=twice)
+        with pytest.raises(EngineError, match="lost"):
+            backend.generate([[1]], SHORT, timeout=30.0)
+        assert len(sent(backend)) == 1 + retried
+    assert pauses == [0.5]
+
+
 def test_an_unusable_engine_is_not_called_again():
     engine = Fake(failing(1, EngineError("dead", usable=False)))
     with pytest.raises(EngineError, match="dead"):
@@ -69,7 +85,8 @@ def test_one_thread_at_a_time_enters_an_engine_without_concurrent_calls():
     first = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     first.start()
     assert inside.wait(timeout=10)
-    with pytest.raises(BackendTimeoutError, match="busy"):
+    # The timeout may pass before the call waits for its turn.
+    with pytest.raises(BackendTimeoutError, match=r"was busy|before the engine was called"):
         backend.generate([[1]], SHORT, timeout=0.01)
     together.wait(timeout=10)
     first.join(timeout=10)
@@ -191,10 +208,32 @@ class Silent(Exception):
     ],
 )
 def test_whatever_an_engine_raises_becomes_an_engine_error(error, text):
-    for timeout in (None, 9.0):
-        with pytest.raises(EngineError, match=text) as raised:
-            fake(failing(1, error)).generate([[1]], SHORT, timeout=timeout)
-        assert raised.value.__cause__ is error
+    with ThreadPoolExecutor(1) as pool:
+        for timeout in (None, 9.0):
+            call = pool.submit(fake(failing(1, error)).generate, [[1]], SHORT, timeout=timeout)
+            with pytest.raises(EngineError, match=text) as raised:
+                call.result(10)
+            assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_a_signal_handler_that_exits_ends_the_program_and_not_the_call(timeout):
+    engine = Fake()
+
+    def terminated(batch):
+        # On the thread of a call with a timeout, Python runs the handler in the main thread, which waits.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        ended.wait(timeout=10)
+        return batch
+
+    engine.bend, ended = terminated, threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: (ended.set(), sys.exit(143)))
+    try:
+        with pytest.raises(SystemExit) as exited:
+            Backend.from_plugin(engine, "fake", retry=3).generate([[1]], SHORT, timeout=timeout)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert exited.value.code == 143 and len(engine.requests) == 1
 
 
 def test_an_interrupt_in_the_engine_reaches_the_caller():

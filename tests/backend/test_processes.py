@@ -16,6 +16,7 @@ from helpers.fakes import Fake
 #: The parent has a call in the engine and one in the queue, and forks once for each part. Each child does its part.
 PROGRAM = """
 import atexit, faulthandler, gc, os, signal, sys, threading
+from concurrent.futures import wait
 from helpers.batching_fakes import GatedEngine
 from corelm import Backend
 from corelm.batching import DynamicBatcher
@@ -49,6 +50,10 @@ def close():
     assert not engine.requests
 
 
+def cancel():
+    assert futures[1].cancel() and wait(futures[1:], 20).done
+
+
 short = {{"max_new_tokens": 1}}
 parts = [
     close,
@@ -62,6 +67,9 @@ parts = [
     lambda: refused(batcher.submit_generate, [[1]], short),
     lambda: refused(batcher.update_weights, dict()),
     lambda: refused(backend.tokenize, ["1"]),
+    lambda: engine.capabilities.abort and refused(batcher.abort, ["x"]),
+    lambda: refused(batcher.state),
+    cancel,
 ]
 held, ended = threading.Event(), threading.Event()
 

@@ -37,7 +37,11 @@ def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
 @pytest.mark.parametrize(
     ("length", "sampling", "says"),
     [
-        (3, {}, "3 tokens and max_new_tokens=256, the default, do not fit the context of 12; give max_new_tokens=9 or"),
+        (
+            3,
+            {},
+            "3 tokens and max_new_tokens=256 (256 is the default) do not fit the context of 12; give max_new_tokens=9",
+        ),
         (
             3,
             {"max_new_tokens": 10},

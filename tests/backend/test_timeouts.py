@@ -14,7 +14,17 @@ from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.backend.waits import LONGEST, call_for, seconds
 from corelm.batching import Limits
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
-from helpers.batching_fakes import LONG, SEEDED, GatedEngine, all_capabilities, ids, join_threads, lone_answer
+from helpers.batching_fakes import (
+    LONG,
+    SEEDED,
+    GatedEngine,
+    all_capabilities,
+    ids,
+    join_threads,
+    lone_answer,
+    no_room_for,
+    wait_until,
+)
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
@@ -55,9 +65,12 @@ def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
 def test_a_timeout_ends_the_wait_and_later_calls_wait_for_the_engine():
     gate = Gate()
     backend = fake(gate)
-    with pytest.raises(BackendTimeoutError, match=r"generate: no answer within 0\.1 s; the engine still works"):
-        backend.generate([[1]], SHORT, timeout=0.1)
-    with pytest.raises(BackendTimeoutError, match="busy with other calls"):
+    # Long enough for a new thread to reach the engine on a busy machine.
+    with pytest.raises(BackendTimeoutError, match=r"generate: no answer within 2 s; the engine still works"):
+        backend.generate([[1]], SHORT, timeout=2.0)
+    assert gate.entered.is_set()
+    # The timeout may pass before the call waits for its turn.
+    with pytest.raises(BackendTimeoutError, match=r"busy with other calls|before the engine was called"):
         backend.generate([[3]], SHORT, timeout=0.1)
     assert len(sent(backend)) == 1, "one call at a time"
     threads = corelm_threads()
@@ -162,12 +175,18 @@ class Closing(Fake):
         return True
 
 
+def leave_a_call_behind(backend, gate):
+    """Cancel a call that is in the engine."""
+    call = backend.submit_generate([[1]], SHORT)
+    gate.wait_for_call()
+    assert call.cancel()
+
+
 def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
     gate = Gate()
     engine = Closing(gate)
     backend = Backend.from_plugin(engine, "fake")
-    with pytest.raises(BackendTimeoutError):
-        backend.generate([[1]], SHORT, timeout=0.1)
+    leave_a_call_behind(backend, gate)
     for _ in range(2):
         with pytest.raises(BackendTimeoutError, match="still works on a call whose caller has stopped waiting"):
             backend.engine.hooks.close(patience=0.1)
@@ -180,6 +199,34 @@ def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
     assert engine.closed == 1, "the last call must release the engine"
     backend.close()
     assert engine.closed == 1
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_is_not_sent():
+    gate = Gate()
+    backend = fake(gate)
+    first = backend.submit_generate([[1]], SHORT)
+    gate.wait_for_call()
+    second = backend.submit_generate([[3]], SHORT)
+    wait_until(lambda: backend.engine.hooks._lock._waiting)
+    assert second.cancel()
+    threads = corelm_threads()
+    gate.opened.set()
+    assert ids(first) == [[1, 1]]
+    join_threads(threads)
+    assert len(sent(backend)) == 1
+    assert ids(backend.submit_generate([[5]], SHORT)) == [[5, 5]]
+    backend.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_no_room_for_a_thread_is_an_engine_error(timeout, monkeypatch):
+    backend = fake()
+    monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
+    with pytest.raises(EngineError, match="needs a thread: can't start new thread") as error:
+        backend.submit_generate([[1]], SHORT, timeout=timeout)
+    assert error.value.usable
+    monkeypatch.undo()
+    assert ids(backend.submit_generate([[1]], SHORT, timeout=timeout)) == [[1, 1]]
 
 
 def test_closing_waits_for_a_call_whose_caller_waits():
@@ -218,8 +265,7 @@ def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
     close = backend.engine.hooks.close
     monkeypatch.setattr(backend.engine.hooks, "close", lambda: close(patience=0.1))
     with pytest.raises(ZeroDivisionError), backend:
-        with pytest.raises(BackendTimeoutError):
-            backend.generate([[1]], SHORT, timeout=0.1)
+        leave_a_call_behind(backend, gate)
         raise ZeroDivisionError
     threads = corelm_threads()
     gate.opened.set()
@@ -233,9 +279,10 @@ def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
     stop = batcher.dispatcher.stop
     monkeypatch.setattr("corelm.batching.batcher.PATIENCE", 0.2)
     monkeypatch.setattr(batcher.dispatcher, "stop", lambda **options: stop(patience=0.2, **options))
-    running = batcher.submit_generate([[3]], SEEDED, timeout=0.5 if flush else None)
+    # With `flush`, only the timeouts end the calls. They must not pass before the first call is in the engine.
+    running = batcher.submit_generate([[3]], SEEDED, timeout=2.0 if flush else None)
     engine.wait_for_calls(1)
-    queued = batcher.submit_generate([[4]], SEEDED, timeout=0.5)
+    queued = batcher.submit_generate([[4]], SEEDED, timeout=0.1 if flush else None)
     started = time.monotonic()
     with pytest.raises(BackendTimeoutError, match="engine is released when that call ends"):
         batcher.close(flush=flush)
@@ -252,7 +299,8 @@ def test_a_batcher_frees_its_callers_and_serves_the_next_after_a_hung_call():
     engine = GatedEngine(permits=0, **all_capabilities(abort=False))
     with DynamicBatcher(Backend.from_plugin(engine, "gated")) as batcher:
         with pytest.raises(BackendTimeoutError):
-            batcher.generate([[3]], SEEDED, timeout=0.1)
+            batcher.generate([[3]], SEEDED, timeout=2.0)
+        assert engine.calls, "the call must be in the engine when its timeout passes"
         later = batcher.submit_generate([[4]], SEEDED)
         engine.free()
         assert ids(later) == [lone_answer([4])]

@@ -17,6 +17,7 @@ from corelm.errors import (
 )
 from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
+from helpers.interrupts import interrupt_everywhere
 
 
 def test_weight_versions_count_up_unless_the_caller_names_them():
@@ -120,6 +121,8 @@ def test_an_update_waits_for_calls_in_flight_or_aborts_them():
         gate.wait_for_call()
         update.start()
         if drain:
+            update.join(0.1)
+            assert update.is_alive(), "the update must wait for the call"
             assert not any(isinstance(request, WeightUpdate) for request in engine.requests)
             gate.opened.set()
         for thread in (call, update):
@@ -222,3 +225,81 @@ def test_an_update_that_returns_false_is_an_error():
     engine.updated = False
     with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
         Backend.from_plugin(engine, "fake").update_weights({})
+
+
+class Halves(Fake):
+    """Loads weights in two steps, and raises `error` between them.
+
+    Attributes:
+        weights: the numbers of the updates that loaded the first and the second half.
+    """
+
+    def __init__(self, **capabilities):
+        super().__init__(**capabilities)
+        self.weights, self.error, self.updates = (0, 0), None, 0
+
+    @hookimpl
+    def update_weights(self, request):
+        self.updates += 1
+        if isinstance(self.error, (InvalidRequestError, CapabilityError)):
+            raise self.error
+        self.weights = (self.updates, self.weights[1])
+        if self.error is not None:
+            raise self.error
+        self.weights = (self.updates, self.updates)
+        return self.updated
+
+
+@pytest.mark.parametrize("version", [None, "mine"])
+@pytest.mark.parametrize("error", [OSError("lost"), KeyboardInterrupt(), EngineError("no"), None])
+def test_weights_that_were_loaded_in_part_have_a_label_that_no_others_have(error, version):
+    engine = Halves()
+    backend = Backend.from_plugin(engine, "halves")
+    engine.error, engine.updated = error, False
+    with pytest.raises((EngineError, KeyboardInterrupt)):
+        backend.update_weights({}, version)
+    assert backend.weight_version == "1"
+    assert backend.generate([[1]], SHORT).weight_versions == ("1",)
+    engine.error, engine.updated = None, True
+    assert backend.update_weights({}, version) == backend.weight_version == (version or "2")
+    assert backend.generate([[1]], SHORT).weight_versions == (version or "2",)
+
+
+def test_an_update_never_reuses_the_label_of_weights_that_were_loaded_in_part():
+    engine = Halves()
+    backend = Backend.from_plugin(engine, "halves")
+    engine.error = OSError("lost")
+    with pytest.raises(EngineError):
+        backend.update_weights({}, "1")
+    assert backend.weight_version == "2", "the caller's own label is left for the weights that it was meant for"
+    engine.error = None
+    assert backend.update_weights({}, "1") == "1"
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no such name"), CapabilityError("not sharded")])
+def test_weights_that_were_refused_leave_the_label_of_the_old_ones(error):
+    engine = Halves()
+    backend = Backend.from_plugin(engine, "halves")
+    engine.error = error
+    with pytest.raises(type(error)):
+        backend.update_weights({})
+    assert backend.generate([[1]], SHORT).weight_versions == ("0",)
+    engine.error = None
+    assert backend.update_weights({}) == "1"
+
+
+@pytest.mark.parametrize("version", [None, "mine"])
+def test_an_interrupted_update_leaves_no_old_label_on_new_weights(version):
+    backend, loaded = None, 0
+
+    def update():
+        nonlocal backend
+        backend = Backend.from_plugin(Halves(), "halves")
+        backend.update_weights({}, version)
+
+    for _ in interrupt_everywhere(update):
+        if backend is not None and backend.engine.plugin.weights != (0, 0):
+            loaded += 1
+            assert backend.weight_version in ("1", version)
+            backend = None
+    assert loaded > 3

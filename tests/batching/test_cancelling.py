@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -102,5 +103,31 @@ def test_a_full_queue_refuses_requests_with_on_full_raise():
         with pytest.raises(QueueFullError, match="max_queue") as error:
             batcher.generate([[5]], SEEDED)
         assert error.value.usable
+        engine.free()
+        assert ids(queued)
+
+
+def test_an_interrupt_of_the_wait_for_room_cancels_the_request_on_another_thread(monkeypatch):
+    """An interrupt in `Future.cancel` on the main thread could leave the lock of the future locked."""
+    engine, cancelled_on = GatedEngine(permits=0), []
+    cancel = Future.cancel
+
+    def interrupt(*timeout):
+        raise KeyboardInterrupt
+
+    def note(future):
+        cancelled_on.append(threading.get_ident())
+        return cancel(future)
+
+    with open_batcher(engine, max_queue=1) as batcher:
+        hold_one(engine, batcher)
+        queued = batcher.submit_generate([[4]], SEEDED)
+        monkeypatch.setattr(batcher.dispatcher._room, "wait", interrupt)
+        monkeypatch.setattr(Future, "cancel", note)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.submit_generate([[5]], SEEDED)
+        monkeypatch.undo()
+        assert len(cancelled_on) == 1 and cancelled_on[0] != threading.main_thread().ident
+        assert batcher.state().queued == 1
         engine.free()
         assert ids(queued)

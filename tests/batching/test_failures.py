@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from corelm import hookimpl
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from helpers.batching_fakes import LONG, POISON, SEEDED, GatedEngine, hold_one, ids, lone_answer, open_batcher, rows_of
+from helpers.batching_fakes import (
+    LONG,
+    POISON,
+    SEEDED,
+    GatedEngine,
+    hold_one,
+    ids,
+    lone_answer,
+    no_room_for,
+    open_batcher,
+    rows_of,
+)
 from helpers.fakes import SHORT
 
 
@@ -158,3 +171,43 @@ def test_requests_with_equal_request_ids_do_not_share_a_call():
         futures = [batcher.submit_generate([[n]], SEEDED, request_ids=["mine"]) for n in (4, 5)]
         engine.free()
         assert [ids(future)[0] for future in futures] == [lone_answer([n]) for n in (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "timeout"), [("corelm", None), ("corelm", LONG), ("corelm-timers", LONG)], ids=["call", "both", "timer"]
+)
+def test_a_request_for_which_the_system_has_no_room_for_a_thread_is_refused_and_not_queued(
+    missing, timeout, monkeypatch
+):
+    engine = GatedEngine()
+    with open_batcher(engine) as batcher:
+        monkeypatch.setattr(threading.Thread, "start", no_room_for(missing))
+        for call in (batcher.submit_generate, batcher.generate):
+            with pytest.raises(EngineError, match="needs a thread: can't start new thread") as error:
+                call([[3]], SEEDED, timeout=timeout)
+            assert error.value.usable
+        assert batcher.state().queued == 0 and not batcher.dispatcher.pending
+        monkeypatch.undo()
+        assert ids(batcher.generate([[3]], SEEDED, timeout=timeout)) == [lone_answer([3])]
+    assert len(engine.calls) == 1
+
+
+def test_a_request_waits_for_a_running_thread_if_there_is_no_room_for_another(monkeypatch):
+    engine = GatedEngine(permits=0, concurrent_calls=True)
+    with open_batcher(engine) as batcher:
+        first = hold_one(engine, batcher)
+        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
+        second = batcher.submit_generate([[4]], SEEDED)
+        engine.free()
+        assert ids(first) == [lone_answer([3])] and ids(second) == [lone_answer([4])]
+        monkeypatch.undo()
+
+
+def test_an_error_of_a_shared_call_names_no_rows_of_other_callers():
+    engine = GatedEngine(permits=0, error=EngineError("gone", usable=False, problems={1: "gone"}))
+    with open_batcher(engine) as batcher:
+        hold_one(engine, batcher)
+        futures = [batcher.submit_generate([[n]], SEEDED) for n in (4, POISON)]
+        engine.free()
+        assert [future.exception(LONG).problems for future in futures] == [{}, {}]
+    assert len(engine.calls) == 2

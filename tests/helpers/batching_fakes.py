@@ -201,3 +201,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not become true"
         pause.wait(0.001)
+
+
+def no_room_for(name: str) -> Callable[[threading.Thread], None]:
+    """Return a `threading.Thread.start` for a system without room for threads whose names start with `name`."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return refuse

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,3 +134,11 @@ def test_seeds_are_legal_and_differ_in_their_low_32_bits():
     # Each low bit is a fair coin: 10,000 ± 5 standard deviations of 71.
     ones = torch.stack([(seeds >> bit) & 1 for bit in range(32)]).sum(1)
     assert bool(((ones - 10_000).abs() < 354).all())
+
+
+def test_one_stop_id_may_be_any_integer_and_no_truth_value():
+    for one in (5, np.int64(5), np.array(5), torch.tensor(5)):
+        assert SamplingParams(stop_token_ids=one).stop_token_ids == (5,)
+    for wrong in (True, np.True_, torch.tensor(True), [torch.tensor(True)], 5.0, "5"):
+        with pytest.raises(InvalidRequestError, match="stop_token_ids: expected a sequence of token ids"):
+            SamplingParams(stop_token_ids=wrong)

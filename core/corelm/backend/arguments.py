@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from corelm.errors import Problems, refuse
+from corelm.errors import Problems, described, refuse
 from corelm.tensors.ragged import Ragged, unreadable
-from corelm.validate import invalid, shown, unencodable
+from corelm.validate import invalid, is_bool, is_index, shown, unencodable
 
 
 def rows_of_ids(ids: Any, field: str) -> Ragged:
@@ -68,7 +68,9 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     try:
         rows = list(rows)
     except Exception as error:  # the object's own methods may raise anything
-        raise invalid(field, f"expected rows of token ids, and {type(rows).__name__} fails: {error!r}") from error
+        raise invalid(
+            field, f"expected rows of token ids, and {type(rows).__name__} fails: {described(error)}"
+        ) from error
     for index, row in enumerate(rows):
         try:
             tensors.append(_row(row))
@@ -84,7 +86,8 @@ def _row(row: Any) -> Tensor:
         if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
-    if not isinstance(row, (list, tuple)) or any(isinstance(token, bool) for token in row):
+    # Types first: a row has thousands of ids, and most are plain ints.
+    if not isinstance(row, (list, tuple)) or (not {*map(type, row)} <= {int} and any(map(is_bool, row))):
         raise TypeError
     return torch.tensor([operator.index(token) for token in row], dtype=torch.int64)
 
@@ -93,7 +96,7 @@ def _tensor(array: Any, field: str) -> Tensor:
     try:
         return torch.as_tensor(array)
     except Exception as error:  # an array of objects or texts, for example
-        raise invalid(field, f"expected an array of integers: {error}") from error
+        raise invalid(field, f"expected an array of integers: {described(error)}") from error
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -104,9 +107,14 @@ def texts(given: Any) -> tuple[str, ...]:
     """Return one text per row; a single str is one row."""
     if isinstance(given, str):
         return (given,)
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}")
-    found = tuple(given)
+    try:
+        found = tuple(given)
+    except Exception as error:  # the object's own methods may raise anything
+        raise invalid(
+            "texts", f"expected a list of str, and {type(given).__name__} fails: {described(error)}"
+        ) from error
     refuse(not_texts(found), "texts")
     return found
 
@@ -147,12 +155,18 @@ def starts(given: Any, rows: int) -> Tensor:
     """
     if given is None:
         return torch.ones(rows, dtype=torch.int64)
-    return _integers([given] * rows if isinstance(given, int) else given, rows, "score_from").clamp_min(1)
+    return _integers([given] * rows if is_index(given) else given, rows, "score_from").clamp_min(1)
+
+
+def _index(given: Any) -> int:
+    if is_bool(given):
+        raise TypeError
+    return operator.index(given)
 
 
 def _integers(given: Any, count: int, field: str) -> Tensor:
     try:
-        found = torch.as_tensor(given if hasattr(given, "__array__") else [operator.index(value) for value in given])
+        found = torch.as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
     except Exception:  # the object's own methods may raise anything
         found = torch.empty(0, 0)
     if unreadable(found):

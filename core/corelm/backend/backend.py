@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from corelm.spec.records import (
     WeightUpdate,
 )
 from corelm.spec.sampling import SamplingParams
-from corelm.validate import invalid
+from corelm.validate import invalid, shown
 
 
 class Backend:
@@ -124,12 +124,17 @@ class Backend:
         """Start a prepared call and return its future at once. This backend makes the call on a new thread.
 
         Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
-        is dropped.
+        is dropped. A request that is cancelled before its turn is not sent.
 
         Args:
             block: whether this thread may wait for room in a queue, where there is one.
+
+        Raises:
+            EngineError: the system has no room for a thread.
         """
-        future = in_thread(call.run, f"corelm-{self.name}")
+        future: Future[R] = Future()
+        run = partial(call.run, attended=lambda: not future.done())
+        in_thread(run, f"corelm-{self.name}", future)
 
         def abort(done: Future[R]) -> None:
             if done.cancelled():
@@ -156,8 +161,8 @@ class Backend:
         )
 
         def finish(batch: TokenizeResult) -> TokenizeResult:
-            check_results.check_tokens(batch, len(found), self.engine.hooks.fault("tokenize"))
-            return batch
+            check_results.check_tokens(batch, found, self.engine.hooks.fault("tokenize"))
+            return check_results.owned_tokens(batch)
 
         tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
         return tokens
@@ -328,32 +333,24 @@ class Backend:
             version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no answer mixes two sets of weights.
+
+        Raises:
+            InvalidRequestError: the weights do not fit; the old ones are still in force.
+            CapabilityError: the engine cannot load them; the old ones are still in force.
+            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
+                rows that follow get a label that no weights had before, until an update succeeds.
         """
         self.engine.require("update_weights", "its weights cannot be changed")
         if version is not None and not isinstance(version, str):
-            raise invalid("version", f"expected a str, got {version!r}")
-        label = version or ""
+            raise invalid("version", f"expected a str, got {shown(version)}")
         if isinstance(weights, (str, os.PathLike)):
-            request = WeightUpdate(version=label, drain=drain, path=Path(weights))
+            request = WeightUpdate(version="", drain=drain, path=Path(weights))
         elif isinstance(weights, Mapping):
-            request = WeightUpdate(version=label, drain=drain, state_dict=weights)
+            request = WeightUpdate(version="", drain=drain, state_dict=weights)
         else:
             raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
 
-        def fill(request: WeightUpdate) -> WeightUpdate:
-            nonlocal label
-            # Not earlier: another update may have been in force in the meantime.
-            label = self.engine.next_weight_version() if version is None else version
-            return replace(request, version=label)
-
-        def finish(done: Any) -> str:
-            if done is not True:
-                raise self.engine.hooks.fault("update_weights")(f"returned {done!r}: the new weights are not in force")
-            self.engine.weight_version = label
-            return label
-
-        loaded: str = self.engine.hooks.call("update_weights", request, finish, fill)
-        return loaded
+        return self.engine.update_weights(request, version)
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
@@ -384,8 +381,12 @@ class Backend:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         try:
-            self.close()
+            self._end(kind is None)
         except BackendTimeoutError:
             # The error that ends the block is more important than that the engine is released later.
             if kind is None:
                 raise
+
+    def _end(self, well: bool) -> None:
+        """Close at the end of a ``with`` block, which ended `well` if it raised nothing."""
+        self.close()

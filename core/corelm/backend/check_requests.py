@@ -17,6 +17,7 @@ from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged, value_range
+from corelm.validate import one_of, shown
 
 _DEFAULT_MAX_NEW_TOKENS = next(
     each.default for each in dataclasses.fields(SamplingParams) if each.name == "max_new_tokens"
@@ -33,7 +34,7 @@ def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: Sampl
         left = (limit or 0) - tokens
         if new is None or left < 1:
             return f"{tokens} tokens leave no room for an answer in the context of {limit}; shorten the prompt"
-        default = ", the default," if new == _DEFAULT_MAX_NEW_TOKENS else ""
+        default = f" ({new} is the default)" if new == _DEFAULT_MAX_NEW_TOKENS else ""
         return (
             f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}; give max_new_tokens="
             f"{left} or less, or shorten the prompt"
@@ -99,7 +100,7 @@ def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, b
         if name not in capabilities.sampling:
             known = ", ".join(sorted(capabilities.sampling)) or "none"
             raise CapabilityError(
-                f"backend {backend!r} does not honour {name}={value!r}; it honours: {known}", capability=name
+                f"backend {backend!r} does not honour {name}={shown(value)}; it honours: {known}", capability=name
             )
         legal = capabilities.sampling[name]
         if legal is not None and not legal[0] <= value <= legal[1]:
@@ -127,8 +128,8 @@ def stop_strings_can_match(sampling: SamplingParams, tokenizer: Any) -> None:
     for stop in sampling.stop:
         if any(special in stop for special in specials):
             raise InvalidRequestError(
-                f"stop: {stop!r} contains a special token, and special tokens are left out of the text; give its id "
-                "in stop_token_ids, or skip_special_tokens=False",
+                f"stop: {shown(stop)} contains a special token, and special tokens are left out of the text; give its "
+                "id in stop_token_ids, or skip_special_tokens=False",
                 field="stop",
             )
 
@@ -144,10 +145,9 @@ def generation_mode(
     Raises:
         CapabilityError: the engine cannot return `wanted`, and none of its modes equals it here.
     """
+    one_of("logprobs", wanted, ("none", "raw", "processed"))
     if wanted == "none":
         return wanted
-    if wanted not in ("raw", "processed"):
-        raise InvalidRequestError(f"logprobs: expected 'none', 'raw' or 'processed', got {wanted!r}", field="logprobs")
     if sampling.num_beams > 1:
         raise CapabilityError(
             "beam search does not sample token by token, so its tokens have no log-probs; use logprobs='none'",

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from corelm.backend.check_requests import outside_vocabulary
-from corelm.errors import CoreLMError, EngineError, spelled_out
+from corelm.errors import CoreLMError, EngineError, described, spelled_out
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
@@ -27,6 +27,7 @@ from corelm.spec.records import (
 )
 from corelm.support.stop_strings import StopStrings
 from corelm.tensors.ragged import Ragged, unreadable, value_range
+from corelm.validate import shown
 
 Fail = Callable[[str], EngineError]
 P = ParamSpec("P")
@@ -49,18 +50,38 @@ def _typed(check: Callable[P, None]) -> Callable[P, None]:
             raise
         except Exception as error:
             fail: Any = args[-1]
-            raise fail(f"returned a result that cannot be read: {type(error).__name__}: {error}") from error
+            raise fail(f"returned a result that cannot be read: {described(error)}") from error
 
     return checked
 
 
 @_typed
-def check_tokens(batch: TokenizeResult, texts: int, fail: Fail) -> None:
-    """Check the result of `tokenize` for this number of texts."""
+def check_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> None:
+    """Check the result of `tokenize` for these texts."""
     _check_type("the result", batch, TokenizeResult, fail)
     _check_rows("ids", batch.ids, torch.int64, fail)
-    if len(batch.ids) != texts:
-        raise fail(f"returned {len(batch.ids)} rows for {texts} texts")
+    if len(batch.ids) != len(texts):
+        raise fail(f"returned {len(batch.ids)} rows for {len(texts)} texts")
+    if batch.offsets is not None:
+        _check_offsets(batch.offsets, batch.ids, texts, fail)
+
+
+def _check_offsets(offsets: Any, ids: Ragged, texts: Sequence[str], fail: Fail) -> None:
+    """Check that each id covers characters of its own text: assistant masks are made of this."""
+    _check_tensor("offsets", offsets, fail, may_have_graph=False)
+    expected = [ids.values.shape[0], 2]
+    if offsets.dtype != torch.int64 or list(offsets.shape) != expected:
+        raise fail(f"offsets are {offsets.dtype}{list(offsets.shape)}, expected torch.int64{expected}")
+    start, end = offsets.cpu().unbind(-1)
+    sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64)[ids.row_index]
+    bad = (start < 0) | (end < start) | (end > sizes)
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        row, position = int(ids.row_index[index]), int(ids.positions[index])
+        raise fail(
+            f"row {row}, position {position}: the id covers the characters {offsets[index].tolist()} of a text of "
+            f"{len(texts[row])}; expected 0 <= start <= end <= {len(texts[row])}"
+        )
 
 
 @_typed
@@ -79,7 +100,7 @@ def check_generation(
         raise fail(f"returned {len(batch.finish_reasons)} finish reasons for {answers} answers")
     for row, reason in enumerate(batch.finish_reasons):
         if reason not in FINISH_REASONS:
-            raise fail(f"row {row}: finish reason {reason!r} is not one of {', '.join(FINISH_REASONS)}")
+            raise fail(f"row {row}: finish reason {shown(reason)} is not one of {', '.join(FINISH_REASONS)}")
     if outside_vocabulary(ids.values, capabilities.vocab_size):
         raise fail(f"returned an id outside the vocabulary of {capabilities.vocab_size}")
     limit = request.sampling.max_new_tokens
@@ -238,6 +259,11 @@ def owned(batch: R) -> R:
     return replace(batch, logprobs=batch.logprobs.clone(), scored=batch.scored.clone())
 
 
+def owned_tokens(batch: TokenizeResult) -> TokenizeResult:
+    """Return a checked result of `tokenize` in storage that the engine does not hold."""
+    return replace(batch, ids=batch.ids.clone(), offsets=None if batch.offsets is None else batch.offsets.clone())
+
+
 # Rows that failed ----------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +296,7 @@ def _check_type(name: str, value: Any, kind: type | tuple[type, ...], fail: Fail
 
 def _check_choice(name: str, value: Any, legal: tuple[str, ...], fail: Fail) -> None:
     if value not in legal:
-        raise fail(f"reports {name} {value!r}, expected {' or '.join(map(repr, legal))}")
+        raise fail(f"reports {name} {shown(value)}, expected {' or '.join(map(repr, legal))}")
 
 
 def _check_labels(batch: GenerateResult | ScoreResult, rows: int, fail: Fail) -> None:

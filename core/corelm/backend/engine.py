@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tenacity
 
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.waits import seconds
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.records import AbortRequest, HealthRequest
+from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
+from corelm.validate import shown
 
 
 class OpenEngine:
@@ -91,13 +93,60 @@ class OpenEngine:
         self._used_versions.add(label)
         self._weight_version = label
 
-    def next_weight_version(self) -> str:
-        """Return a label for new weights: it counts up from the last one, past every label that was used before."""
+    def next_weight_version(self, given: str | None = None) -> str:
+        """Return a label for new weights: it counts up from the last one, past every label that was used before.
+
+        Args:
+            given: a label that is about to be used, and is passed over as well.
+        """
         label = self.weight_version
-        while label in self._used_versions:
+        while label in self._used_versions or label == given:
             # A label that the caller has chosen need not be a number, or may be longer than Python reads.
             label = str(int(label) + 1) if label.isdecimal() and len(label) < 19 else f"{label}+1"
         return label
+
+    def update_weights(self, request: WeightUpdate, version: str | None) -> str:
+        """Load new weights and return their label.
+
+        While they are loaded, the weights have a label that none had before. They keep it if loading fails half-way.
+
+        Args:
+            request: the weights, without a label.
+            version: their label; None counts up from the last one.
+
+        Raises:
+            InvalidRequestError: the engine refused the weights, and the old ones are in force under their label.
+            CapabilityError: as above.
+            EngineError: loading failed.
+        """
+        before = unused = label = ""
+
+        def fill(request: WeightUpdate) -> WeightUpdate:
+            nonlocal before, unused, label
+            # Not earlier: another update may have been in force in the meantime.
+            before, unused = self.weight_version, self.next_weight_version(version)
+            label = unused if version is None else version
+            self.weight_version = unused
+            return replace(request, version=label)
+
+        def settle(in_force: str) -> str:
+            self.weight_version = in_force
+            if in_force != unused:
+                self._used_versions.discard(unused)
+            return in_force
+
+        def finish(done: Any) -> str:
+            if done is not True:
+                raise self.hooks.fault("update_weights")(f"returned {shown(done)}: the new weights are not in force")
+            return settle(label)
+
+        def failed(error: CoreLMError) -> CoreLMError:
+            if isinstance(error, (InvalidRequestError, CapabilityError)):
+                settle(before)
+            return error
+
+        loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+        return loaded
 
     def require(self, capability: str, why: str) -> None:
         """Refuse a call that needs a capability which the engine does not have.

@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from corelm.errors import described, is_interrupt, is_main_thread
+from corelm.errors import EngineError, described, is_interrupt, is_main_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,10 +70,15 @@ def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> 
 
     uninterrupted(tell)
     while waiting:
+        left = None if end is None else max(0.0, end - time.monotonic())
         try:
-            waiting.discard(done.get(timeout=None if end is None else max(0.0, end - time.monotonic())))
+            waiting.discard(done.get(timeout=_LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN)))
         except Empty:
-            break
+            # An earlier callback that raises what is not an Exception, such as SystemExit, keeps later ones from
+            # running.
+            waiting = {future for future in waiting if not future.done()}
+            if left == 0.0:
+                break
     return waiting
 
 
@@ -89,22 +94,45 @@ def join(threads: Iterable[threading.Thread], patience: float, meanwhile: Callab
                 return
 
 
-def in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Run the function on a new daemon thread, which never keeps the interpreter from ending.
+def start(thread: threading.Thread, what: str) -> None:
+    """Start the thread.
+
+    Args:
+        what: what needs the thread, for the error.
+
+    Raises:
+        EngineError: the system has no room for another thread. The engine itself is fine.
+    """
+    try:
+        # An interrupt in `Thread.start` would leave a thread that never starts.
+        uninterrupted(thread.start)
+    except RuntimeError as error:
+        raise EngineError(f"{what} needs a thread: {error}", usable=True) from error
+
+
+def in_thread(function: Callable[[], T], name: str, future: Future[T] | None = None) -> Future[T]:
+    """Run the function on a new daemon thread, which never keeps the interpreter from ending. Return its future.
 
     Cancelling the future drops the result; the function still runs to its end.
+
+    Args:
+        name: the thread's name.
+        future: the future to settle, for a function that looks at it; None makes one.
+
+    Raises:
+        EngineError: the system has no room for another thread.
     """
-    future: Future[T] = Future()
+    outcome: Future[T] = Future() if future is None else future
 
     def run() -> None:
         try:
-            settle(future, function())
+            settle(outcome, function())
         except BaseException as error:
-            settle(future, error=error)
+            settle(outcome, error=error)
 
-    future.add_done_callback(lambda done: done.cancelled() and done.set_running_or_notify_cancel())
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    outcome.add_done_callback(lambda done: done.cancelled() and done.set_running_or_notify_cancel())
+    start(threading.Thread(target=run, name=name, daemon=True), "a submitted call")
+    return outcome
 
 
 def uninterrupted(function: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ import pluggy
 import tenacity
 
 from corelm.backend.default_hooks import DefaultHooks
+from corelm.backend.retries import retrying, until
 from corelm.backend.rwlock import ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.waits import call_for
 from corelm.errors import (
@@ -28,9 +29,9 @@ from corelm.errors import (
     CapabilityError,
     CoreLMError,
     EngineError,
-    InvalidRequestError,
     described,
     is_interrupt,
+    is_main_thread,
     message,
 )
 from corelm.spec.capabilities import Capabilities
@@ -76,7 +77,7 @@ class EngineHooks:
     ) -> None:
         self.closed = False
         self._name = name
-        self._retry = _retrying(retry)
+        self._retry = retrying(retry)
         self._lock = ReadersWriterLock()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
         # waiting, the one that makes the last call.
@@ -127,6 +128,14 @@ class EngineHooks:
         """
         if self.closed:
             raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
+        self.require_here()
+
+    def require_here(self) -> None:
+        """Refuse what a fork of the process that opened the engine cannot do.
+
+        Raises:
+            BackendClosedError: this is such a fork.
+        """
         if self.elsewhere:
             raise BackendClosedError(
                 f"backend {self._name!r} belongs to another process, which this one is a fork of; "
@@ -154,6 +163,7 @@ class EngineHooks:
         finish: Callable[[Any], Any] = lambda result: result,
         fill: Callable[[Any], Any] = lambda request: request,
         attended: Callable[[], bool] | None = None,
+        failed: Callable[[CoreLMError], CoreLMError] = lambda error: error,
     ) -> Any:
         """Call a hook and return what `finish` makes of its result.
 
@@ -163,9 +173,11 @@ class EngineHooks:
             finish: makes the result from what the engine returned, while no other call can change the weights.
             fill: makes the request that the engine is sent, while no other call can change the weights.
             attended: returns whether a caller still waits for the result; None if this thread does.
+            failed: makes the caller's error from the one that the hook raised, while no other call can change the
+                weights.
 
         Raises:
-            BackendClosedError: the engine is closed.
+            BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
             CapabilityError: the engine has no such hook.
             BackendTimeoutError: waiting for a turn and the engine's work together took longer than ``request.timeout``.
             EngineError: the hook raised another exception (chained), or returned None or what `finish` cannot read.
@@ -175,10 +187,11 @@ class EngineHooks:
             raise CapabilityError(f"backend {self._name!r} has no hook {hook}", capability=hook)
         timeout = getattr(request, "timeout", None)
         end = None if timeout is None else time.monotonic() + timeout
-        attempt = partial(
-            self._attempt, hook, request, partial(self._serve, hook, request, finish, fill, end), end, attended
-        )
-        return attempt() if self._retry is None or hook not in RETRIED else self._retry.copy()(attempt)
+        serve = partial(self._serve, hook, request, finish, fill, failed, end)
+        attempt = partial(self._attempt, hook, request, serve, end, attended)
+        if self._retry is None or hook not in RETRIED:
+            return attempt()
+        return until(end, self._retry)(attempt)
 
     def close(self, patience: float = PATIENCE) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
@@ -271,6 +284,8 @@ class EngineHooks:
     ) -> Any:
         def inside() -> Any:
             self.require_open()
+            if visit.abandoned:
+                raise BackendClosedError(f"backend {self._name!r}: the caller has cancelled this call or left it")
             return serve()
 
         try:
@@ -290,13 +305,25 @@ class EngineHooks:
                 self._release()
 
     def _serve(
-        self, hook: str, request: Any, finish: Callable[[Any], Any], fill: Callable[[Any], Any], end: float | None
+        self,
+        hook: str,
+        request: Any,
+        finish: Callable[[Any], Any],
+        fill: Callable[[Any], Any],
+        failed: Callable[[CoreLMError], CoreLMError],
+        end: float | None,
     ) -> Any:
         with no_inference_mode():
             request = fill(request)
             if end is not None:
                 request = replace(request, timeout=self._left(end))
-            result = self._ask(hook, request)
+            try:
+                result = self._ask(hook, request)
+            except CoreLMError as error:
+                told = failed(error)
+                if told is error:
+                    raise
+                raise told from error
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
             try:
@@ -314,8 +341,9 @@ class EngineHooks:
         except TimeoutError as error:
             raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {message(error)}") from error
         except BaseException as error:
-            # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
-            if is_interrupt(error):
+            # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program. On
+            # the main thread, a SystemExit may be that of the program's own handler of a signal.
+            if is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
                 raise
             raise EngineError(f"backend {self._name!r}, hook {hook}: {described(error)}") from error
 
@@ -351,21 +379,3 @@ class _Patience:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > self._patience:
             raise TimeoutError
-
-
-def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying | None:
-    if retry is None:
-        return None
-    if isinstance(retry, tenacity.Retrying):
-        # Raise the last error itself instead of tenacity's wrapper of it.
-        return retry.copy(reraise=True)
-    if not isinstance(retry, int) or retry < 1:
-        raise InvalidRequestError(
-            f"retry: expected an integer of at least 1 or a tenacity.Retrying, got {retry!r}", field="retry"
-        )
-    return tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(retry),
-        wait=tenacity.wait_random_exponential(multiplier=0.1, max=10),
-        retry=tenacity.retry_if_exception(lambda error: isinstance(error, EngineError) and error.usable is not False),
-        reraise=True,
-    )

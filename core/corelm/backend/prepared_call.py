@@ -17,7 +17,15 @@ from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
 from corelm.backend.engine import OpenEngine
 from corelm.backend.seeds import seeds_of_call
-from corelm.backend.skipping import OnError, admitted, no_answers, no_scores, spread_answers, spread_scores
+from corelm.backend.skipping import (
+    OnError,
+    admitted,
+    no_answers,
+    no_scores,
+    renumbered,
+    spread_answers,
+    spread_scores,
+)
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import no_inference_mode
@@ -37,6 +45,7 @@ class PreparedCall(Generic[R]):
         finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
             reads which weights are in force.
         nothing: makes the result of a call without rows; None for a call that the engine has to serve.
+        caller_rows: int64: the caller's row for each row of the request.
         rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
@@ -48,6 +57,7 @@ class PreparedCall(Generic[R]):
     check: Callable[[Any, Any], None]
     finish: Callable[[Any], R]
     nothing: Callable[[], R] | None
+    caller_rows: Tensor
     rows: int
     tokens: int
     on_caller_thread: bool = False
@@ -63,7 +73,13 @@ class PreparedCall(Generic[R]):
             with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        result: R = self.engine.hooks.call(self.hook, request, self._checked, attended=attended)
+        result: R = self.engine.hooks.call(
+            self.hook,
+            request,
+            self._checked,
+            attended=attended,
+            failed=lambda error: renumbered(error, self.caller_rows),
+        )
         return result
 
     def _checked(self, result: Any) -> R:
@@ -136,6 +152,7 @@ def prepare_generation(
         check=check,
         finish=finish,
         nothing=None if len(answers) else lambda: finish(no_answers(mode, sampling)),
+        caller_rows=served.index if capabilities.native_samples else answers.index // samples,
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
     )
@@ -206,6 +223,7 @@ def prepare_scoring(
         check=check,
         finish=finish,
         nothing=None if len(served) else lambda: spread(no_scores(temperature, capabilities.vocab_size)),
+        caller_rows=served.index,
         rows=len(served),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,

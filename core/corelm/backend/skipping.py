@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.errors import Problems, refuse
+from corelm.backend.futures import own
+from corelm.errors import CoreLMError, Problems, refuse, spelled_out
 from corelm.spec.provenance import Mode, Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -75,6 +77,38 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Se
     if on_error == "raise":
         refuse(problems, field)
     return ServedRows.without(problems, rows)
+
+
+def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
+    """Return an error about rows of a request as one about the caller's rows.
+
+    Args:
+        error: names rows of the request in `problems`. An error that names none, or other ones, is returned as it is.
+        rows: int64: the caller's row for each row of the request. Several may belong to one.
+    """
+    problems: Problems = getattr(error, "problems", {})
+    names = rows.tolist()
+    if not all(0 <= row < len(names) for row in problems):
+        return error
+    found: Problems = {}
+    for row, why in problems.items():
+        found.setdefault(names[row], why)
+    if found == problems:
+        return error
+
+    def text(given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if spelled_out(problems) in given:
+            return given.replace(spelled_out(problems), spelled_out(found))
+        return re.sub(
+            r"\brow (\d+)\b", lambda at: f"row {names[int(at[1])]}" if int(at[1]) in problems else at[0], given
+        )
+
+    # A copy: a plugin may raise the same object again.
+    made = own(error)
+    made.args, made.__dict__["problems"] = tuple(map(text, error.args)), dict(sorted(found.items()))
+    return made
 
 
 def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerateResult:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any, TypeVar
 
-from corelm.backend.futures import Outcome, uninterrupted
-from corelm.errors import EngineError
+from corelm.backend.futures import Outcome, start
 from corelm.tensors.modes import CallerModes
 from corelm.validate import positive
 
@@ -48,11 +47,7 @@ def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
             return function()
 
     thread = threading.Thread(target=context.run, args=(outcome.of, in_modes), name=name, daemon=True)
-    try:
-        # An interrupt in `start` would leave a thread that never starts.
-        uninterrupted(thread.start)
-    except RuntimeError as error:
-        raise EngineError(f"a call with a timeout needs a thread: {error}", usable=True) from error
+    start(thread, "a call with a timeout")
     try:
         result: T = outcome.get(timeout)
     except BaseException as error:

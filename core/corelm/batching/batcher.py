@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm import validate
 from corelm.backend.backend import Backend
 from corelm.backend.futures import settle
 from corelm.backend.hooks import PATIENCE
@@ -23,11 +22,12 @@ from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import EngineError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.tensors.modes import no_inference_mode
 from corelm.tensors.ragged import Ragged
+from corelm.validate import invalid, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +99,9 @@ class DynamicBatcher(Backend):
         self, backend: Backend, limits: Limits | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if isinstance(backend, DynamicBatcher) or not isinstance(backend, Backend):
-            raise validate.invalid("backend", f"expected an opened backend that is not batched, got {backend!r}")
+            raise invalid("backend", f"expected an opened backend that is not batched, got {shown(backend)}")
         if limits is not None and not isinstance(limits, Limits):
-            raise validate.invalid("limits", f"expected Limits or None, got {limits!r}")
+            raise invalid("limits", f"expected Limits or None, got {shown(limits)}")
         super().__init__(backend.engine)
         self.backend = backend
         self.limits = limits or Limits()
@@ -214,16 +214,16 @@ class DynamicBatcher(Backend):
     def __enter__(self) -> DynamicBatcher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        try:
-            self.close(flush=kind is None)
-        except BackendTimeoutError:
-            # The error that ends the block is more important than that the engine is released later.
-            if kind is None:
-                raise
+    def _end(self, well: bool) -> None:
+        self.close(flush=well)
 
     def state(self) -> BatchingState:
-        """Return what the batcher is doing at this moment."""
+        """Return what the batcher is doing at this moment.
+
+        Raises:
+            BackendClosedError: this is a fork of the process that opened the backend.
+        """
+        self.engine.hooks.require_here()
         dispatcher = self.dispatcher
         with dispatcher.lock:
             queued = list(dispatcher.queue)

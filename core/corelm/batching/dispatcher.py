@@ -6,7 +6,6 @@ end.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.backend.engine import OpenEngine
-from corelm.backend.futures import join, own, settle, unfinished, uninterrupted
+from corelm.backend.futures import join, own, settle, start, unfinished, uninterrupted
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.aborts import Aborts
@@ -63,7 +62,6 @@ class Dispatcher:
         self._threads: set[threading.Thread] = set()
         self._aborts = Aborts(engine.abort, f"corelm-{engine.name}-abort")
         self._idle = self._generation = 0
-        self._process = os.getpid()
 
     # For callers -----------------------------------------------------------------------------------------------------
 
@@ -75,10 +73,10 @@ class Dispatcher:
 
         Raises:
             BackendClosedError: the batcher is closed, or belongs to another process.
+            EngineError: the system has no room for a thread that the call needs; it is not queued.
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
-        if self.elsewhere:
-            raise BackendClosedError("this batcher belongs to another process; call get_backend in this one")
+        self.engine.hooks.require_here()
         uninterrupted(partial(self._add, call))
         if block and not self.mine:
             self._wait_for_room(call)
@@ -124,13 +122,9 @@ class Dispatcher:
         own = me in self._threads or me is self._timers.thread or me is self._aborts.thread
         return own or self.engine.hooks.entered
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether this is a fork of the process that made the dispatcher. The threads are not here."""
-        return os.getpid() != self._process
-
     def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
         """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
+        self.engine.hooks.require_here()
 
         def remove() -> list[QueuedCall]:
             with self.lock:
@@ -162,7 +156,7 @@ class Dispatcher:
                 seconds. False starts new threads for later requests.
             patience: seconds to wait for a call that no caller waits for. Its thread then ends with that call.
         """
-        if self.elsewhere:
+        if self.engine.hooks.elsewhere:
             self.closed |= final
             return True
         with self.lock:
@@ -209,7 +203,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
         self.closed = self._unattended = True
-        if self.elsewhere:
+        if self.engine.hooks.elsewhere:
             return
         with self.lock:
             self._notify_all()
@@ -227,26 +221,31 @@ class Dispatcher:
                 full = f"the queue is full: max_queue={limits.max_queue} requests are waiting; retry later"
                 raise QueueFullError(full, usable=True)
             self._staff()
-            self.queue.add(call, now)
-            self.pending[call.future] = call
+            # Before the call is queued: the system may have no room for the timers' thread.
             if call.timeout is not None:
                 call.end = now + call.timeout
-                call.timer = self._timers.call_at(call.end, partial(self._expire, call.future))
+                late = BackendTimeoutError(
+                    f"backend {self.engine.name!r}: the timeout passed before the engine answered"
+                )
+                call.timer = self._timers.call_at(call.end, partial(settle, call.future, error=late))
+            self.queue.add(call, now)
+            self.pending[call.future] = call
             self._work.notify()
         call.future.add_done_callback(self._gone)
 
     def _staff(self) -> None:
-        """Start a thread if one more call needs one. The caller holds the lock."""
+        """Start a thread if one more call needs one, or fail if there is no room for the first. The caller locks."""
         if self._idle == 0 and len(self._threads) < self._workers:
             thread = threading.Thread(
                 target=self._serve_all, args=(self._generation,), name=f"corelm-{self.engine.name}", daemon=True
             )
             self._threads.add(thread)
             try:
-                thread.start()
-            except BaseException:
+                start(thread, "the batcher")
+            except EngineError:
                 self._threads.discard(thread)
-                raise
+                if not self._threads:
+                    raise
 
     def _serve_all(self, generation: int) -> None:
         try:
@@ -257,13 +256,19 @@ class Dispatcher:
         except BaseException as error:
             self._fail_queue(error)
         finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take this thread off the list, and leave what is queued to another."""
+        try:
             with self.lock:
                 self._threads.discard(threading.current_thread())
                 if len(self.queue):
                     self._staff()
-                last = self._unattended and not self._threads
-            if last:
-                self._timers.stop(0)
+        except EngineError as error:
+            self._fail_queue(error)
+        if self._unattended and not self._threads:
+            self._timers.stop(0)
 
     def _next_batch(self, generation: int) -> list[QueuedCall]:
         """Return the next calls to make together, or [] to end the thread."""
@@ -317,16 +322,12 @@ class Dispatcher:
             self.batches += 1
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
-        attended = partial(self._any_waits, there)
+        attended = lambda: not all(call.future.done() for call in there)  # noqa: E731
         results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))
         with self.lock:
             now = self.clock()
             self.queue.came_back(there, now - started, now)
         return [results.get(call, BackendClosedError("the caller has cancelled this request")) for call in calls]
-
-    @staticmethod
-    def _any_waits(calls: Sequence[QueuedCall]) -> bool:
-        return not all(call.future.done() for call in calls)
 
     def _answer(self, call: QueuedCall, result: Result) -> None:
         call.answered = True
@@ -361,10 +362,16 @@ class Dispatcher:
         uninterrupted(partial(self._clean_up, future))
 
     def _clean_up(self, future: Future[Any]) -> None:
+        # In a fork, a thread that is not there may hold the lock for ever.
+        if not self.engine.hooks.elsewhere:
+            self._forget(future)
+        if future.cancelled():
+            # Otherwise concurrent.futures.wait would go on waiting for it.
+            future.set_running_or_notify_cancel()
+
+    def _forget(self, future: Future[Any]) -> None:
         with self.lock:
-            call = self.pending.pop(future, None)
-            if call is None:
-                return
+            call = self.pending.pop(future)
             self.settled += 1
             if call.timer is not None:
                 self._timers.cancel(call.timer)
@@ -372,13 +379,6 @@ class Dispatcher:
                 self._notify_all()
             elif call in self.in_flight and not call.answered:
                 self._abort(call)
-        if future.cancelled():
-            # Otherwise concurrent.futures.wait would go on waiting for it.
-            future.set_running_or_notify_cancel()
-
-    def _expire(self, future: Future[Any]) -> None:
-        busy = f"backend {self.engine.name!r}: the timeout passed before the engine answered"
-        settle(future, error=BackendTimeoutError(busy))
 
     def _abort(self, call: QueuedCall) -> None:
         if call.prepared is not None and self.engine.capabilities.abort:
@@ -390,7 +390,7 @@ class Dispatcher:
                 while call.number in self.queue.outside:
                     self._room.wait()
         except BaseException:
-            call.future.cancel()
+            uninterrupted(call.future.cancel)
             raise
 
     def _notify_all(self) -> None:

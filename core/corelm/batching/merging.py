@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall
-from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
+from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
@@ -59,7 +60,7 @@ def ask_together(
         calls[0].check(batch, request)
         return list(_parted(batch, calls))
 
-    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish, attended=attended)
+    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish, attended=attended, failed=_of_no_row)
     return parted
 
 
@@ -86,6 +87,15 @@ def bisect(
             if isinstance(error, EngineError) and error.usable is False:
                 yield from ((call, error) for rest in reversed(batches) for call in rest)
                 return
+
+
+def _of_no_row(error: CoreLMError) -> CoreLMError:
+    """Return the error without row numbers: those of a shared call are not the rows of any one caller."""
+    if not getattr(error, "problems", None):
+        return error
+    made = own(error)
+    made.__dict__["problems"] = {}
+    return made
 
 
 def _concerns_all(error: Exception) -> bool:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from corelm.backend.futures import start
 from corelm.backend.waits import LONGEST
 from corelm.errors import described
 
@@ -55,14 +56,22 @@ class Timers:
         return self._thread
 
     def call_at(self, end: float, function: Callable[[], object]) -> Timer:
-        """Call `function` at the time `end`."""
+        """Call `function` at the time `end`.
+
+        Raises:
+            EngineError: the system has no room for the thread.
+        """
         with self._mutex:
-            timer = Timer(end, next(self._numbers), function)
-            heapq.heappush(self._heap, timer)
             if self._thread is None or not self._thread.is_alive():
                 # It is not alive if the clock failed, and in a fork of its process.
                 self._thread = threading.Thread(target=self._run, name="corelm-timers", daemon=True)
-                self._thread.start()
+                try:
+                    start(self._thread, "a timeout")
+                except BaseException:
+                    self._thread = None
+                    raise
+            timer = Timer(end, next(self._numbers), function)
+            heapq.heappush(self._heap, timer)
             if self._heap[0] is timer:
                 self._changed.notify()
         return timer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS
-from corelm.validate import did_you_mean, flag, invalid
+from corelm.validate import did_you_mean, flag, invalid, is_bool, shown
 
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
@@ -114,13 +113,13 @@ class Capabilities:
 def _size(name: str, given: Any, hint: str = "") -> int:
     value = _integer(given)
     if value is None or not 1 <= value <= _LARGEST:
-        raise invalid(name, f"expected a whole number from 1 to {_LARGEST}, got {reprlib.repr(given)}{hint}")
+        raise invalid(name, f"expected a whole number from 1 to {_LARGEST}, got {shown(given)}{hint}")
     return value
 
 
 def _integer(given: Any) -> int | None:
     try:
-        return None if isinstance(given, bool) else operator.index(given)
+        return None if is_bool(given) else operator.index(given)
     except (TypeError, ValueError, RuntimeError):
         return None
 
@@ -129,13 +128,13 @@ def _ids(given: Any, vocab_size: int) -> frozenset[int]:
     for token in _members("eos_token_ids", given, "a set of token ids"):
         value = _integer(token)
         if value is None or not 0 <= value < vocab_size:
-            raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {reprlib.repr(token)}")
+            raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {shown(token)}")
     return frozenset(operator.index(token) for token in given)
 
 
 def _parameters(given: Any) -> Mapping[str, Range | None]:
     if not isinstance(given, Mapping):
-        raise invalid("sampling", f"expected a mapping of names to ranges or None, got {reprlib.repr(given)}")
+        raise invalid("sampling", f"expected a mapping of names to ranges or None, got {shown(given)}")
     declarable = [name for name in FIELDS if name not in EVERY_ENGINE]
     for name, span in given.items():
         if name not in FIELDS:
@@ -145,7 +144,7 @@ def _parameters(given: Any) -> Mapping[str, Range | None]:
             raise invalid("sampling", f"leave out {name!r}: core handles it, or every engine must honour it")
         if span is not None and (name in _WITHOUT_RANGE or not _is_range(span)):
             expected = "None" if name in _WITHOUT_RANGE else "None or a pair of numbers (lowest, highest)"
-            raise invalid("sampling", f"{name}: expected {expected}, got {reprlib.repr(span)}")
+            raise invalid("sampling", f"{name}: expected {expected}, got {shown(span)}")
     return MappingProxyType({name: None if span is None else (span[0], span[1]) for name, span in given.items()})
 
 
@@ -164,11 +163,11 @@ def _modes(given: Any) -> frozenset[GenerationMode]:
     for mode in _members("generation_modes", given, 'a set, as in frozenset({"raw"})'):
         if mode not in known:
             hint = did_you_mean(mode, known) or f"; known modes: {', '.join(map(repr, known))}"
-            raise invalid("generation_modes", f"unknown mode {reprlib.repr(mode)}{hint}")
+            raise invalid("generation_modes", f"unknown mode {shown(mode)}{hint}")
     return frozenset(given)
 
 
 def _members(name: str, given: Any, expected: str) -> Iterable[Any]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
-        raise invalid(name, f"expected {expected}, got {reprlib.repr(given)}")
+        raise invalid(name, f"expected {expected}, got {shown(given)}")
     return given

@@ -103,7 +103,9 @@ class BackendSpec:
     def update_weights(self, request: WeightUpdate) -> bool:
         """Load new weights and drop everything computed with the old ones.
 
-        Return True if every later result uses the new weights.
+        Return True if every later result uses the new weights. Raise `InvalidRequestError` or `CapabilityError` only if
+        nothing was changed: core then keeps the label of the old weights. After any other exception it takes the
+        weights for partly new, and gives them a label that no others have.
         """
 
     @hookspec(firstresult=True)

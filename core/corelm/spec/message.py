@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, described
 from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
@@ -81,7 +81,7 @@ class Message:
             raise _type_error("message", "a Message or a dict with a role", message)
         known = {key: message[key] for key in FIELDS if key in message}
         if "role" not in known:
-            raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(str, message))}", field="role")
+            raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(shown, message))}", field="role")
         extra = {key: value for key, value in message.items() if key not in FIELDS}
         made = cls(**known, extra=extra)
         # Copied once they are known to be of a depth that can be copied.
@@ -126,7 +126,7 @@ def _copy(name: str, value: Any) -> Any:
     try:
         return deepcopy(value)
     except Exception as error:
-        raise invalid(name, f"holds what cannot be copied: {type(error).__name__}: {error}") from error
+        raise invalid(name, f"holds what cannot be copied: {described(error)}") from error
 
 
 def _type_error(name: str, expected: str, value: Any) -> InvalidRequestError:

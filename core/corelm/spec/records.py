@@ -5,10 +5,10 @@ A hook takes one record, and not separate arguments, because a record can gain a
 `rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request; only with
 `native_samples` there are n answers to each prompt, and those to prompt p are the rows n·p to n·p + n − 1. Token ids
 are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors, and a graph
-only if gradients were requested. Core copies ids, log-probabilities and masks out of a result before the next call, so
-an engine may reuse the buffers that hold them. It does not copy logits, nor results with gradients: a plugin must not
-modify these after it has returned them. Do not modify the tensors of a `ContainerRequest`: rows are copied from them
-lazily, on first access.
+only if gradients were requested. Core copies ids, offsets, log-probabilities and masks out of a result before the next
+call, so an engine may reuse the buffers that hold them. It does not copy logits, nor results with gradients: a plugin
+must not modify these after it has returned them. Do not modify the tensors of a `ContainerRequest`: rows are copied
+from them lazily, on first access.
 
 The worked examples below are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where
 id 2 is EOS. In drawings, a dot is a pad.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.validate import count, did_you_mean, flag, invalid, number, shown, token_ids, unencodable
+from corelm.validate import count, did_you_mean, flag, invalid, is_index, number, shown, token_ids, unencodable
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -226,7 +226,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    return token_ids(name, (value,) if isinstance(value, int) else () if value is None else value)
+    return token_ids(name, (value,) if is_index(value) else () if value is None else value)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -1,0 +1,60 @@
+"""Rows that a plugin refuses are named as the caller knows them, however the request was made of the caller's rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from corelm import DynamicBatcher
+from corelm.errors import EngineError, InvalidRequestError, spelled_out
+from helpers.fakes import SHORT, fake
+
+
+def refuses(*rows, error=InvalidRequestError):
+    """Return a `bend` that refuses these rows of the request."""
+    problems = {row: f"number {row}" for row in rows}
+
+    def bend(batch):
+        raise error(f"prompts: {spelled_out(problems)}", problems=problems)
+
+    return bend
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError, EngineError])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, native, error):
+    rows = (1,) if native else (4, 5, 6, 7)
+    backend = fake(refuses(*rows, error=error), native_samples=native)
+    with DynamicBatcher(backend) if batched else backend as asked, pytest.raises(error) as refused:
+        asked.generate([[1], [3]], {**SHORT, "num_samples": 4})
+    assert refused.value.rows == (1,) and str(refused.value) == f"prompts: row 1: number {rows[0]}"
+
+
+def test_rows_that_a_plugin_refuses_are_counted_among_the_skipped_ones():
+    backend = fake(refuses(1))
+    with pytest.raises(InvalidRequestError, match=r"^prompts: row 2: number 1$") as refused:
+        backend.generate([[1], [99], [3]], SHORT, on_error="skip")
+    assert refused.value.problems == {2: "number 1"}
+    with pytest.raises(InvalidRequestError, match=r"^prompts: row 3: number 1$") as refused:
+        backend.score_logprobs([[], [1, 2], [99], [3, 4]], on_error="skip")
+    assert refused.value.problems == {3: "number 1"}
+    out = backend.generate([[99], [99]], SHORT, on_error="skip")
+    assert out.finish_reasons == ("error", "error"), "no row is left for the engine"
+
+
+def test_an_error_that_a_plugin_raises_again_and_again_is_renumbered_each_time():
+    error = InvalidRequestError("max_new_tokens: row 1: too many", problems={1: "too many"})
+
+    def bend(batch):
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=r"^max_new_tokens: row 2: too many$"):
+            fake(bend).generate([[99], [1], [3]], SHORT, on_error="skip")
+    assert error.problems == {1: "too many"}
+
+
+def test_rows_that_are_not_in_the_request_are_left_as_they_are():
+    with pytest.raises(InvalidRequestError) as refused:
+        fake(refuses(7)).generate([[99], [1]], SHORT, on_error="skip")
+    assert refused.value.rows == (7,)
