@@ -119,12 +119,12 @@ def unencodable(text: str) -> str | None:
     return None
 
 
-def nested_texts(field: str, given: Any) -> list[str]:
+def nested_texts(field: str, given: Any, *, most: float = MOST_VALUES) -> list[str]:
     """Return every str in nested mappings, lists and tuples, keys included.
 
     Raises:
         InvalidRequestError: it is nested more than `DEEPEST` levels deep, as an object that holds itself is, or it
-            holds more than `MOST_VALUES` values.
+            holds more than `most` values.
     """
     found: list[str] = []
     waiting: list[tuple[Any, int]] = [([given], -1)]
@@ -138,8 +138,8 @@ def nested_texts(field: str, given: Any) -> list[str]:
             found += [key for key in one if isinstance(key, str)]
             one = one.values()
         walked += len(one)
-        if walked > MOST_VALUES:
-            raise invalid(field, f"objects and lists hold more than {MOST_VALUES:,} values")
+        if walked > most:
+            raise invalid(field, f"objects and lists hold more than {most:,} values")
         for part in one:
             if isinstance(part, str):
                 found.append(part)

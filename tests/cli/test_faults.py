@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,78 @@ def test_a_prompt_that_kills_the_engine_holds_up_no_other(files):
     assert {row["id"] for row in rows(files[1])} == {*names} - {"plague", "plague too"}
     assert sorted(tried_last[-1]) == ["plague", "plague too"]
     assert all(fault["engine_failed"] for fault in faults(files))
+
+
+GONE = """
+from toy_backend import ByteTokenizer, ToyBackend
+import corelm
+
+class Strict(ByteTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        if len(conversation) == 1:
+            raise ValueError("conversations have to start with the system prompt")
+        return super().apply_chat_template(conversation, **options)
+
+class Gone(ToyBackend):
+    @classmethod
+    def open(cls, model=None, max_context=512):
+        return super().open(tokenizer=Strict(), max_context=max_context)
+
+    @corelm.hookimpl
+    def generate(self, request):
+        raise RuntimeError("out of memory")
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "options"),
+    [
+        ([{"messages": [{"role": role, "content": "Hi"} for role in ("system", "user")]}] * 2, ()),
+        ([{"prompt": "a"}, {"prompt": "b"}], ("--option", "max_context=5", "--max-new-tokens", 2)),
+    ],
+    ids=["the template refuses the check", "the check does not fit"],
+)
+def test_lines_are_not_blamed_by_a_check_that_never_reached_the_engine(files, fabricate, lines, options):
+    fabricate("gone", "1", {"gone": "gone_backend:Gone"}, {"gone_backend": GONE}, site="gone")
+    write_rows(files[0], lines)
+    result = generate(files, *options, backend="gone")
+    assert result.exit_code == 3 and "out of memory" in result.stderr and "tries them last: 1, 2" in result.stderr
+    assert [fault["engine_failed"] for fault in faults(files)] == [True, True]
+
+
+@pytest.fixture
+def heed_interrupts() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt: a process that was started in the background may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_does_not_forget_which_lines_the_engine_failed_at(files, fabricate, monkeypatch, heed_interrupts):
+    interrupted = """
+import os, signal, time
+from toy_backend import ToyBackend
+import corelm
+
+class Interrupted(ToyBackend):
+    @corelm.hookimpl
+    def generate(self, request):
+        if os.environ["FAULT"] == "dead":
+            raise RuntimeError("out of memory")
+        if os.environ["FAULT"] == "slow" and request.prompts.tolist()[0][-3:] == [*b"sea"]:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return super().generate(request)
+"""
+    fabricate("interrupted", "1", {"stops": "stops_backend:Interrupted"}, {"stops_backend": interrupted}, site="stops")
+    write_rows(files[0], texts("The cat", "The sea", "A bird"))
+    codes, suspects = [], []
+    for fault in ("dead", "slow", "none"):
+        monkeypatch.setenv("FAULT", fault)
+        codes.append(generate(files, backend="stops").exit_code)
+        suspects.append([fault["id"] for fault in faults(files) if fault["engine_failed"]])
+    assert codes == [3, 130, 0]
+    assert suspects == [["The cat", "The sea", "A bird"], ["The sea", "A bird"], []]
 
 
 def test_a_refused_setting_is_not_a_fault_of_lines(files):

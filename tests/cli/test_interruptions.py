@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -20,6 +21,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return write_prompts(tmp_path)
 
 
+def heed_interrupts() -> None:
+    """Undo for a child what a shell does to background processes: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def command(files: tuple[Path, Path], *more: object) -> list[str]:
     always = ("--backend", "toy", "--input", files[0], "--output", files[1], "--max-new-tokens", 9, "--seed", 5)
     return [sys.executable, "-m", "corelm", "generate", *map(str, always + more)]
@@ -27,7 +33,9 @@ def command(files: tuple[Path, Path], *more: object) -> list[str]:
 
 def test_an_interrupted_run_says_how_to_continue(files):
     write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(5000)])
-    run = subprocess.Popen(command(files, "--batch-size", 1), stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command(files, "--batch-size", 1), stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     assert wait_until(lambda: files[1].exists() and files[1].stat().st_size > 0)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=PATIENCE)
@@ -49,7 +57,13 @@ except KeyboardInterrupt:
 """
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.Popen(command(files), stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    run = subprocess.Popen(
+        command(files),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=heed_interrupts,
+    )
     assert wait_until((tmp_path / "importing").exists)
     run.send_signal(signal.SIGINT)
     assert run.communicate(timeout=PATIENCE)[1] == "" and run.returncode == -signal.SIGINT
@@ -82,6 +96,22 @@ def test_a_run_does_not_need_its_messages_to_be_read(files, stderr):
             code = subprocess.run(command(files), stderr=target).returncode
     assert code == 1 and len(rows(files[1])) == len(LINES)
     assert len(rows(files[1].with_name("answers.errors.jsonl"))) == 1
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed(files):
+    write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(300)])
+    terminal, stderr = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE")}
+    # In a session of its own, the command outlives the terminal, as it does under nohup.
+    run = subprocess.Popen(
+        command(files, "--batch-size", 1), stderr=stderr, env={**environment, "TERM": "xterm"}, start_new_session=True
+    )
+    os.close(stderr)
+    shown = b""
+    while b"answering" not in shown:
+        shown += os.read(terminal, 1024)
+    os.close(terminal)
+    assert run.wait(PATIENCE) == 0 and len(rows(files[1])) == 300
 
 
 def test_a_list_that_cannot_be_printed_is_an_error():

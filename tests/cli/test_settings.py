@@ -48,10 +48,21 @@ def test_options_that_are_not_secret_are_saved_as_they_are():
         "tokenizer": "here",
         "max_num_batched_tokens": 8192,
         "trust_remote_code": True,
+        "use_auth_token": False,
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+        "add_bos_token": True,
         "base_url": "http://host:8000/v1",
         "rope_scaling": {"factor": 2.0, "type": None},
     }
     assert recorded_options(options) == options
+
+
+@pytest.mark.parametrize("name", ["bos_token", "pad_token", "mask_token", "add_bos_token", "add_eos_token"])
+def test_another_token_of_the_tokenizer_is_another_setting(name):
+    one, two = (True, False) if name.startswith("add") else ("<s>", "</s>")
+    assert recorded_options({name: one}) != recorded_options({name: two}) != recorded_options({})
+    assert recorded_options({"tokenizer_kwargs": {name: one}}) != recorded_options({"tokenizer_kwargs": {name: two}})
 
 
 def test_another_value_is_another_setting_unless_it_is_a_secret():

@@ -135,6 +135,19 @@ def test_turns_that_the_template_rewrites_are_refused(backend):
     assert error.value.rows == (0, 1)
 
 
+def test_a_row_that_a_turn_skipped_is_named(backend):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, on_error="skip", inplace=False)
+    first = policy(TensorDict(history=History.from_chats(CHATS)), seed=0)
+    cut = [[{"role": "user", "content": "Half an emoji \ud83d"}], SAID[:1]]
+    second = policy(TensorDict(history=first["history"].full.extend(cut)), seed=1)
+    assert [bool(error) for error in second["errors"]] == [True, False]
+    with pytest.raises(InvalidRequestError, match=r"row 0: turn 1 has no tokens\. The policy skipped.*errors") as error:
+        merge_turns([first, second])
+    assert error.value.rows == (0,) and error.value.field == "turns" and "template" not in str(error.value)
+    with pytest.raises(InvalidRequestError, match=r"row 0: turn 0 has no tokens"):
+        merge_turns([second, first])
+
+
 def test_a_changed_prompt_is_refused_with_its_row(backend):
     results = converse(LLMPolicy(backend, sampling_params=SAMPLING), 2)
     with pytest.raises(InvalidRequestError, match="turn 1 differs from the tokens of turn 0 at position 2") as error:

@@ -284,6 +284,71 @@ def test_grpo_reads_data_that_torchrls_own_policy_wrote(model, trainer, trained,
     torch.testing.assert_close(loss(td).loss_objective.detach(), torch.cat(expected).mean(), atol=1e-4, rtol=1e-4)
 
 
+def relaid(td, layout, pad):
+    """Return the tokens and masks of `td`, dense, as other programs lay them out."""
+    full, answer = (corelm.ragged(td, ("tokens", part)) for part in ("full", "response"))
+    prompt = corelm.ragged(td, ("tokens", "prompt"))
+    if layout == "prompt left, response right":
+        columns = torch.cat([prompt.mask("left"), answer.mask("right")], -1)
+    else:
+        columns = full.mask(layout)
+    tokens = {"full": full.scatter(columns, 0), "response": answer.to_padded(pad, "right")}
+    numbers = corelm.ragged(td, ("log_probs", "full")).scatter(columns, 0.0)
+    made = {
+        "tokens": TensorDict(tokens, batch_size=[2]),
+        "masks": TensorDict(all_attention_mask=columns, batch_size=[2]),
+        "log_probs": TensorDict(full=numbers, batch_size=[2]),
+    }
+    return advantaged(TensorDict(made, batch_size=[2]))
+
+
+@pytest.fixture(scope="module")
+def uneven(backend):
+    """Return two answers of different lengths."""
+    parts = [
+        LLMPolicy(backend, sampling_params={"max_new_tokens": new, "min_new_tokens": new})(
+            TensorDict(history=History.from_chats([chat])), seed=4
+        )
+        for new, chat in zip((7, 3), CHATS, strict=True)
+    ]
+    td = lazy_stack([part[0] for part in parts])
+    assert corelm.ragged(td, ("tokens", "response")).lengths.tolist() == [7, 3]
+    return td
+
+
+@pytest.mark.parametrize("pad", [-100, -1, 0])
+def test_grpo_finds_the_response_whatever_it_is_padded_with(trainer, trained, uneven, pad):
+    td = relaid(uneven, "prompt left, response right", pad)
+    new, sampled, advantage, _ = response_terms(trained, uneven)
+    out = GRPOLoss(LossActor(LLMPolicy(trainer), trained))(td)
+    torch.testing.assert_close(out.loss_objective, clipped(new, sampled, advantage).mean(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pad", [-100, 0])
+@pytest.mark.parametrize("layout", ["left", "right"])
+def test_a_response_that_is_not_in_the_last_columns_is_refused(trainer, uneven, layout, pad):
+    td = relaid(uneven, layout, pad)
+    with pytest.raises(InvalidRequestError, match=r"tokens\.response: row 1: .*set masks\.all_response_mask") as error:
+        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+    assert error.value.rows == (1,) and error.value.field == "masks.all_response_mask"
+
+
+def test_a_response_that_is_wider_than_the_sequence_is_refused(trainer, uneven):
+    td = relaid(uneven, "prompt left, response right", 0)
+    width = td["tokens", "full"].shape[-1] + 1
+    td["tokens", "response"] = torch.zeros(2, width, dtype=torch.int64)
+    with pytest.raises(InvalidRequestError, match=f"the last {width} columns of tokens.full do not hold the response"):
+        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+
+
+@pytest.mark.parametrize("field", ["all_attention_mask", "all_response_mask"])
+def test_an_additive_mask_is_refused_by_the_losses(trainer, uneven, field):
+    td = relaid(uneven, "prompt left, response right", 0)
+    td["masks", field] = torch.zeros(td["tokens", "full"].shape).index_fill(-1, torch.tensor([0]), -torch.inf)
+    with pytest.raises(InvalidRequestError, match=rf"masks\.{field}: expected True and False, or 1 and 0; got .*-inf"):
+        GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
+
+
 def plain_row(row):
     """Return the tensors of TorchRL's containers in plain TensorDicts."""
     fields = {

@@ -241,6 +241,91 @@ def test_a_mask_for_tokens_in_rows_of_unequal_length_is_refused(backend):
         policy(TensorDict(tokens=rows, attention_mask=torch.ones(2, 3), batch_size=[2]))
 
 
+MASKED = [([256, 72], [0, 1]), ([72, 105, 111], [1, 1, 1])]
+
+
+def masked_rows(padded, container=None):
+    """Return a lazy stack of rows of different widths, each with its mask: bare, or in a container."""
+    found = []
+    for ids, shown in MASKED:
+        tokens = Tokens(prompt=torch.tensor(ids), full=torch.tensor(ids), padded=padded)
+        mask = torch.tensor(shown)
+        given = {"attention_mask": mask} if container is None else {"masks": container(all_attention_mask=mask)}
+        found.append(TensorDict({"tokens": tokens, **given}))
+    return lazy_stack(found)
+
+
+FORMS = pytest.mark.parametrize("container", [None, TensorDict, Masks], ids=["its own key", "plain", "container"])
+
+
+@FORMS
+@pytest.mark.parametrize("generate", [True, False])
+def test_a_mask_in_rows_is_never_dropped(backend, container, generate):
+    key = "attention_mask" if container is None else None
+    options = {"input_mode": "tokens", "generate": generate, "attention_mask_key": key, "inplace": False}
+    policy = LLMPolicy(backend, **options, **({"sampling_params": SAMPLING} if generate else {}))
+    name = "attention_mask" if container is None else r"masks\.all_attention_mask"
+    with pytest.raises(InvalidRequestError, match=f"{name}: .*leave their attention mask out.*padded=True"):
+        policy(masked_rows(False, container))
+    # Rows may be padded to different widths.
+    out = policy(masked_rows(True, container))
+    assert corelm.ragged(out, ("tokens", "prompt" if generate else "full")).tolist() == [[72], [72, 105, 111]]
+    groups = policy(lazy_stack([masked_rows(True, container)] * 2))
+    assert tuple(groups.batch_size) == (2, 2)
+    assert corelm.ragged(groups, ("tokens", "prompt" if generate else "full")).tolist() == [[72], [72, 105, 111]] * 2
+
+
+def test_a_mask_of_a_row_that_is_too_long_is_refused(backend):
+    td = masked_rows(True)
+    td[0]["attention_mask"] = torch.tensor([0, 1, 1])
+    with pytest.raises(InvalidRequestError, match=r"shape \(2,\).*a mask of shape \(3,\)"):
+        LLMPolicy(backend, input_mode="tokens", generate=False, attention_mask_key="attention_mask")(td)
+
+
+def test_rows_that_come_with_a_mask_of_ones_are_read(backend):
+    tokens, masks = (lambda row: Tokens(prompt=row, padded=False)), (lambda row: Masks(all_attention_mask=row > 0))
+    td = lazy_stack([TensorDict({"tokens": tokens(row), "masks": masks(row)}) for row in ROWS])
+    out = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)(td)
+    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [row.tolist() for row in ROWS]
+
+
+def test_an_assistant_mask_in_rows_is_kept(backend):
+    said = [torch.tensor([False]), torch.tensor([False, True, True])]
+    rows = [
+        TensorDict({"tokens": Tokens(full=row, padded=False), "masks": TensorDict(all_assistant_mask=mask)})
+        for row, mask in zip(ROWS, said, strict=True)
+    ]
+    out = LLMPolicy(backend, input_mode="tokens", generate=False)(lazy_stack(rows))
+    assert corelm.ragged(out, ("masks", "all_assistant_mask")).tolist() == [mask.tolist() for mask in said]
+
+
+ODD_MASKS = {
+    "additive": (torch.tensor([[-torch.inf, 0.0], [0.0, 0.0]]), "a mask that holds -inf"),
+    "nan": (torch.tensor([[0.0, torch.nan], [1.0, 1.0]]), "a mask that holds nan"),
+    "weights": (torch.tensor([[0.5, 1.0], [1.0, 1.0]]), "a mask that holds 0.5"),
+    "positions": (torch.tensor([[0, 1], [2, 3]]), "a mask that holds 2"),
+    "meta": (torch.ones(2, 2, dtype=torch.bool, device="meta"), "a tensor on the meta device"),
+}
+
+
+@pytest.mark.parametrize("tokens", ["bare", "container", "nested"])
+@pytest.mark.parametrize("kind", ODD_MASKS)
+def test_a_mask_of_other_numbers_is_refused(backend, tokens, kind):
+    mask, what = ODD_MASKS[kind]
+    nested = torch.nested.nested_tensor(list(IDS), layout=torch.jagged)
+    ids = {"bare": IDS, "container": Tokens(prompt=IDS, batch_size=[2]), "nested": nested}[tokens]
+    policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="mask", sampling_params=SAMPLING)
+    with pytest.raises(InvalidRequestError, match=f"True and False, or 1 and 0; got {what}"):
+        policy(TensorDict(tokens=ids, mask=mask, batch_size=[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_a_mask_of_zeros_and_ones_has_any_type(backend, dtype):
+    policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="mask", sampling_params=SAMPLING)
+    out = policy(TensorDict(tokens=IDS, mask=ATTENTION.to(dtype), batch_size=[2]))
+    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [[72], [72, 105]]
+
+
 def test_a_policy_that_reads_something_else_forgets_the_key_of_its_input(backend):
     policy = LLMPolicy(backend, input_mode="text", input_key="query", sampling_params=SAMPLING)
     assert policy.replace(pad_output=True).options.input_key == "query"

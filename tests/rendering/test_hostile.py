@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from corelm.rendering import template as module
 from corelm.rendering.time_limit import Stopped, Watch
 from corelm.spec import SamplingParams
 from helpers import chat_templates as ct
-from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
+from helpers.rendering import ANSWER, MORE, QUESTION, TOKENIZER, own, rendered, sampled
 
 #: Half of an emoji, as a cut text ends.
 CUT = "How nice \ud83d"
@@ -162,30 +163,93 @@ def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop renderings early. For tests in which no conversation is rendered."""
     monkeypatch.setattr(module, "SECONDS", 0.4)
+
+
+@pytest.fixture
+def moderate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop renderings after a time that is enough for a conversation, also on a busy machine."""
+    monkeypatch.setattr(module, "SECONDS", 3.0)
 
 
 def rendering_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "corelm-rendering"]
 
 
+NEXT_TO_ENDLESS = [[QUESTION], [QUESTION, sampled("Paris.<|im_end|>"), MORE], [QUESTION]]
+
+
 @pytest.mark.parametrize("want_assistant", [True, False])
-def test_a_template_without_end_is_stopped_and_the_row_is_named(short: None, want_assistant: bool) -> None:
-    chats = [[QUESTION], [QUESTION, sampled("Paris.<|im_end|>"), MORE], [QUESTION]]
-    with pytest.raises(TemplateError, match=r"conversation 1: .*did not end within 0.4 seconds") as caught:
-        rendered(chats, ENDLESS_AT_ITALY, True, want_assistant=want_assistant)
+def test_a_template_without_end_is_stopped_and_the_row_is_named(moderate: None, want_assistant: bool) -> None:
+    with pytest.raises(TemplateError, match=r"conversation 1: .*did not end within 3 seconds") as caught:
+        rendered(NEXT_TO_ENDLESS, ENDLESS_AT_ITALY, True, want_assistant=want_assistant)
     assert caught.value.rows == (1,) and not rendering_threads()
-    with pytest.raises(TemplateError, match=r"did not end within 0.4 seconds") as caught:
-        History.from_chats(chats).apply_chat_template(TOKENIZER, chat_template=ENDLESS_AT_ITALY)
+
+
+def test_a_history_is_stopped_by_row_too(moderate: None) -> None:
+    with pytest.raises(TemplateError, match=r"did not end within 3 seconds") as caught:
+        History.from_chats(NEXT_TO_ENDLESS).apply_chat_template(TOKENIZER, chat_template=ENDLESS_AT_ITALY)
     assert caught.value.rows == (1,) and not rendering_threads()
 
 
 def test_a_template_that_never_ends_is_not_tried_for_every_row(short: None) -> None:
     start = time.monotonic()
-    with pytest.raises(TemplateError, match="not rendered, because the chat template was stopped 3 times") as caught:
+    with pytest.raises(TemplateError, match="not rendered, because the chat template was stopped 8 times") as caught:
         rendered([[QUESTION]] * 40, ENDLESS)
     assert caught.value.rows == tuple(range(40)) and time.monotonic() - start < 15
     assert not rendering_threads()
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Stop every rendering that contains the word Italy, at once. Return the limits of the renderings, in seconds."""
+    found: list[float] = []
+    call = Watch.call
+
+    def stopping(watch: Watch, seconds: float, function: Any) -> Any:
+        found.append(seconds)
+        if "Italy" in str(function.args):
+            raise Stopped(f"did not end within {seconds:g} seconds")
+        return call(watch, seconds, function)
+
+    monkeypatch.setattr(Watch, "call", stopping)
+    return found
+
+
+@pytest.mark.parametrize("slow", [3, 7])
+def test_slow_conversations_do_not_fail_the_others(limits: list[float], slow: int) -> None:
+    with pytest.raises(TemplateError, match="it may loop for ever") as caught:
+        rendered([[MORE]] * slow + [[QUESTION]] * 2, ct.CHATML, True)
+    assert caught.value.rows == tuple(range(slow))
+    assert limits[-slow - 2 :] == [10.0] * 3 + [1.0] * (slow - 1)
+    if slow > 3:
+        assert "less than 10 seconds because others were stopped before" in caught.value.problems[slow - 1]
+
+
+def test_any_number_of_slow_conversations_may_follow_one_that_was_rendered(limits: list[float]) -> None:
+    with pytest.raises(TemplateError) as caught:
+        rendered([[QUESTION], *[[MORE]] * 20, [QUESTION]], ct.CHATML, True)
+    assert caught.value.rows == tuple(range(1, 21))
+
+
+def test_a_conversation_whose_parts_are_slow_uses_up_nothing_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a conversation are rendered to find the assistant's turns. Without them, turns are found otherwise."""
+    chats = [[QUESTION, ANSWER] * 4 + [QUESTION], [MORE, ANSWER]]
+    expected = rendered(chats, ct.CHATML)
+    call, stopped = Watch.call, []
+
+    def stopping(watch: Watch, seconds: float, function: Any) -> Any:
+        chat = function.args[0]
+        if chat and chat[0] == QUESTION and len(chat) < 9:
+            stopped.append(len(chat))
+            raise Stopped(f"did not end within {seconds:g} seconds")
+        return call(watch, seconds, function)
+
+    monkeypatch.setattr(Watch, "call", stopping)
+    found = rendered(chats, ct.CHATML)
+    assert len(stopped) == 8 and found.ids.tolist() == expected.ids.tolist()
+    assert found.assistant.tolist() == expected.assistant.tolist()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +269,7 @@ def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPa
     assert caught.value.rows == (0, 1)
 
 
-def test_a_policy_answers_the_rows_next_to_an_endless_one(short: None, backend: Any) -> None:
+def test_a_policy_answers_the_rows_next_to_an_endless_one(moderate: None, backend: Any) -> None:
     options = {"sampling_params": {"max_new_tokens": 3}, "on_error": "skip", "chat_template": ENDLESS_AT_ITALY}
     td = LLMPolicy(backend, **options)(TensorDict(history=History.from_chats([[QUESTION], [MORE], [QUESTION]])))
     assert [bool(error) for error in td["errors"]] == [False, True, False]
@@ -225,9 +289,9 @@ def test_a_late_call_is_stopped_and_the_work_goes_on() -> None:
 
     def work() -> list[str]:
         found = []
-        for call in (spin, lambda: "fine", spin, lambda: "fine as well"):
+        for seconds, call in ((0.15, spin), (60, lambda: "fine"), (0.15, spin), (60, lambda: "fine as well")):
             try:
-                found.append(watch.call(0.15, call))
+                found.append(watch.call(seconds, call))
             except Stopped:
                 found.append("stopped")
         return found
@@ -239,18 +303,15 @@ def test_a_late_call_is_stopped_and_the_work_goes_on() -> None:
 def test_a_call_that_ends_as_it_is_stopped_stops_nothing_else() -> None:
     watch = Watch()
 
-    def work() -> int:
-        stopped = 0
+    def work() -> list[str]:
         for _ in range(8):
-            try:
+            with suppress(Stopped):
                 # Every call ends about when the watch looks for late ones.
                 watch.call(0.01, lambda: time.sleep(0.09))
-            except Stopped:
-                stopped += 1
             sum(range(10_000))
-        return stopped
+        return ["all eight", watch.call(60, lambda: "and the next")]
 
-    assert 0 <= watch.run(work) <= 8 and not rendering_threads()
+    assert watch.run(work) == ["all eight", "and the next"] and not rendering_threads()
 
 
 def test_a_call_that_catches_everything_is_late_nevertheless() -> None:
@@ -267,25 +328,42 @@ def test_a_call_that_catches_everything_is_late_nevertheless() -> None:
     assert not rendering_threads()
 
 
+def test_a_call_that_catches_the_stop_is_stopped_again() -> None:
+    def stubborn() -> str:
+        for _ in range(2):
+            # Each loop also ends by itself, much later.
+            with suppress(BaseException):
+                end = time.monotonic() + 30
+                while time.monotonic() < end:
+                    pass
+        return "unharmed"
+
+    watch, start = Watch(), time.monotonic()
+    with pytest.raises(Stopped, match=r"within 0.05 seconds"):
+        watch.run(lambda: watch.call(0.05, stubborn))
+    assert time.monotonic() - start < 25 and not rendering_threads()
+
+
 def test_what_the_work_returns_and_raises_reaches_the_caller() -> None:
     assert Watch().run(lambda: 5) == 5
     with pytest.raises(KeyError, match="missing"):
         Watch().run(lambda: {}["missing"])
 
 
-def test_an_interrupted_caller_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["start", "join"])
+def test_an_interrupted_caller_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     watch = Watch()
-    join = threading.Thread.join
+    method = getattr(threading.Thread, moment)
 
-    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        join(thread, timeout)
+    def interrupted(thread: threading.Thread, *timeout: float) -> None:
+        method(thread, *timeout)
         raise KeyboardInterrupt
 
     def work() -> None:
         for _ in range(100):
             watch.call(60, spin)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(threading.Thread, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         watch.run(work)
     monkeypatch.undo()

@@ -108,13 +108,19 @@ class _Run:
         """Write the answers to the lines, and report the lines that failed."""
         sampling = self.answerer.sampling
         prompts, failed = self.answers.unanswered(lines, range(sampling.num_samples or 1))
+        asked = {prompt.line: prompt for prompt in prompts}
+        # The others have answers from an earlier run.
         for line in lines:
-            self.errors.tried(line)
+            if line.line not in {*asked, *(error.line for error in failed)}:
+                self.errors.tried(line)
         try:
             for rows, more in self.answerer.answer(prompts) if prompts else [([], [])]:
                 self.answers.write(rows)
                 self._report(failed + more)
                 failed = []
+                # Not before: after Ctrl-C, lines without an outcome keep what an earlier run noted about them.
+                for number in {row["line"] for row in rows}:
+                    self.errors.tried(asked[number])
         except (EngineError, BackendTimeoutError) as error:
             self._report(failed)
             self._note_suspects(error)

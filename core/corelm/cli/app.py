@@ -176,24 +176,32 @@ def generate(
 
 
 class Messages:
-    """The standard error, as a file that can always be written to.
+    """The standard error at the time of construction, as a file that can always be written to.
 
     Messages that cannot be shown are dropped: a run goes on when the program or the terminal that shows them is gone.
     """
 
+    def __init__(self) -> None:
+        # While a progress bar is shown, rich replaces sys.stderr with a file that writes to the bar's console, and thus
+        # to this object.
+        self._file = sys.stderr
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)
+        if name == "rich_proxied_file":
+            # A console writes to the file of this name and not to this object, where failures are dropped.
+            raise AttributeError(name)
+        return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        if sys.stderr is not None:
+        if self._file is not None:
             with suppress(OSError):
-                sys.stderr.write(text)
+                self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        if sys.stderr is not None:
+        if self._file is not None:
             with suppress(OSError):
-                sys.stderr.flush()
+                self._file.flush()
 
 
 def _tell(message: str, output: Path | None = None) -> None:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from corelm.backend.backend import Backend
+from corelm.backend.check_requests import prompt_problems
 from corelm.backend.seeds import answer_seeds
 from corelm.cli.prompts import LineError, Prompt
 from corelm.errors import CoreLMError, InvalidRequestError, TemplateError
@@ -68,16 +69,20 @@ class Answerer:
         yield outcome
 
     def _check_engine(self, prompts: list[Prompt], error: Exception) -> None:
-        """Raise `error` if it is not the prompts that caused it: harmless prompts of the same kind fail as well."""
-        harmless = []
-        if any(prompt.chat is None for prompt in prompts):
-            harmless.append(HARMLESS_TEXT)
+        """Raise `error` unless the engine can be asked harmless prompts, so that the prompts caused the error."""
+        harmless = [HARMLESS_TEXT]
         if any(prompt.chat is not None for prompt in prompts):
             harmless.append(HARMLESS_CHAT)
+        sampling = SamplingParams.make(self.sampling, max_new_tokens=1, num_samples=None)
         try:
+            # A row that cannot be rendered or does not fit never reaches the engine and so shows nothing.
+            _, ids, _ = _tokenize(self.engine, harmless)
+            reached = len(ids) > len(prompt_problems(ids, self.engine.capabilities, sampling))
             # Rows that fail in a call that returns do not matter here: the engine did answer.
-            self._ask(harmless, SamplingParams.make(self.sampling, max_new_tokens=1, num_samples=None))
+            self._ask(harmless, sampling)
         except Exception:
+            reached = False
+        if not reached:
             raise error from error.__cause__
 
     def _ask(self, prompts: list[Prompt], sampling: SamplingParams) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -13,14 +14,11 @@ from typing import IO, Any
 from corelm.cli import strict_json
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Chat, Message
+from corelm.validate import DEEPEST, nested_texts
 
 Id = str | int
 
 KEYS = ("id", "prompt", "messages", "tools", "metadata")
-#: Maximum nesting of objects and lists. Deeper values would exhaust the stack of code that walks them later.
-DEEPEST = 100
-#: An upper bound for token ids: no vocabulary is larger, and larger ids may not fit the types that hold them.
-ANY_VOCABULARY = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +86,13 @@ def read_prompts(file: IO[bytes]) -> Iterator[Prompt | LineError]:
 def _parse(number: int, line: bytes) -> Prompt | LineError:
     try:
         row = strict_json.loads(line)
-        too_deep = _depth(row) > DEEPEST
+        nested_texts("line", row, most=math.inf)  # refuses a line that is nested too deep
+    except RecursionError:
+        return LineError(number, None, f"objects and lists are nested more than {DEEPEST} levels deep")
+    except InvalidRequestError as error:
+        return LineError(number, None, str(error))
     except ValueError as error:
         return LineError(number, None, f"not valid JSON: {error}")
-    except RecursionError:
-        too_deep = True
-    if too_deep:
-        return LineError(number, None, f"objects and lists are nested more than {DEEPEST} levels deep")
     if not isinstance(row, dict):
         return LineError(number, None, f"expected an object, got {type(row).__name__}")
     name = row.get("id", number)
@@ -132,13 +130,9 @@ def _chat(messages: Any) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError("messages: expected a list of at least one message")
     try:
-        chat = tuple(map(Message.from_dict, messages))
+        return tuple(map(Message.from_dict, messages))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"messages: {error}") from error
-    largest = max((token for message in chat for token in message.token_ids or ()), default=0)
-    if largest >= ANY_VOCABULARY:
-        raise InvalidRequestError(f"messages: token_ids has {largest}, which is larger than any vocabulary")
-    return chat
 
 
 def _canonical(value: Any) -> bytes:
@@ -149,9 +143,3 @@ def _canonical(value: Any) -> bytes:
         raise InvalidRequestError(
             f"{text[error.start]!r} is a lone surrogate, which cannot be encoded as UTF-8"
         ) from error
-
-
-def _depth(value: Any) -> int:
-    if not isinstance(value, (dict, list)):
-        return 0
-    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)

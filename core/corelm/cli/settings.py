@@ -21,6 +21,8 @@ _SECRET_ENDINGS = ("key", "token")
 _SECRET_TEXT_ENDINGS = ("keys", "tokens")
 #: An option is a secret if its name contains one of these.
 _SECRET_PARTS = ("secret", "passw", "passphrase", "pwd", "auth", "credential", "cookie", "bearer")
+#: These name tokens of the tokenizer, which change answers: `bos_token`, `add_eos_token`.
+_TOKENIZER_TOKEN = re.compile(r"(.*_)?(bos|eos|pad|unk|sep|cls|mask)_token")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -63,6 +65,8 @@ def _recorded(value: Any, *, nested: bool = True) -> Any:
 
 def _is_secret(name: str, value: Any) -> bool:
     name = name.lower()
+    if isinstance(value, bool) or _TOKENIZER_TOKEN.fullmatch(name):
+        return False
     endings = _SECRET_ENDINGS + (_SECRET_TEXT_ENDINGS if isinstance(value, str) else ())
     return name.endswith(endings) or any(part in name for part in _SECRET_PARTS)
 

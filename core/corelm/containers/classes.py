@@ -36,6 +36,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
+from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
 
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
@@ -218,7 +219,7 @@ def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedK
         stop = width if name == "prompt" else attention.shape[-1]
         mask = attention[..., max(start, 0) : stop]
         if mask.shape == values.shape:
-            return mask.to(values.device, torch.bool)
+            return as_mask(mask, str(masks)).to(values.device)
     found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
     raise InvalidRequestError(
         f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "

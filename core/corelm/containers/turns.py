@@ -53,8 +53,9 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
 
     Raises:
         MissingKeyError: a turn has no tokens, or only some turns have log-probs.
-        InvalidRequestError: the turns have different batch sizes, or a prompt does not begin with the tokens of the
-            turn before it, for example because the chat template rewrites earlier turns; `rows` are the conversations.
+        InvalidRequestError: the turns have different batch sizes, or a turn skipped a row, or a prompt does not begin
+            with the tokens of the turn before it, for example because the chat template rewrites earlier turns; `rows`
+            are the conversations.
         ProvenanceMismatchError: the log-probs of a row's turns are of different distributions.
     """
     if isinstance(turns, TensorDictBase) or not turns:
@@ -154,21 +155,33 @@ def _by_row(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
 
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
-    """Refuse rows whose prompt does not begin with the tokens of the turn before."""
-    problems = {}
+    """Refuse rows that a turn skipped, and rows whose prompt does not begin with the tokens of the turn before."""
+    skipped, differing = {}, {}
     prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
     for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
+        if bool(len(before)) is not bool(len(prompt)):
+            skipped[row] = f"turn {number + bool(len(before))} has no tokens"
+            continue
         same = min(len(before), len(prompt))
         if len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
             differs = (before[:same] != prompt[:same]).nonzero().flatten().tolist()
             at = differs[0] if differs else same
-            problems[row] = f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
-    if problems:
+            differing[row] = (
+                f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
+            )
+    if skipped:
         raise InvalidRequestError(
-            f"turns: {spelled_out(problems)}. The chat template rewrites earlier turns, or a prompt was cut or "
+            f"turns: {spelled_out(skipped)}. The policy skipped these rows (see their `errors`); leave these "
+            "conversations out of all turns, or merge only the turns before",
+            field="turns",
+            problems=skipped,
+        )
+    if differing:
+        raise InvalidRequestError(
+            f"turns: {spelled_out(differing)}. The chat template rewrites earlier turns, or a prompt was cut or "
             "changed; train on these turns as separate rows",
             field="turns",
-            problems=problems,
+            problems=differing,
         )
 
 

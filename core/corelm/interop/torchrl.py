@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from corelm.containers.classes import LogProbs, Masks, Tokens
 from corelm.containers.keys import list_keys
-from corelm.errors import MissingKeyError, ProvenanceMismatchError
+from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.tensors.categorical import MaskedCategorical
+from corelm.tensors.masks import as_mask
 from corelm.validate import invalid
 
 try:
@@ -99,8 +100,9 @@ class LossActor(TensorDictModuleBase):
     (``pad_output=False``).
 
     Other data needs ``tokens.full``, ``masks.all_attention_mask`` and ``log_probs.full``. With "sft", the response is
-    found by ``tokens.response`` if there is no ``masks.all_response_mask``, and all of it counts if there is no
-    ``log_probs.scored_mask``. The other strategies need their mask and the `scored_mask`.
+    found by ``tokens.response`` if there is no ``masks.all_response_mask`` (it has to be the last columns of
+    ``tokens.full``), and all of it counts if there is no ``log_probs.scored_mask``. The other strategies need their
+    mask and the `scored_mask`.
 
     Args:
         policy: its engine must support gradients and, for `GRPOLoss`, logits. Its `log_probs_mode` must be that of
@@ -151,17 +153,22 @@ class LossActor(TensorDictModuleBase):
 
         Raises:
             CapabilityError: the engine returns no logits.
+            InvalidRequestError: a mask holds something other than True, False, 1 and 0; or there is no response mask,
+                and the last columns of ``tokens.full`` do not hold the response.
             MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
         self._must_match(tensordict)
         batch = tensordict.batch_size
         tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
-        attention = _padded(tensordict, "masks", "all_attention_mask").bool()
+        attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
+        if attention.shape != tokens.full.shape:
+            found = f"bool{list(tokens.full.shape)}, as long as tokens.full, got {list(attention.shape)}"
+            raise invalid("masks.all_attention_mask", f"expected {found}")
         given = TensorDict(
             {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
         )
-        return self._tokens.get_dist(given, attention & _counted(tensordict, mask, attention.shape[-1]))
+        return self._tokens.get_dist(given, attention & _counted(tensordict, mask, tokens.full, attention))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -221,29 +228,61 @@ def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
     return policy.replace(**changes, inplace=False)
 
 
-def _counted(tensordict: TensorDictBase, mask: str, width: int) -> Tensor:
+def _counted(tensordict: TensorDictBase, mask: str, full: Tensor, attention: Tensor) -> Tensor:
     """Return bool ``[*batch, width]``: the positions that the mask selects and that were scored during sampling."""
     response = mask == "all_response_mask"
     selected = _find_padded(tensordict, "masks", mask)
     if selected is None and response:
-        # -1 is no id, so it marks the pads of rows. Dense responses are counted with their own pads.
-        answer = _find_padded(tensordict, "tokens", "response", padding_value=-1)
-        if answer is not None:
-            lengths = (answer >= 0).sum(-1, keepdim=True)
-            selected = torch.arange(width, device=answer.device) >= width - lengths
+        selected = _response_columns(tensordict, full, attention)
     if selected is None:
         derive = ", and no tokens.response to derive it from" if response else ""
         raise _missing(f"masks.{mask}", f"{derive}; let an LLMPolicy write it, or set it: bool, as long as tokens.full")
+    selected = as_mask(selected, f"masks.{mask}")
     scored = _find_padded(tensordict, "log_probs", "scored_mask")
     if scored is not None:
-        return selected.bool() & scored.bool()
+        return selected & as_mask(scored, "log_probs.scored_mask")
     if response:
-        return selected.bool()
+        return selected
     raise _missing(
         "log_probs.scored_mask",
         ", so it is not known which of the log-probs were scored; set it (bool, as long as tokens.full), or pass "
         'masking_strategy="sft" to the loss, which counts the response',
     )
+
+
+def _response_columns(tensordict: TensorDictBase, full: Tensor, attention: Tensor) -> Tensor | None:
+    """Return bool ``[*batch, width]``: where ``tokens.full`` holds the response; None without a ``tokens.response``.
+
+    The response has to be in the last columns of ``tokens.full``, column by column. If it is dense, its pads may be
+    ids: then the attention mask alone tells them from tokens.
+
+    Raises:
+        InvalidRequestError: ``tokens.full`` is laid out in another way; `rows` are those that show it.
+    """
+    # A negative number is no id, so it marks the pads of rows, and those of dense data padded with -100, for example.
+    answer = _find_padded(tensordict, "tokens", "response", padding_value=-1)
+    if answer is None:
+        return None
+    width = answer.shape[-1]
+    start = full.shape[-1] - width
+    said, shown = answer >= 0, attention[..., max(start, 0) :]
+    if start < 0:
+        wrong = said.new_ones(said.shape[:-1])
+    else:
+        # A prompt may reach into these columns, but only before the response.
+        differs = shown & torch.where(said, full[..., start:] != answer, said.cumsum(-1) > 0)
+        missing = attention.any(-1) & said.any(-1) & ~(said & shown).any(-1)
+        wrong = differs.any(-1) | missing
+    if rows := wrong.flatten().nonzero().flatten().tolist():
+        problems = dict.fromkeys(rows, f"the last {width} columns of tokens.full do not hold the response")
+        raise InvalidRequestError(
+            f"tokens.response: {spelled_out(problems)}; set masks.all_response_mask: bool, as long as tokens.full",
+            field="masks.all_response_mask",
+            problems=problems,
+        )
+    selected = torch.zeros_like(attention)
+    selected[..., start:] = said
+    return selected
 
 
 def _padded(tensordict: TensorDictBase, container: str, field: str) -> Tensor:

@@ -22,10 +22,21 @@ from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
-from corelm.policy.values import batch_of, find_value, kind_of, leaves, nested_field, two_dimensional, unmasked
+from corelm.policy.values import (
+    batch_of,
+    find_value,
+    hides_tokens,
+    kind_of,
+    leaves,
+    masks_in_rows,
+    nested_field,
+    two_dimensional,
+    unmasked,
+)
 from corelm.rendering.render import render
 from corelm.spec.message import Chat
 from corelm.spec.records import Columns, Parts
+from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -244,8 +255,7 @@ class InputReader:
             raise InvalidRequestError(
                 f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {found}", field=key
             )
-        # transformers writes masks as zeros and ones.
-        mask = two_dimensional(mask).to("cpu", torch.bool)
+        mask = two_dimensional(as_mask(mask, self._mask_name)).cpu()
         ids = rows_of_ids(Ragged.from_padded(two_dimensional(value).cpu(), mask), key)
         shape = batch_of(td, tuple(value.shape[:-1]), self.key(part))
         return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
@@ -279,12 +289,19 @@ class InputReader:
         if tokens.padded and masks is not None:
             # Rows that are padded to different widths have no common columns.
             with suppress(InvalidRequestError):
-                mask = two_dimensional(masks.all_attention_mask).to("cpu", torch.bool)
+                mask = two_dimensional(as_mask(masks.all_attention_mask, self._mask_name)).cpu()
                 columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
         # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
         known = masks is not None and "all_assistant_mask" in masks.keys()
         assistant = read("masks", "all_assistant_mask") if known else None
+        if assistant is not None:
+            assistant = assistant.with_values(as_mask(assistant.values, "masks.all_assistant_mask"))
         return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
+
+    @property
+    def _mask_name(self) -> str:
+        own = (*key_parts(self.keys.masks), "all_attention_mask")
+        return ".".join(own if self.attention_mask_key is None else key_parts(self.attention_mask_key))
 
     def _mask(self, td: TensorDictBase) -> Any:
         """Return the attention mask of bare tokens, or None."""
@@ -303,18 +320,27 @@ class InputReader:
         """Return the masks of a `Tokens` container. They may be in a plain TensorDict."""
         found = find_value(td, self.keys.masks)
         if isinstance(found, Masks) and self.attention_mask_key is None:
+            if not tokens.padded and hides_tokens(found, self._mask_name):
+                raise self._no_pads()
             return found
         given = {"all_attention_mask": self._mask(td)}
         if self.attention_mask_key is None and isinstance(found, TensorDictBase):
             given["all_assistant_mask"] = find_value(found, "all_assistant_mask")
-        given = {name: mask for name, mask in given.items() if isinstance(mask, Tensor)}
+        given = {name: mask for name, mask in given.items() if mask is not None}
         if not given:
             return None
-        if not tokens.padded:
-            raise InvalidRequestError(
-                "masks: tokens in rows of unequal length have no pads; leave their attention mask out", field="masks"
-            )
-        return Masks(**given, batch_size=tokens.batch_size)
+        if not tokens.padded and "all_attention_mask" in given:
+            raise self._no_pads()
+        if tokens.padded and all(isinstance(mask, Tensor) and not mask.is_nested for mask in given.values()):
+            return Masks(**given, batch_size=tokens.batch_size)
+        return None if 0 in tokens.batch_size else masks_in_rows(given, tokens)
+
+    def _no_pads(self) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self._mask_name}: tokens in rows of unequal length (padded=False) have no pads; leave their attention "
+            "mask out, or, if the rows do hold pads, make the Tokens with padded=True",
+            field="masks",
+        )
 
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """Return the container's `part`, or the bare value at the container's own key."""

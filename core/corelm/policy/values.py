@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from corelm.backend.arguments import refuse_unreadable
-from corelm.containers.classes import Tokens
+from corelm.containers.classes import Masks, Tokens, ragged
+from corelm.containers.field_access import flat, rows
 from corelm.errors import InvalidRequestError, refuse
+from corelm.tensors.masks import as_mask, not_a_mask
 from corelm.tensors.ragged import Ragged
 
 
@@ -32,8 +33,8 @@ def unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
     if mask is None:
         return ids
     masks = [torch.as_tensor(row) for row in mask]
-    for row in masks:
-        refuse_unreadable(row, field)
+    odd = {row: why for row, given in enumerate(masks) if (why := not_a_mask(given))}
+    refuse({row: f"expected a mask of True and False, or 1 and 0; got {why}" for row, why in odd.items()}, field)
     shown = Ragged.from_list([row.cpu() for row in masks], torch.bool)
     lengths = zip(ids.lengths.tolist(), shown.lengths.tolist(), strict=False)
     problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
@@ -42,6 +43,43 @@ def unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
     refuse(problems, field)
     counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shown.values.long())
     return Ragged(ids.values[shown.values], counts)
+
+
+def masks_in_rows(given: Mapping[str, Any], tokens: Tokens) -> Masks:
+    """Return masks that come as one tensor per row, in lists nested like the batch of `tokens`."""
+    shape = tuple(tokens.batch_size)
+    by_name = {name: _at_depth(mask, len(shape)) for name, mask in given.items()}
+    for name, found in by_name.items():
+        if len(found) != math.prod(shape):
+            raise InvalidRequestError(
+                f"masks.{name}: expected one mask for each of {math.prod(shape)} rows, got {len(found)}", field="masks"
+            )
+    stack: list[Any] = [
+        Masks(**{name: torch.as_tensor(found[row]) for name, found in by_name.items()}, padded=tokens.padded)
+        for row in range(math.prod(shape))
+    ]
+    for size in reversed(shape):
+        stack = [lazy_stack(stack[start : start + size]) for start in range(0, len(stack), size)]
+    stacked: Masks = stack[0]
+    return stacked
+
+
+def _at_depth(value: Any, depth: int) -> list[Any]:
+    return [leaf for part in value for leaf in _at_depth(part, depth - 1)] if depth else [value]
+
+
+def hides_tokens(masks: Masks, field: str) -> bool:
+    """Return whether the attention mask, which errors call `field`, is False somewhere."""
+    if "all_attention_mask" not in masks.keys():
+        return False
+    own = TensorDict({"masks": masks}, batch_size=masks.batch_size)
+    try:
+        shown = masks.all_attention_mask if masks.padded else ragged(own, ("masks", "all_attention_mask")).values
+    except InvalidRequestError:  # dense rows of different widths, or a stack of both layouts
+        shown = [row.all_attention_mask for row in rows(masks)]
+    if isinstance(shown, Tensor) and shown.is_nested:
+        shown = list(shown.unbind())
+    return not all(bool(as_mask(row, field).all()) for row in flat(shown))
 
 
 def nested_field(container: Tokens, part: str) -> Tensor | None:

@@ -9,12 +9,17 @@ from typing import Any
 from corelm.errors import TemplateError
 from corelm.validate import did_you_mean
 
-#: Refuses what it cannot write: tools, and turns that call them.
+#: Refuses what it cannot write: tools, turns that call them, thinking, names, and text that would begin or end a turn.
+#: Where `<|im_start|>` and `<|im_end|>` are special tokens, `render` has replaced them with placeholders before.
 CHATML = (
     "{% if tools %}{{ raise_exception('chatml has no place for tools; pass a template that writes them') }}{% endif %}"
     "{% for message in messages %}"
-    "{% if message.tool_calls %}"
-    "{{ raise_exception('chatml has no place for tool calls; pass a template that writes them') }}{% endif %}"
+    "{% for key in ('tool_calls', 'reasoning_content', 'reasoning', 'thinking', 'name') if message[key] %}"
+    "{{ raise_exception('chatml has no place for ' + key + '; leave it out, or pass a template that writes it') }}"
+    "{% endfor %}"
+    "{% for mark in ('<|im_start|>', '<|im_end|>') if mark in message.role or mark in (message.content or '') %}"
+    "{{ raise_exception('a message contains ' + mark + ', which would begin or end a turn; remove it') }}"
+    "{% endfor %}"
     "{{ '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}"
     "{% generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"

@@ -25,12 +25,16 @@ from corelm.validate import invalid, nested_texts, shown, unencodable
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Seconds that a conversation may take to render. Most take a few milliseconds.
+#: Seconds that one rendering of a conversation may take. Most take a few milliseconds.
 SECONDS = 10.0
 #: Seconds that each conversation adds to this where one call renders several.
 SECONDS_EACH = 0.02
-#: After so many conversations were stopped, the template is at fault, and no others are tried.
-MOST_STOPPED = 3
+#: After so many renderings of one call were stopped, each further rendering gets `SECONDS_LATER`.
+PATIENT_STOPS = 3
+#: Seconds for each of these renderings: far more than a healthy one takes, so slow neighbours do not fail it.
+SECONDS_LATER = 1.0
+#: If so many were stopped and none ended by itself, the template is at fault, and no others are tried.
+MOST_STOPPED = 8
 #: The longest text that a template may write: more than ten million tokens.
 MOST_CHARACTERS = 2**26
 
@@ -85,6 +89,19 @@ def json_escape(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
+@dataclass(slots=True)
+class Tally:
+    """How the renderings of a call ended.
+
+    Attributes:
+        ended: how many ended by themselves, with a text or an error.
+        stopped: how many were stopped.
+    """
+
+    ended: int = 0
+    stopped: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
     """A chat template and the variables it is rendered with.
@@ -94,14 +111,14 @@ class Template:
         source: the jinja text; None if only the tokenizer has it.
         kwargs: variables for the template (`tools`, `enable_thinking`, …).
         watch: stops a rendering that takes too long, if it is made under ``watch.run``.
-        late: the renderings that were stopped, as a list that all copies share.
+        tally: how the renderings ended; all copies share it.
     """
 
     tokenizer: Any
     source: str | None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
-    late: list[Stopped] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
@@ -146,15 +163,27 @@ class Template:
         Raises:
             TemplateError: the template failed (its error is the cause), was stopped, or wrote too much.
         """
-        if len(self.late) >= MOST_STOPPED:
-            raise TemplateError(f"not rendered, because the chat template was stopped {MOST_STOPPED} times before")
+        tally = self.tally
+        if tally.stopped >= MOST_STOPPED and not tally.ended:
+            raise TemplateError(
+                f"not rendered, because the chat template was stopped {tally.stopped} times before and never ended by "
+                "itself"
+            )
+        seconds = SECONDS if tally.stopped < PATIENT_STOPS else min(SECONDS, SECONDS_LATER)
         try:
-            rendered = self._apply(list(chat), add_generation_prompt, tokenize, SECONDS)
+            rendered = self._apply(list(chat), add_generation_prompt, tokenize, seconds)
         except Stopped as error:
-            self.late.append(error)
-            raise TemplateError(f"the chat template {error} and was stopped; it may loop for ever") from None
+            tally.stopped += 1
+            hurried = (
+                f"; it had less than {SECONDS:g} seconds because others were stopped before, so render it without them"
+                if seconds < SECONDS
+                else ""
+            )
+            raise TemplateError(f"the chat template {error} and was stopped; it may loop for ever{hurried}") from None
         except Exception as error:
+            tally.ended += 1
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+        tally.ended += 1
         if not tokenize and not isinstance(rendered, str):
             raise TemplateError(f"the tokenizer rendered a {type(rendered).__name__} instead of a text")
         if not tokenize and len(rendered) > MOST_CHARACTERS:
@@ -177,7 +206,10 @@ class Template:
             return None
         same = isinstance(texts, list) and len(texts) == len(chats)
         good = same and all(isinstance(text, str) and len(text) <= MOST_CHARACTERS for text in texts)
-        return texts if good else None
+        if not good:
+            return None
+        self.tally.ended += len(chats)
+        return texts
 
     def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool, seconds: float) -> Any:
         template = {} if self.source is None else {"chat_template": self.source}

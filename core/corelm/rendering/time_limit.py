@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import threading
@@ -14,6 +15,8 @@ R = TypeVar("R")
 
 #: How often the caller looks whether a call is late, in seconds.
 EVERY = 0.1
+#: How long a stopped call may take to end before it is stopped again, in seconds.
+AGAIN = 1.0
 
 
 class Stopped(Exception):
@@ -55,13 +58,13 @@ class Watch:
 
         run_in_context = contextvars.copy_context().run
         thread = threading.Thread(target=run_in_context, args=(target,), name="corelm-rendering", daemon=True)
-        thread.start()
         try:
+            thread.start()
             while thread.is_alive():
                 thread.join(EVERY)
                 self._stop_if_late(thread)
         finally:
-            if thread.is_alive():
+            if not outcome:
                 # Ctrl-C ended the wait.
                 self._abandoned = True
                 self._stop_if_late(thread)
@@ -85,26 +88,34 @@ class Watch:
             try:
                 result = function()
             finally:
-                with self._lock:
-                    self._current = None
-                if mine.stopped:
-                    # If the exception has not arrived yet, it does so here, within a step or two.
-                    for _ in range(100):
-                        time.sleep(0)
+                self._leave(mine)
         except _Stop:
             pass
+        # A second stop may have come before this call had left.
+        while self._current is mine:
+            with contextlib.suppress(_Stop):
+                self._leave(mine)
         if self._abandoned:
             raise _Stop
         if mine.stopped:
             raise Stopped(f"did not end within {seconds:g} seconds")
         return result
 
+    def _leave(self, mine: _Call) -> None:
+        with self._lock:
+            self._current = None
+        if mine.stopped:
+            # If an exception has not arrived yet, it does so here, within a step or two.
+            for _ in range(100):
+                time.sleep(0)
+
     def _stop_if_late(self, thread: threading.Thread) -> None:
+        """Stop the call if it is late, and later again, because the call may have caught the exception."""
         # A call cannot end while this holds the lock, so the thread lives and its number is not yet another one's.
         with self._lock:
             late = self._current
-            if late is None or late.stopped or not (self._abandoned or time.monotonic() > late.deadline):
+            if late is None or not (self._abandoned or time.monotonic() > late.deadline):
                 return
-            late.stopped = True
+            late.stopped, late.deadline = True, time.monotonic() + AGAIN
             assert thread.ident is not None
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
