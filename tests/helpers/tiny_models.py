@@ -5,6 +5,7 @@ The weights have a large variance, so the distributions are far from flat and an
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -70,6 +71,13 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTr
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE of at most `VOCAB` ids with a ChatML template: pad 0, start 1, end (EOS) 2."""
     return build_tokenizer("\n".join(turn["content"] for chat in read_chats() for turn in chat), VOCAB)
+
+
+@functools.cache
+def tokenizer_that_names_only_eos() -> PreTrainedTokenizerFast:
+    """Return `tiny_tokenizer` without the names of its other special tokens, as some base models come."""
+    backend = copy.deepcopy(tiny_tokenizer().backend_tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tiny_tokenizer().eos_token)
 
 
 def random_rows(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

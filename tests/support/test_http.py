@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -127,6 +127,29 @@ def test_a_server_that_missed_an_abort_is_told_again(
         server.wait_for(lambda: server.in_flight == 1)
         client.abort(["a"], tell=tell)
         assert rows.result() == [PartialReply({"you said": 0})]
+
+
+def test_an_abort_does_not_end_a_request_that_begins_later_under_the_same_name(connect: Connect, serve: Any) -> None:
+    gates = {"first": threading.Event(), "later": threading.Event()}
+    server = serve(lambda request: held(echo(request), gates[request.body]))
+    client = connect(server)
+    with ThreadPoolExecutor(2) as pool:
+
+        def ask(body: str) -> Future[Any]:
+            return pool.submit(client.post_each, "/x", [body], names=["a"], is_reply_to=is_echo, timeout=30)
+
+        rows = [ask("first")]
+        server.wait_for(lambda: server.in_flight == 1)
+
+        def tell() -> None:
+            if len(rows) == 1:
+                rows.append(ask("later"))
+                server.wait_for(lambda: server.in_flight == 2)
+                gates["first"].set()
+
+        client.abort(["a"], tell=tell)
+        gates["later"].set()
+        assert [row.result() for row in rows] == [[PartialReply({"you said": "first"})], [{"you said": "later"}]]
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import traceback
+from dataclasses import replace
 
 import pytest
 
 from corelm.errors import EngineError
+from corelm.spec import GenerateResult, Ragged
 from corelm.support import Secrets
 
 KEY = "sk-0123456789"
@@ -37,20 +38,27 @@ def test_the_longest_secret_is_masked_first() -> None:
     assert Secrets([KEY, KEY + "-more"]).masked(KEY + "-more") == "***"
 
 
-def masked_reply(secrets: Secrets, reply: Any) -> Any:
-    return secrets.masked_reply(reply, json.dumps(reply).encode())
+def test_errors_of_a_block_are_masked_and_so_are_their_causes() -> None:
+    secrets = Secrets([KEY])
+    with pytest.raises(EngineError) as caught, secrets.masking_errors():
+        try:
+            int(KEY)
+        except ValueError as cause:
+            raise EngineError(f"no {KEY}", usable=True) from cause
+    assert str(caught.value) == "no ***" and caught.value.usable
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(EngineError) as caught, secrets.masking_errors():
+        raise EngineError("a") from KeyError("b")
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_reply_keeps_its_numbers_and_names() -> None:
-    reply = {"12345": [12345, -1.5, "12345", None, True], "a": {"b": "key 12345"}}
-    assert masked_reply(Secrets(["12345"]), reply) == {"12345": [12345, -1.5, "***", None, True], "a": {"b": "key ***"}}
-
-
-def test_a_reply_keeps_what_a_header_without_a_key_holds() -> None:
-    reply = {"model": "a-model-of-ours", "said": KEY}
-    headers = {"X-Model": "a-model-of-ours", "X-Api-Key": KEY}
-    assert masked_reply(Secrets(headers=headers), reply) == {"model": "a-model-of-ours", "said": "***"}
-    assert Secrets(headers=headers).masked("no a-model-of-ours") == "no ***"
+def test_errors_of_rows_are_masked() -> None:
+    result = GenerateResult(
+        ids=Ragged.from_list([[], [5]]), logprobs=None, finish_reasons=("error", "length"), errors=(f"no {KEY}", "")
+    )
+    assert Secrets([KEY]).masked_result(result).errors == ("no ***", "")
+    good = replace(result, errors=None)
+    assert Secrets([KEY]).masked_result(good) is good
 
 
 def test_without_secrets_nothing_changes() -> None:

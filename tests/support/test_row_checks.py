@@ -10,12 +10,15 @@ import pytest
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.support import (
     ABORTED,
+    AccessError,
     PartialReply,
     RowError,
     RowFailure,
+    TransientError,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
+    raise_if_none_was_served,
     row_outcome,
 )
 
@@ -90,3 +93,32 @@ def test_the_outcome_of_a_row_is_its_answer_or_why_there_is_none() -> None:
 def test_a_reply_of_another_structure_is_a_failure_of_its_row(reply: Any) -> None:
     found = row_outcome(reply, lambda reply, aborted: float(reply["a"][0]))
     assert isinstance(found, RowFailure) and "does not fit the request" in found.why
+
+
+BUSY, AWAY = TransientError("429", status=429), TransientError("503", status=503)
+STEP, BROKEN = TransientError("500", status=500), TransientError("broken connection")
+REFUSED, BARRED = InvalidRequestError("400"), AccessError("401")
+
+
+@pytest.mark.parametrize(
+    ("entries", "first"),
+    [
+        ([BUSY], BUSY),
+        ([AWAY, BUSY], AWAY),
+        ([REFUSED, BUSY], BUSY),
+        ([STEP, BARRED, BUSY], BARRED),
+        # A row that makes the server fail each time, next to rows that were turned away meanwhile.
+        ([BUSY, STEP], None),
+        ([BROKEN], None),
+        ([REFUSED], None),
+        ([BUSY, {"an": "answer"}], None),
+        ([BUSY, ABORTED], None),
+    ],
+)
+def test_a_call_fails_if_no_failure_says_anything_about_its_row(entries: list[Any], first: EngineError | None) -> None:
+    if first is None:
+        raise_if_none_was_served(entries, lambda: True)
+        return
+    with pytest.raises(EngineError) as caught:
+        raise_if_none_was_served(entries, lambda: True)
+    assert caught.value is first

@@ -9,8 +9,8 @@ import pytest
 from toy_backend import ByteTokenizer
 
 from corelm import SamplingParams
-from corelm.support import StopStrings, text_before_stop
-from helpers.tiny_models import tiny_tokenizer
+from corelm.support import StopStrings, skipped_texts, text_before_stop
+from helpers.tiny_models import tiny_tokenizer, tokenizer_that_names_only_eos
 
 
 def stop_strings(**sampling: Any) -> StopStrings:
@@ -81,6 +81,20 @@ def test_special_tokens_that_are_skipped_add_no_text():
     assert end(ids, stop=("moon",)) == 24
     assert end(ids, stop=("moon",), skip_special_tokens=False) is None
     assert end(ids, stop=("<|im_start|>",), skip_special_tokens=False) == 4
+
+
+def test_special_tokens_are_left_out_whether_they_have_a_name_or_not():
+    tokenizer = tokenizer_that_names_only_eos()
+    assert tokenizer.all_special_tokens == ["<|im_end|>"]
+    assert tokenizer.decode(encode("a<|im_start|>b"), skip_special_tokens=True) == "ab"
+    texts = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+    assert skipped_texts(tokenizer) == texts and skipped_texts(tiny_tokenizer()) == texts
+    assert skipped_texts(ByteTokenizer()) == set(ByteTokenizer.all_special_tokens) and skipped_texts(object()) == set()
+
+
+def test_half_a_character_at_the_end_is_noticed():
+    strings, ids = stop_strings(stop=("x",)), encode("zwö")
+    assert strings.ends_in_half_a_character(ids[:-1]) and not strings.ends_in_half_a_character(ids)
 
 
 def test_both_ways_agree_with_decoding_every_beginning():

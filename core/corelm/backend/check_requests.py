@@ -16,6 +16,7 @@ from corelm.errors import CapabilityError, InvalidRequestError, Problems
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
+from corelm.support.stop_strings import skipped_texts
 from corelm.tensors.ragged import Ragged, value_range
 from corelm.validate import one_of, shown
 
@@ -124,7 +125,7 @@ def stop_strings_can_match(sampling: SamplingParams, tokenizer: Any) -> None:
     """
     if not (sampling.stop and sampling.skip_special_tokens):
         return
-    specials = getattr(tokenizer, "all_special_tokens", ())
+    specials = skipped_texts(tokenizer)
     for stop in sampling.stop:
         if any(special in stop for special in specials):
             raise InvalidRequestError(

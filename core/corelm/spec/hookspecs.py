@@ -16,9 +16,10 @@ A backend is a class with three attributes and the hooks below, found through th
         def generate(self, request): ...
 
 A tokenizer is a callable ``tokenizer(texts, add_special_tokens=…)`` that returns a mapping with ``input_ids``, and has
-a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `pad_token_id` and `all_special_tokens` if
-it has them, and ``apply_chat_template`` for chats. Core passes ``split_special_tokens=True`` for a text in which a
-user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs character offsets.
+a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `pad_token_id`, `all_special_tokens` and
+`added_tokens_decoder` if it has them, and ``apply_chat_template`` for chats. Core passes ``split_special_tokens=True``
+for a text in which a user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs
+character offsets.
 
 Core checks every request before it calls a hook (`corelm/backend/check_requests.py`) and every result before it returns
 it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a request raises an

@@ -1,13 +1,15 @@
 """Code that several plugins need, written once. All of it is public.
 
-- `StopStrings`, `text_before_stop`: which token completes a stop string, and the text before it.
+- `StopStrings`, `text_before_stop`, `skipped_texts`: which token completes a stop string, the text before it, and what
+  the text of an answer leaves out.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
 - `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_finish_reason`: is this the answer that a row asked for?
 - `generate_result`, `score_result`, `RowFailure`: the result of a call, built from the outcome of each row.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
-- `did_you_mean`: a hint for an error message about an unknown name.
+- `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
+- `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.
 - `EventLoopThread`: an asyncio event loop on a thread.
 

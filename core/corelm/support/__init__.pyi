@@ -10,12 +10,14 @@ from .deadline import opening_within as opening_within
 from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
 from .hints import did_you_mean as did_you_mean
+from .hints import why_unreadable as why_unreadable
 from .http import HttpClient as HttpClient
 from .http_errors import ABORTED as ABORTED
 from .http_errors import Aborted as Aborted
 from .http_errors import AccessError as AccessError
 from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
+from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
 from .row_checks import checked_finish_reason as checked_finish_reason
@@ -30,4 +32,5 @@ from .row_results import generate_result as generate_result
 from .row_results import score_result as score_result
 from .stop_strings import StopStrings as StopStrings
 from .stop_strings import StopStringWatch as StopStringWatch
+from .stop_strings import skipped_texts as skipped_texts
 from .stop_strings import text_before_stop as text_before_stop

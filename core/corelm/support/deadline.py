@@ -43,6 +43,10 @@ class Deadline:
             raise TimeoutError(f"not done within {self.timeout:g} s; allow more time or ask for less at once")
         return seconds
 
+    def is_over(self) -> bool:
+        """Return whether the time is over."""
+        return self._end is not None and self._clock() >= self._end
+
     def check(self) -> None:
         """Raise a `TimeoutError` if the time is over, as `left` does."""
         self.left()
@@ -58,10 +62,13 @@ def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
 
     Raises:
         InvalidRequestError: the option is not a number above 0.
-        BackendTimeoutError: the ``with`` block ended with a `TimeoutError`.
+        BackendTimeoutError: the ``with`` block ended with a `TimeoutError` after the deadline. An earlier one passes
+            unchanged: it is about a single request.
     """
     deadline = Deadline(positive("open_timeout", open_timeout))
     try:
         yield deadline
     except TimeoutError as error:
+        if not deadline.is_over():
+            raise
         raise BackendTimeoutError(f"open_timeout={open_timeout:g} passed while opening {what}: {error}") from error

@@ -2,3 +2,15 @@
 
 # Plugins take it from `corelm.support`.
 from corelm.validate import did_you_mean as did_you_mean
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return why a file of a model cannot be read, to follow the file's name in a message.
+
+    Args:
+        error: what transformers raised.
+    """
+    # transformers names its option if it would have to run code that comes with the file.
+    if "trust_remote_code" in str(error):
+        return "comes with Python code that is not trusted"
+    return "cannot be read on this machine"

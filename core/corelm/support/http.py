@@ -37,6 +37,8 @@ T = TypeVar("T")
 Send = Callable[..., Coroutine[Any, Any, Any]]
 #: What became of one request of `HttpClient.post_each`.
 Entry = Any | CoreLMError | Aborted | PartialReply
+#: Requests of `HttpClient.post_each`.
+Rows = frozenset[asyncio.Task[Entry]]
 #: Whether a reply (second) answers the request with a payload (first).
 IsReplyTo = Callable[[Any, Any], bool]
 
@@ -68,6 +70,10 @@ class HttpClient:
         transport: an httpx transport to use instead of the network.
         sleep: waits between two tries.
 
+    Attributes:
+        base_url: where the server is.
+        secrets: masks the key and the headers in messages that repeat a part of a reply. Replies are not masked.
+
     Raises:
         InvalidRequestError: an argument that cannot be used; `field` names it.
     """
@@ -96,10 +102,11 @@ class HttpClient:
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
         _check_headers(sent)
         self.base_url = str(url)
+        self.secrets = Secrets([key], headers)
         self._exchange = Exchange(
             url,
             sent,
-            Secrets([key], headers),
+            self.secrets,
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
@@ -191,7 +198,7 @@ class HttpClient:
         return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
-        """End the requests of exactly these names. Return when they have ended.
+        """End the requests that have exactly these names now. Return when they have ended.
 
         Requests that were not sent yet are cancelled, and so are all others if `tell` is None or fails: their entries
         become `ABORTED`, and their connections close. Otherwise the server ends them, and the entry of each is a
@@ -201,16 +208,16 @@ class HttpClient:
             tell: asks the server to end the requests. It is called again every second until they have ended, since the
                 server may not have read a request yet when it is told to end it.
         """
-        named = frozenset(names)
+        rows = self._run(self._rows(frozenset(names)))
         with suppress(CoreLMError, TimeoutError):
             deadline = Deadline(_ABORT_PATIENCE)
             while tell is not None:
-                if not self._run(self._cancel(named, keep_sent=True)):
+                if not self._run(self._cancel(rows, keep_sent=True)):
                     return
                 tell()
-                self._run(self._wait(named, _ABORT_REMINDER))
+                self._run(_wait(rows, _ABORT_REMINDER))
                 deadline.check()
-        self._run(self._cancel(named))
+        self._run(self._cancel(rows))
 
     def answers(self, path: str, timeout: float = 5.0) -> bool:
         """Whether a GET of `path` succeeds within `timeout` seconds, at the first try. Never raises."""
@@ -269,11 +276,12 @@ class HttpClient:
         finally:
             for name, row in zip(names, rows, strict=True):
                 row.cancel()
-                self._to_end.discard(row)
                 self._named[name].discard(row)
                 if not self._named[name]:
                     del self._named[name]
             await asyncio.gather(*rows, return_exceptions=True)
+            # Not earlier: `abort` may add a request until it is done.
+            self._to_end.difference_update(rows)
 
     def _entry(self, row: asyncio.Task[Entry]) -> Entry:
         if row.cancelled():
@@ -315,20 +323,22 @@ class HttpClient:
         except asyncio.TimeoutError:
             raise BackendTimeoutError(f"{self._exchange.where(method, path)}: no answer within {timeout:g} s") from None
 
-    async def _cancel(self, names: frozenset[str], keep_sent: bool = False) -> bool:
-        """Cancel the requests of these names. Return whether any were kept because they have been sent."""
-        found = {row for name in names for row in self._named.get(name, ()) if not row.done()}
+    async def _rows(self, names: frozenset[str]) -> Rows:
+        return frozenset(row for name in names for row in self._named.get(name, ()))
+
+    async def _cancel(self, rows: Rows, keep_sent: bool = False) -> bool:
+        """Cancel these requests. Return whether any were kept because they have been sent."""
+        found = {row for row in rows if not row.done()}
         self._to_end |= found
         kept = found & self._sent if keep_sent else set()
         for row in found - kept:
             row.cancel()
         return bool(kept)
 
-    async def _wait(self, names: frozenset[str], seconds: float) -> None:
-        """Wait until the requests of these names have ended, or for so many seconds."""
-        found = {row for name in names for row in self._named.get(name, ())}
-        if found:
-            await asyncio.wait(found, timeout=seconds)
+
+async def _wait(rows: Rows, seconds: float) -> None:
+    """Wait until these requests have ended, or for so many seconds."""
+    await asyncio.wait(rows, timeout=seconds)
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:

@@ -54,11 +54,15 @@ class TransientError(EngineError):
 
     Attributes:
         retry_after: seconds that the server asked to wait, or 0.
+        status: the status of the response; None if it is not the status that shows the failure.
     """
 
-    def __init__(self, message: str, *, usable: bool | None = None, retry_after: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, usable: bool | None = None, retry_after: float = 0.0, status: int | None = None
+    ) -> None:
         super().__init__(message, usable=usable)
         self.retry_after = retry_after
+        self.status = status
 
 
 class AccessError(EngineError):
@@ -89,7 +93,7 @@ class ResponseReader:
         if status in _REFUSED:
             return InvalidRequestError(said)
         if status in _RETRIED:
-            return TransientError(said, retry_after=_retry_after(headers.get("retry-after", "")))
+            return TransientError(said, retry_after=_retry_after(headers.get("retry-after", "")), status=status)
         if status in (401, 403):
             return AccessError(f"{said}; check that api_key is the key of this server", usable=True)
         if 300 <= status < 400:

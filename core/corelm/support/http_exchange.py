@@ -5,7 +5,7 @@ It owns what holds for every request, to every path of every server:
 - A connection carries one request and is then closed. HTTP/1.1 has no number that ties a response to its request: on a
   connection that is used again, one response too many would be taken for the answer to the next request.
 - A body is read piece by piece and refused beyond a limit. It is not decompressed, since a small one could become huge.
-- No message repeats a key or a header that the caller passed.
+- No message repeats a key or a header that the caller passed. A reply is data, and is returned as it is.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class Exchange:
             body_text = self._beginning(content)
             raise self._reader.error(where, response.status_code, response.reason_phrase, response.headers, body_text)
         try:
-            reply = json.loads(content) if expect_json else content.decode(errors="replace")
-            return self._secrets.masked_reply(reply, content)
+            return json.loads(content) if expect_json else content.decode(errors="replace")
         except (ValueError, RecursionError):
             seen = self._reader.message(self._beginning(content)) or "an empty body"
             raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from None
@@ -146,10 +145,13 @@ class Exchange:
         return content
 
     def _beginning(self, content: bytearray) -> str:
-        if len(content) > _ERROR_BYTES:
-            # The cut may go through a key that the server echoes, and half a key would not be masked.
-            content = content[: max(0, _ERROR_BYTES - self._secrets.longest)]
-        return content.decode(errors="replace")
+        text = content[:_ERROR_BYTES].decode(errors="replace")
+        if len(content) <= _ERROR_BYTES:
+            return text
+        # The cut may go through a key that the server echoes. Half a key is not masked, so the end is dropped, but only
+        # after masking: otherwise it would be this cut that goes through a key.
+        text = self._secrets.masked(text)
+        return text[: max(0, len(text) - self._secrets.longest)]
 
     def _typed(self, where: str, error: Exception) -> CoreLMError:
         told = f"{where}: {type(error).__name__}" + (f": {error}" if str(error) else "")

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from corelm.errors import CoreLMError
+
+if TYPE_CHECKING:
+    from corelm.spec.records import GenerateResult, ScoreResult
 
 E = TypeVar("E", bound=Exception)
+R = TypeVar("R", "GenerateResult", "ScoreResult")
 
 #: What replaces a secret.
 MASK = "***"
@@ -16,8 +24,6 @@ _SHORTEST = 4
 _ANYWHERE = 8
 #: Words of a header's value that are not secret.
 _SCHEMES = frozenset({"basic", "bearer", "digest"})
-#: Names of headers that certainly hold a secret.
-_SECRET_NAME = re.compile("auth|cookie|credential|key|passw|secret|token", re.IGNORECASE)
 
 
 class Secrets:
@@ -25,6 +31,8 @@ class Secrets:
 
     A server may echo them in a body, a reason phrase or a malformed header, with or without the word ``Bearer``. So
     each word of a header's value is masked, too.
+
+    Mask messages, and never a reply: the name of a model or the label of a token may equal a header's value.
 
     >>> Secrets(["sk-0123456789"]).masked("wrong key: sk-0123456789")
     'wrong key: ***'
@@ -42,8 +50,6 @@ class Secrets:
         texts = _words([*keys, *headers.values()])
         self.longest = max(map(len, texts), default=0)
         self._pattern = _pattern(texts)
-        self._certain = _words([*keys, *(value for name, value in headers.items() if _SECRET_NAME.search(name))])
-        self._certain_pattern = _pattern(self._certain)
 
     def masked(self, text: str) -> str:
         """Return `text` without the secrets."""
@@ -54,27 +60,22 @@ class Secrets:
         error.args = tuple(self.masked(arg) if isinstance(arg, str) else arg for arg in error.args)
         return error
 
-    def masked_reply(self, reply: Any, content: bytes | bytearray) -> Any:
-        """Return a reply without the secrets in its strings. Numbers and the names of fields are kept.
+    @contextmanager
+    def masking_errors(self) -> Iterator[None]:
+        """Mask the messages of the errors that the ``with`` block raises: they may repeat a part of a reply."""
+        try:
+            yield
+        except CoreLMError as error:
+            # A traceback prints the cause, too.
+            cause = repr(error.__cause__ or error.__context__)
+            if self.masked(cause) != cause:
+                raise self.masked_error(error) from None
+            self.masked_error(error)
+            raise
 
-        Only keys are masked, and headers whose names say that they hold one. Another header may hold the name of a
-        model, for example, which the reply has to keep.
-
-        Args:
-            reply: decoded JSON, or a text.
-            content: what the reply was decoded from.
-        """
-        # Most replies hold no secret, and a search is much faster than a walk.
-        return self._walked(reply) if any(text.encode() in content for text in self._certain) else reply
-
-    def _walked(self, value: Any) -> Any:
-        if isinstance(value, str) and self._certain_pattern:
-            return self._certain_pattern.sub(MASK, value)
-        if isinstance(value, list):
-            return [self._walked(item) for item in value]
-        if isinstance(value, dict):
-            return {name: self._walked(item) for name, item in value.items()}
-        return value
+    def masked_result(self, result: R) -> R:
+        """Return `result` with the errors of its rows masked: they may repeat a part of a reply."""
+        return replace(result, errors=tuple(map(self.masked, result.errors))) if result.errors else result
 
 
 def _words(values: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.support.http_errors import ABORTED, AccessError, PartialReply
+from corelm.support.http_errors import ABORTED, AccessError, PartialReply, TransientError
 from corelm.support.row_results import RowFailure
 
 T = TypeVar("T")
@@ -21,6 +21,8 @@ T = TypeVar("T")
 _INFINITE = -9999.0
 #: Rounding may put a log-prob above 0, but by no more than this.
 _ABOVE_ZERO = 2.0**-10
+#: Statuses by which a server refuses any request for the moment: too many requests, or not serving.
+_BUSY = frozenset({429, 503})
 
 
 class RowError(Exception):
@@ -63,6 +65,8 @@ def raise_if_none_was_served(entries: Sequence[Any], serves: Callable[[], bool])
 
     - The server refused the request (`InvalidRequestError`): the row's own failure.
     - The server refuses this client (`AccessError`): it would refuse every other row, too.
+    - The server is busy (a status of 429 or 503, after all retries): this says nothing about the row. It decides if no
+      row has a failure of another kind, apart from refused requests.
     - Another failure, such as a status of 500, a broken connection or silence: the row's own if the server still
       serves. A row can make a server fail each time.
 
@@ -78,7 +82,8 @@ def raise_if_none_was_served(entries: Sequence[Any], serves: Callable[[], bool])
     if not others or len(failures) < len(entries):
         return
     barred = [error for error in others if isinstance(error, AccessError)]
-    if barred or not serves():
+    busy = all(isinstance(error, TransientError) and error.status in _BUSY for error in others)
+    if barred or busy or not serves():
         raise (barred or others)[0]
 
 

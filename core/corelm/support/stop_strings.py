@@ -6,7 +6,7 @@ The rule, for every backend:
   stop string.
 - One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
 - Text is what the ids decode to. With ``skip_special_tokens`` a special token adds none, so a stop string may stretch
-  across it.
+  across it, and one that contains a special token could never be found. Core refuses the latter; see `skipped_texts`.
 - A token may end in the middle of a character. The decoder shows such a piece as U+FFFD until the next token completes
   it, so U+FFFD at the end of a text is not yet text.
 
@@ -89,6 +89,10 @@ class StopStrings:
         text = self.decode(list(ids)) if self.stops else ""
         return any(stop in text for stop in self.stops)
 
+    def ends_in_half_a_character(self, ids: Sequence[int]) -> bool:
+        """Return whether an answer ends in the middle of a character. An engine may then hold its last text back."""
+        return self.decode(list(ids)).endswith(HALF_CHARACTER)
+
     def watch(self) -> StopStringWatch:
         """Return a watch for one answer that is generated token by token."""
         return StopStringWatch(self)
@@ -126,6 +130,17 @@ class StopStringWatch:
             self._tail.pop()
         del self._tail[: -self._window]
         return self._length >= self._stop_strings.min_new_tokens and self._stop_strings._completed(text, before)
+
+
+def skipped_texts(tokenizer: Any) -> frozenset[str]:
+    """Return the texts of all tokens that `tokenizer` leaves out with ``skip_special_tokens``.
+
+    These are the special tokens that have a name and all others that were added as special tokens. Some tokenizers
+    name only a few of theirs.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+    return frozenset(texts - {""})
 
 
 def text_before_stop(text: str, before: str, stops: Sequence[str]) -> str:

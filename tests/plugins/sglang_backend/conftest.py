@@ -14,7 +14,7 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend
-from helpers.http_server import FaultServer, Reply, Request, json_reply
+from helpers.http_server import FaultServer, Reply, Request, json_reply, raw
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 MAX_CONTEXT = 64
@@ -67,6 +67,8 @@ class FakeSGLang:
             return self._update(request.body)
         if request.path == "/abort_request":
             return json_reply(None)
+        if request.path == "/health_generate":
+            return raw(b"")
         assert request.path == "/generate"
         self.requests.append(request.body)
         reply = self._generate(request.body)

@@ -69,10 +69,23 @@ def test_the_key_is_in_no_log_repr_or_command_line(start):
     assert not Path(page["argv"][1]).exists()
 
 
-def test_secrets_of_the_environment_are_in_no_error(folder, fake_launch_env):
-    env = fake_launch_env | {"HF_TOKEN": "hf_a-secret-of-this-test"}
+def test_the_log_shows_no_part_of_the_key_wherever_it_is_cut(start, monkeypatch):
+    launched, _ = start()
+    assert wait_until(lambda: "the key is" in launched.log_tail())
+    for size in range(100):
+        monkeypatch.setattr("sglang_backend.launch._TAIL_BYTES", size)
+        assert launched.api_key[-4:] not in launched.log_tail(), size
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_secrets_of_the_environment_are_in_no_error(folder, fake_launch_env, monkeypatch, inherited):
+    token, env = "hf_a-secret-of-this-test", fake_launch_env
+    if inherited:
+        monkeypatch.setenv("HF_TOKEN", token)
+    else:
+        env = fake_launch_env | {"HF_TOKEN": token}
     with pytest.raises(EngineError, match="unrecognized") as caught:
-        corelm.get_backend("sglang", folder, unknown=env["HF_TOKEN"], env=env, progress=False)
+        corelm.get_backend("sglang", folder, unknown=token, env=env, progress=False)
     assert "a-secret" not in str(caught.value)
 
 
@@ -121,10 +134,17 @@ def test_whose_a_port_is(monkeypatch):
         assert owner_of_port(port, child.pid) == "foreign"
         child.kill()
     assert owner_of_port(port, os.getpid()) == "none"
-    with socket.create_server(("::", 0), family=socket.AF_INET6) as listener:
-        assert owner_of_port(listener.getsockname()[1], os.getpid()) == "ours"
     monkeypatch.setattr("sys.platform", "darwin")
     assert owner_of_port(port, os.getpid()) == "unknown"
+
+
+def test_whose_a_port_of_ipv6_is():
+    try:
+        listener = socket.create_server(("::", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"IPv6 is off on this machine: {error}")
+    with listener:
+        assert owner_of_port(listener.getsockname()[1], os.getpid()) == "ours"
 
 
 def test_other_bind_errors_are_raised_at_once(monkeypatch):

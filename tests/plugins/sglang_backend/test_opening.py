@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -95,9 +98,6 @@ def test_the_error_names_the_hint_that_is_missing(fake, connect, missing):
 
 
 def test_eos_ids_of_all_files_are_joined(fake, connect, folder, tmp_path):
-    import json
-    import shutil
-
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "generation_config.json").read_text())
     (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [2, 9]}))
@@ -155,3 +155,14 @@ def test_opening_ends_at_its_timeout_even_if_the_server_sends_a_byte_now_and_the
     fake.fault = lambda request: drip() if request.path == page else None
     with pytest.raises(BackendTimeoutError, match=r"open_timeout=0\.5"):
         connect(open_timeout=0.5)
+
+
+# Code that comes with a model -----------------------------------------------------------------------------------------
+
+
+def test_the_error_says_that_a_configuration_with_code_is_not_trusted(fake, connect, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}))
+    (tmp_path / "odd.py").write_text("raise AssertionError('it ran')")
+    fake.server_info["model_path"] = str(tmp_path)
+    with pytest.raises(InvalidRequestError, match="comes with Python code that is not trusted; pass vocab_size="):
+        connect(tokenizer=tiny_tokenizer())

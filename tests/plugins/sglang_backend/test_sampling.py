@@ -8,14 +8,22 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
-from sglang_backend.sampling import parameters
+from helpers.tiny_models import tiny_tokenizer
+from sglang_backend.sampling import parameters, safe_stops
 
 EOS = frozenset({2})
 
 
 def sent_parameters(stop_ids: frozenset[int] = EOS, **sampling: Any) -> dict[str, Any]:
+    params = SamplingParams(**sampling)
     return parameters(
-        SamplingParams(**sampling), max_new_tokens=9, seed=None, stop_ids=stop_ids, eos_token_ids=EOS, vocab_size=512
+        params,
+        max_new_tokens=9,
+        seed=None,
+        stop_ids=stop_ids,
+        eos_token_ids=EOS,
+        vocab_size=512,
+        stop=safe_stops(params, tiny_tokenizer()),
     )
 
 
@@ -40,18 +48,20 @@ def test_defaults_are_sent_explicitly():
 
 def test_values_are_passed_on():
     found = sent_parameters(
-        top_p=0.9, min_p=0.1, temperature=0.7, presence_penalty=1.0, frequency_penalty=-1.0, stop=("a", "b")
+        top_p=0.9, min_p=0.1, temperature=0.7, presence_penalty=1.0, frequency_penalty=-1.0, stop=("\n", "0")
     )
     assert {name: found[name] for name in ("top_p", "min_p", "temperature")} == {
         "top_p": 0.9,
         "min_p": 0.1,
         "temperature": 0.7,
     }
-    assert (found["presence_penalty"], found["frequency_penalty"], found["stop"]) == (1.0, -1.0, ["a", "b"])
+    assert (found["presence_penalty"], found["frequency_penalty"], found["stop"]) == (1.0, -1.0, ["\n", "0"])
 
 
 def test_a_seed_is_sent_only_if_given():
-    made = parameters(SamplingParams(), max_new_tokens=9, seed=2**62, stop_ids=EOS, eos_token_ids=EOS, vocab_size=512)
+    made = parameters(
+        SamplingParams(), max_new_tokens=9, seed=2**62, stop_ids=EOS, eos_token_ids=EOS, vocab_size=512, stop=()
+    )
     assert made["sampling_seed"] == 2**62
     assert "sampling_seed" not in sent_parameters()
 
@@ -83,8 +93,16 @@ def test_the_server_looks_for_stop_ids_only_if_eos_is_one_of_them(stop_ids, igno
 
 
 def test_stop_strings_are_held_back_or_limited_where_the_server_requires_it():
-    assert sent_parameters(stop=("a",), min_new_tokens=3)["stop"] == []
+    assert sent_parameters(stop=("\n",), min_new_tokens=3)["stop"] == []
     assert len(sent_parameters(stop=tuple(map(str, range(99))))["stop"]) == 32
+
+
+@pytest.mark.parametrize("stop", ["im_end", "<", ">", "e", "\n<|im", "|>\n", "<|im_end|>", "a<|im_end|>b"])
+def test_a_stop_string_that_may_share_characters_with_a_special_token_is_not_sent(stop):
+    """SGLang would find it in a text that shows special tokens."""
+    assert "<|im_end|>" in tiny_tokenizer().all_special_tokens
+    assert sent_parameters(stop=(stop, "\n\n"))["stop"] == ["\n\n"]
+    assert sent_parameters(stop=(stop, "\n\n"), skip_special_tokens=False)["stop"] == [stop, "\n\n"]
 
 
 def test_min_new_tokens_is_sent_only_if_an_id_ends_the_answer():

@@ -14,7 +14,7 @@ import torch
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
-from helpers.tiny_models import VOCAB, tiny_model
+from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer, tokenizer_that_names_only_eos
 
 Spoil = Callable[[dict[str, Any]], Any]
 
@@ -120,7 +120,7 @@ SPOILT_SCORES: dict[str, tuple[Spoil, str]] = {
     "first-is-a-number": (logprob_entry("input_token_logprobs", 0, 0, -1.0), "starts with a number"),
     "log-prob-is-none": (logprob_entry("input_token_logprobs", 1, 0, None), "log-prob at position 0 is None"),
     "no-log-probs": (lambda reply: reply["meta_info"].pop("input_token_logprobs"), "not built as expected"),
-    "aborted": (meta(finish_reason={"type": "abort"}), "aborted"),
+    "aborted": (meta(finish_reason={"type": "abort"}), "row 0: the request was aborted"),
     "other-weights": (meta(weight_version="another"), "'another'"),
 }
 
@@ -143,6 +143,32 @@ def test_a_failed_row_leaves_the_others_alone(backend, fake):
     with pytest.raises(EngineError, match=r"row 1.*not this one") as caught:
         backend.score_logprobs([[5, 6], [7]])
     assert caught.value.rows == (1,)
+
+
+def test_a_stop_string_that_is_a_piece_of_a_special_token_does_not_stop_the_server(backend, fake):
+    """SGLang looks for stop strings in a text that shows special tokens; the text of the answer does not."""
+    (special,) = tiny_tokenizer().encode("<|im_start|>", add_special_tokens=False)
+    fake.logits[5, special] = fake.logits[special, 6] = 99.0
+    batch = backend.generate([[5]], {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True, "stop": ["im_start"]})
+    assert batch.finish_reasons == ("length",) and batch.ids.tolist()[0][:2] == [special, 6]
+
+
+def test_a_stop_string_with_a_special_token_is_refused_even_if_the_token_has_no_name(connect):
+    backend = connect(tokenizer=tokenizer_that_names_only_eos())
+    with pytest.raises(InvalidRequestError, match=r"<\|im_start\|>.* special token.*stop_token_ids") as caught:
+        backend.generate([[5]], {"max_new_tokens": 3, "stop": ["<|im_start|>"]})
+    assert caught.value.field == "stop"
+
+
+def test_no_message_repeats_a_key_that_a_reply_holds(connect, fake, other_folder):
+    key = "a-secret-of-this-test"
+    backend = connect(api_key=key)
+    fake.fault = lambda request: json_reply({"message": key}) if request.path.startswith("/update") else None
+    with pytest.raises(EngineError, match=r"did not load the weights: \{'message': '\*\*\*'\}"):
+        backend.update_weights(other_folder)
+    fake.weight_label = key
+    result = backend.generate([[5]], {"max_new_tokens": 2}, on_error="skip")
+    assert "answers with weights '***'" in result.errors[0]
 
 
 # Failures of the server -----------------------------------------------------------------------------------------------
@@ -191,6 +217,24 @@ def test_a_prompt_that_always_fails_is_a_failure_of_its_row_also_if_it_is_the_on
         batch = backend.generate(prompts, {"max_new_tokens": 2}, on_error="skip")
         assert set(batch.finish_reasons) == {"error"} and all(batch.errors)
         assert all(backend.score_logprobs([[*prompt, 3] for prompt in prompts], on_error="skip").errors)
+
+
+def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, connect, monkeypatch):
+    monkeypatch.setattr("sglang_backend.server._HEALTH_TIMEOUT", 0.2)
+    backend = connect(max_retries=0)
+    faults = {"/generate": json_reply({"error": "the scheduler hangs"}, 500), "/health_generate": hang()}
+    fake.fault = lambda request: faults.get(request.path)
+    with pytest.raises(EngineError, match="the scheduler hangs"):
+        backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
+    assert backend.health()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_fails_the_call_and_not_its_rows(fake, connect, status):
+    backend = connect(max_retries=0)
+    fake.fault = lambda request: json_reply({}, status) if request.path == "/generate" else None
+    with pytest.raises(EngineError, match=str(status)):
+        backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
 
 
 @pytest.mark.parametrize("defect", ["log-prob", "id", "cut", "nan"])
@@ -250,16 +294,19 @@ def test_abort_uses_the_servers_ids_and_keeps_the_partial_answer(server: FaultSe
     fake.fault, batches = fault, []
     fake.requests.clear()
     sampling = {"max_new_tokens": 9, "ignore_eos": True}
+    before = len(server.requests)
     thread = threading.Thread(
         target=lambda: batches.append(backend.generate([[5], [6]], sampling, request_ids=["one", "one more"]))
     )
     thread.start()
-    server.wait_for(lambda: len(fake.requests) == 2)
+    # Not `fake.requests`: the server appends to it after its last notification.
+    server.wait_for(lambda: server.paths()[before:] == ["/generate"] * 2)
     backend.abort(["one"])
     thread.join()
     assert batches[0].finish_reasons == ("abort", "length")
     assert batches[0].ids.tolist()[0] == [8] and batches[0].logprobs.tolist()[0] == [-1.5]
-    assert aborted == [next(body["rid"] for body in fake.requests if body["input_ids"] == [5])]
+    # A reminder may be on its way when the answer arrives.
+    assert set(aborted) == {body["rid"] for body in fake.requests if body["input_ids"] == [5]}
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

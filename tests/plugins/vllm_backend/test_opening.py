@@ -12,8 +12,8 @@ import pytest
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
-from helpers.http_server import FaultServer, drip, json_reply, raw
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.http_server import FaultServer, drip, hang, json_reply, raw
+from helpers.tiny_models import tiny_model, tiny_tokenizer, tokenizer_that_names_only_eos
 from vllm_backend import VLLMBackend
 
 
@@ -79,6 +79,12 @@ def test_one_of_several_models_must_be_named(connect: Connect, server: FaultServ
     assert server.requests[-1].body["model"] == "second"
 
 
+def test_a_stop_string_with_a_special_token_is_refused_even_if_the_token_has_no_name(connect: Connect) -> None:
+    backend = connect(tokenizer=tokenizer_that_names_only_eos())
+    with pytest.raises(InvalidRequestError, match=r"'<\|im_start\|>' contains a special token.*stop_token_ids"):
+        backend.generate(PROMPTS, SAMPLING | {"stop": ["<|im_start|>"]})
+
+
 def test_parameters_that_the_server_has_no_field_for_are_refused(connect: Connect, fake: FakeVLLM) -> None:
     for name in ("min_p", "min_tokens", "prompt_logprobs"):
         del fake.fields[name]
@@ -142,6 +148,22 @@ def test_the_key_is_read_from_the_environment_and_never_shown(
     assert "a-secret" not in str(caught.value) + repr(backend) + repr(backend.provenance)
 
 
+def test_a_key_that_equals_the_name_of_the_model_changes_no_request(connect: Connect, server: FaultServer) -> None:
+    connect(api_key="fake").generate(PROMPTS, SAMPLING)
+    assert server.requests[-1].body["model"] == "fake"
+
+
+def test_no_message_repeats_a_key_that_a_reply_holds(connect: Connect, fake: FakeVLLM) -> None:
+    key = "a-secret-of-this-test"
+    backend = connect(api_key=key, max_retries=0)
+    fake.spoil = lambda choice: choice.update(finish_reason=key)
+    result = backend.generate(PROMPTS, SAMPLING, on_error="skip")
+    assert result.errors is not None and all("its finish reason is '***'" in error for error in result.errors)
+    fake.pages["/v1/models"] = {"said": key}
+    with pytest.raises(EngineError, match=r"lists no models: \{'said': '\*\*\*'\}"):
+        connect(api_key=key)
+
+
 # Code that comes with a model -----------------------------------------------------------------------------------------
 
 
@@ -176,6 +198,17 @@ def test_the_server_does_not_choose_which_code_runs(
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_error_says_that_a_configuration_with_code_is_not_trusted(
+    connect: Connect, fake: FakeVLLM, model_with_code: Path
+) -> None:
+    fake.pages["/v1/models"]["data"][0]["root"] = str(model_with_code)
+    with pytest.raises(InvalidRequestError, match="comes with Python code that is not trusted; pass vocab_size="):
+        connect(vocab_size=None)
+    fake.pages["/v1/models"]["data"][0]["root"] = "/nowhere/to-be/read"
+    with pytest.raises(InvalidRequestError, match="cannot be read on this machine; pass vocab_size="):
+        connect(vocab_size=None)
+
+
 def test_code_of_a_model_that_the_caller_names_runs(
     connect: Connect, fake: FakeVLLM, model_with_code: Path, tmp_path: Path
 ) -> None:
@@ -200,3 +233,12 @@ def test_an_open_timeout_that_is_none_is_refused(connect: Connect) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         connect(open_timeout=0)
     assert caught.value.field == "open_timeout"
+
+
+def test_a_request_that_hangs_is_not_blamed_on_the_time_for_opening(connect: Connect, fake: FakeVLLM) -> None:
+    fake.fault = lambda request: hang() if request.path == "/v1/models" else None
+    with pytest.raises(
+        BackendTimeoutError, match=r"the server hangs; nothing was sent or received for 0\.2 s"
+    ) as caught:
+        connect(read_timeout=0.2)
+    assert "open_timeout" not in str(caught.value)

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from corelm import SamplingParams
 from corelm.errors import CapabilityError, EngineError
+from corelm.spec import Capabilities, GenerateRequest, Ragged
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
-from helpers.http_server import FaultServer, Reply, Request, json_reply
+from helpers.http_server import FaultServer, json_reply
+from vllm_backend.capabilities import ServerInfo
+from vllm_backend.protocol_http import generation_requests, generation_result
 
 # Right replies --------------------------------------------------------------------------------------------------------
 
@@ -66,7 +70,7 @@ def test_a_scoring_request_that_the_server_aborts_fails_alone(connect: Connect, 
     fake.spoil = only(PROMPTS[1], put(finish_reason="abort", token_ids=[], logprobs=None))
     result = backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], on_error="skip")
     assert result.errors is not None and [bool(error) for error in result.errors] == [False, True, False]
-    assert "aborted" in result.errors[1]
+    assert result.errors[1] == "the request was aborted"
 
 
 # Replies that do not fit ----------------------------------------------------------------------------------------------
@@ -98,6 +102,7 @@ WRONG_ANSWERS: dict[str, tuple[Spoil, str]] = {
     "too-many-ids": (put(token_ids=[7] * 5), "at most 4"),
     "too-few-ids": (lambda choice: choice["token_ids"].pop(), "after 3 tokens"),
     "stop-without-a-stop-id": (put(finish_reason="stop"), "not a stop id"),
+    "stop-string-of-the-prompt": (put(finish_reason="stop", stop_reason="x"), "end the prompt with a whole character"),
     "no-finish-reason": (put(finish_reason=None), "finish reason"),
     "no-log-probs": (put(logprobs=None), "no log-probs"),
     "log-probs-of-other-ids": (in_logprobs(lambda found: found["tokens"].reverse()), "not labelled"),
@@ -163,25 +168,22 @@ def test_a_score_that_is_none_fails_its_row_alone(connect: Connect, fake: FakeVL
 def test_the_answer_to_another_request_is_never_reported(connect: Connect, server: FaultServer, fake: FakeVLLM) -> None:
     backend = connect(max_retries=1)
     expected = backend.generate([[5]], SAMPLING | {"temperature": 0.0})
-
-    def another(request: Request) -> Reply | None:
-        # The answer to a request that was sent with other parameters, from a server that does not echo prompts.
-        if request.path != "/v1/completions":
-            return None
-        choice = {"finish_reason": "length", "token_ids": [7] * 4, "logprobs": None}
-        choice["logprobs"] = {"tokens": ["token_id:7"] * 4, "token_logprobs": [-1.0] * 4}
-        return json_reply({"id": "cmpl-of-another-request", "choices": [choice]})
-
-    fake.fault = another
+    # The answer to a request that was sent with other parameters, from a server that does not echo prompts.
+    choice = {"finish_reason": "length", "token_ids": [7] * 4, "logprobs": None}
+    choice["logprobs"] = {"tokens": ["token_id:7"] * 4, "token_logprobs": [-1.0] * 4}
+    another = json_reply({"id": "cmpl-of-another-request", "choices": [choice]})
+    fake.fault = lambda request: another if request.path == "/v1/completions" else None
     for call in (
         lambda: backend.generate([[5]], SAMPLING),
         lambda: backend.score_logprobs([[5, 6]]),
     ):
         with pytest.raises(EngineError, match="does not name this request"):
             call()
-    server.first.append(another(server.requests[-1]))
     fake.fault = lambda request: None
+    server.first.append(another)
+    before = len(server.requests)
     assert backend.generate([[5]], SAMPLING | {"temperature": 0.0}).ids.tolist() == expected.ids.tolist()
+    assert server.paths()[before:] == ["/v1/completions"] * 2
 
 
 def test_ignored_stop_ids_and_stop_strings_are_noticed(connect: Connect, fake: FakeVLLM) -> None:
@@ -197,6 +199,49 @@ def test_ignored_stop_ids_and_stop_strings_are_noticed(connect: Connect, fake: F
     assert backend.generate(PROMPTS[:1], SAMPLING | {"stop": [text]}).finish_reasons == ("stop",)
     stopped = backend.generate(PROMPTS[:1], SAMPLING | {"stop_token_ids": [unstopped[1]]})
     assert stopped.ids.tolist() == [unstopped[:2]]
+
+
+class Pieces:
+    """A tokenizer whose tokens are these bytes."""
+
+    PIECES = (b"a", b"x\xc3", b"\xa4", b"x")
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return b"".join(self.PIECES[token] for token in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("ids", "answer"),
+    [
+        # vLLM holds back the text of token 1, which ends in half a character, and so finds the "x" a token later.
+        ([0, 1, 2], [0, 1]),
+        ([0, 3, 2], None),
+        ([0, 3], [0, 3]),
+    ],
+)
+def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string(
+    ids: list[int], answer: list[int] | None
+) -> None:
+    request = GenerateRequest(
+        prompts=Ragged.from_list([[0]]),
+        sampling=SamplingParams(max_new_tokens=9, stop=("x",)),
+        logprobs="none",
+        seeds=None,
+        stop_ids=frozenset(),
+        request_ids=("a",),
+        timeout=None,
+    )
+    info = ServerInfo(
+        capabilities=Capabilities(vocab_size=4, max_context=64),
+        tokenizer=Pieces(),
+        model="a-model",
+        name="a-model",
+        routes=frozenset(),
+        fields=None,
+    )
+    reply = {"choices": [{"finish_reason": "stop", "stop_reason": "x", "token_ids": ids}]}
+    result = generation_result(request, generation_requests(request, info), [reply], info)
+    assert result.finish_reasons == ("error" if answer is None else "stop",) and result.ids.tolist() == [answer or []]
 
 
 def test_an_ignored_min_new_tokens_is_noticed(connect: Connect, fake: FakeVLLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def output(ids: list[int], values: list[float], reason: str = "length", prompt: 
     return SimpleNamespace(outputs=[completion], prompt_logprobs=None if prompt is None else flat(prompt))
 
 
-def request(**sampling: Any) -> GenerateRequest:
+def request(logprobs: Literal["raw", "processed"] = "raw", **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         prompts=Ragged.from_list([[5], [6], [7]]),
         sampling=SamplingParams(max_new_tokens=2, **sampling),
-        logprobs="raw",
+        logprobs=logprobs,
         seeds=None,
         stop_ids=frozenset(),
         request_ids=("a", "b", "c"),
@@ -36,12 +36,18 @@ def request(**sampling: Any) -> GenerateRequest:
     )
 
 
+RAW, GREEDY = request(), request("processed", temperature=0.0)
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-def test_a_log_prob_that_is_none_fails_its_row_alone(value: float) -> None:
+@pytest.mark.parametrize("asked", [RAW, GREEDY], ids=["raw", "greedy-processed"])
+def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, value: float) -> None:
     good = output([8, 9], [-1.0, -2.0])
-    result = generation_result(request(), [good, output([8, 9], [-1.0, value]), good], None)
+    result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], None)
     assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
     assert "position 1" in (result.errors or ("", ""))[1]
+    kept = [-1.0, -2.0] if asked is RAW else [0.0, 0.0]
+    assert result.logprobs is not None and result.logprobs.tolist() == [kept, [], kept]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -82,3 +88,17 @@ def test_a_stop_that_the_ids_do_not_show_fails_its_row_alone() -> None:
     result = generation_result(request(stop=("b",)), rows, Letters())
     assert result.finish_reasons == ("stop", "error")
     assert "do not spell" in (result.errors or ("", ""))[1]
+
+
+class Pieces:
+    """A tokenizer whose tokens are these bytes."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return b"".join((b"a", b"x\xc3", b"\xa4")[each] for each in ids).decode(errors="replace")
+
+
+def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string() -> None:
+    """vLLM holds back the text of token 1, which ends in half a character, and so finds the "x" a token later."""
+    result = generation_result(request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], Pieces())
+    assert result.ids.tolist() == [[0, 1]] and result.finish_reasons == ("stop",)
+    assert result.logprobs is not None and result.logprobs.tolist() == [[-1.0, -2.0]]

@@ -148,7 +148,7 @@ class SGLangBackend:
             cleanup.callback(client.close)
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
-            with opening_within(open_timeout, client.base_url) as deadline:
+            with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
                 info = probe_server(client, read_server(client, hints, deadline), deadline)
             cleanup.pop_all()
         return cls(SGLangServer(client, info, takes_state_dict=launched is not None), launched)

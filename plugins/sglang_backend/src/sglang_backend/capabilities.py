@@ -12,11 +12,13 @@ from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm.support import Deadline, HttpClient, eos_token_ids
+from corelm.support import Deadline, HttpClient, eos_token_ids, why_unreadable
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
 MODEL_INFO = "/model_info"
+#: A page that answers once the scheduler has returned a token, of any request. That takes a second or more.
+HEALTH_GENERATE = "/health_generate"
 SERVER_INFO = "/server_info"
 #: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
 _EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
@@ -72,13 +74,13 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         raise EngineError(f"{client.base_url} is not an SGLang server with a model that generates text", usable=False)
     model = str(settings.get("model_path"))
     tokenizer = _tokenizer(hints, str(model_info.get("tokenizer_path") or model))
-    config, generation_config = _configs(model, hints.trust_remote_code)
-    vocab_size = hints.vocab_size or _vocab_size(config, model)
+    config, problem = _config(model, hints.trust_remote_code)
+    vocab_size = hints.vocab_size or _vocab_size(config, model, problem)
     excluded = _unsupported_parameters(settings)
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=hints.max_context or _max_context(settings),
-        eos_token_ids=_eos_token_ids(hints, (config, generation_config), tokenizer, vocab_size),
+        eos_token_ids=_eos_token_ids(hints, (config, _generation_config(model)), tokenizer, vocab_size),
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
         concurrent_calls=True,
@@ -123,26 +125,31 @@ def _max_context(settings: Mapping[str, Any]) -> int:
     return refused_length - 1
 
 
-def _vocab_size(config: Any, model: str) -> int:
+def _vocab_size(config: Any, model: str, problem: str) -> int:
     if config is None:
         raise InvalidRequestError(
-            f"vocab_size: the configuration of {model!r} is not on this machine; pass vocab_size=", field="vocab_size"
+            f"vocab_size: the configuration of {model!r} {problem}; pass vocab_size=", field="vocab_size"
         )
     return int(config.get_text_config().vocab_size)
 
 
-def _configs(model: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Return the model's configuration and generation configuration, None for each that cannot be read here."""
-    from transformers import AutoConfig, GenerationConfig
+def _config(model: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return the model's configuration; None and the reason if it cannot be read."""
+    from transformers import AutoConfig
 
-    def read(load: Any, **options: Any) -> Any:
-        try:
-            return load(model, **options)
-        except (OSError, ValueError):
-            return None
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), ""
+    except (OSError, ValueError) as error:
+        return None, why_unreadable(error)
 
-    config = read(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
-    return config, read(GenerationConfig.from_pretrained)
+
+def _generation_config(model: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
 
 
 def _tokenizer(hints: ModelHints, path: str) -> Any:
@@ -155,7 +162,8 @@ def _tokenizer(hints: ModelHints, path: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=hints.trust_remote_code)
     except (OSError, ValueError) as error:
         raise InvalidRequestError(
-            f"tokenizer: {os.fspath(source)!r} cannot be loaded on this machine; pass tokenizer=", field="tokenizer"
+            f"tokenizer: {os.fspath(source)!r} {why_unreadable(error)}; pass tokenizer=",
+            field="tokenizer",
         ) from error
 
 

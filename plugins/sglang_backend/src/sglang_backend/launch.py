@@ -63,7 +63,8 @@ class LaunchedServer:
         # Hexadecimal: the server turns its configuration into a command line, where a key that begins with "-" would
         # be read as an option.
         self.api_key = secrets.token_hex(32)
-        hidden = [value for name, value in env.items() if name.upper().endswith(_SECRET_NAMES)]
+        environment = {**os.environ, **env}
+        hidden = [value for name, value in environment.items() if name.upper().endswith(_SECRET_NAMES)]
         self._secrets = Secrets([self.api_key, *hidden])
         # The key goes into a file, since every user of the machine can read command lines.
         self._folder = tempfile.TemporaryDirectory(prefix="corelm-sglang-")
@@ -78,7 +79,7 @@ class LaunchedServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env=environment,
             start_new_session=True,
         )
         assert self._supervisor.stdin is not None
@@ -142,6 +143,9 @@ class LaunchedServer:
         # The server writes through the same open file, so reading must not move its position.
         read = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         text = self._secrets.masked(read.decode(errors="replace"))
+        if size > _TAIL_BYTES:
+            # The log may have been cut in the middle of a secret.
+            text = text[self._secrets.longest :]
         return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from corelm.support import (
     score_result,
 )
 from sglang_backend.capabilities import ServerInfo
-from sglang_backend.sampling import parameters
+from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
 
@@ -44,6 +44,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     """
     capabilities = info.capabilities
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
+    stop = safe_stops(request.sampling, info.tokenizer)
     return [
         {
             "input_ids": ids,
@@ -54,6 +55,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
                 stop_ids=request.stop_ids,
                 eos_token_ids=capabilities.eos_token_ids or frozenset(),
                 vocab_size=capabilities.vocab_size,
+                stop=stop,
             ),
             "return_logprob": request.logprobs != "none",
         }
@@ -171,19 +173,19 @@ def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> in
     """Return the length of the answer up to and including the token that ends it; None if no token does.
 
     The server misses some stops that core promises. It looks for stop strings in a few tokens only, as many as it
-    would write the string in itself, and so misses one that is spelt in more tokens. It looks for no stop string and
-    for no stop id where `sampling.parameters` had to switch that off.
+    would write the string in itself, and so misses one that is spelt in more tokens. It looks for no stop string that
+    `sampling.safe_stops` leaves out, and for no stop id where `sampling.parameters` had to switch that off.
     """
     by_id = next((index + 1 for index, token in enumerate(ids) if token in stop_ids), None)
     by_string = stops.first_end(ids[:by_id])
     return by_id if by_string is None else by_string
 
 
-def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float]:
+def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float] | RowFailure:
     """Return the log-probs of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
-        raise RowError("the server aborted the request")
+        return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
     reported = meta["input_token_logprobs"]
     _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")

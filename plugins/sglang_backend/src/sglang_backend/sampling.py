@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
+from corelm.support import skipped_texts
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
 #: `repetition_penalty` is missing: SGLang applies it to ids of the answer only, not to those of the prompt.
@@ -37,12 +39,12 @@ def parameters(
     stop_ids: frozenset[int],
     eos_token_ids: frozenset[int],
     vocab_size: int,
+    stop: Sequence[str],
 ) -> dict[str, Any]:
     """Return all of `sampling` for one answer. Defaults are included, since a server may have different ones.
 
-    The server either ends an answer at its own EOS and at `stop_ids`, or at no id. It does not hold stop strings back
-    until `min_new_tokens`. Where neither gives what was asked for, the server is told to go on, and `protocol` cuts the
-    answer off at its end.
+    The server either ends an answer at its own EOS and at `stop_ids`, or at no id. Where neither gives what was asked
+    for, the server is told to go on, and `protocol` cuts the answer off at its end.
 
     Args:
         sampling: how to sample.
@@ -51,6 +53,7 @@ def parameters(
         stop_ids: the ids that end this answer.
         eos_token_ids: the ids that the server ends every answer with, unless it is told to ignore them.
         vocab_size: ids are below it.
+        stop: the stop strings that the server may look for; see `safe_stops`.
 
     Raises:
         CapabilityError: a combination for which SGLang would sample from another distribution.
@@ -72,13 +75,32 @@ def parameters(
         "repetition_penalty": 1.0,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "stop": [] if sampling.min_new_tokens else list(sampling.stop[:MAX_STOP_STRINGS]),
+        "stop": list(stop),
         "stop_token_ids": sorted(stop_ids) if ends_by_id else [],
         "ignore_eos": not ends_by_id,
         "skip_special_tokens": sampling.skip_special_tokens,
         **({} if seed is None else {"sampling_seed": seed}),
         **_engine_kwargs(sampling),
     }
+
+
+def safe_stops(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
+    """Return the stop strings that the server may look for. `protocol` finds all of them in the answer.
+
+    The server does not hold a stop string back until `min_new_tokens`. It also looks for it in a text with all special
+    tokens, even if the text of the answer has none, and so would stop for one that is a piece of a special token.
+    """
+    if sampling.min_new_tokens or not sampling.stop:
+        return ()
+    skipped = skipped_texts(tokenizer) if sampling.skip_special_tokens else ()
+    safe = [stop for stop in sampling.stop if not any(_may_overlap(stop, text) for text in skipped)]
+    return tuple(safe[:MAX_STOP_STRINGS])
+
+
+def _may_overlap(stop: str, text: str) -> bool:
+    """Return whether a place where `stop` occurs may share a character with a place where `text` does."""
+    shifted = range(1, min(len(stop), len(text)))
+    return stop in text or text in stop or any(stop[:n] == text[-n:] or stop[-n:] == text[:n] for n in shifted)
 
 
 def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: frozenset[int]) -> None:

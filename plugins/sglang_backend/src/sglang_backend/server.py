@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import threading
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,9 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
-from corelm.support import Deadline, HttpClient, local_checkpoint, raise_if_none_was_served
+from corelm.support import Deadline, HttpClient, InFlight, local_checkpoint, raise_if_none_was_served
 from sglang_backend import protocol
-from sglang_backend.capabilities import MODEL_INFO, ServerInfo
+from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
 from sglang_backend.protocol import Payload
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
@@ -52,9 +49,7 @@ class SGLangServer:
         self.info = info
         self.takes_state_dict = takes_state_dict
         self._weight_labels = {info.weight_label}
-        #: The server's ids of the requests in flight, by request id. `abort` reads them from another thread.
-        self._rids: dict[str, set[str]] = {}
-        self._rids_lock = threading.Lock()
+        self._in_flight = InFlight()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -72,12 +67,12 @@ class SGLangServer:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self.info)
         entries = self._post_all(payloads, request.request_ids, request.timeout)
-        return protocol.generation_result(request, entries, self.info)
+        return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = protocol.scoring_requests(request)
         entries = self._post_all(payloads, request.request_ids, request.timeout)
-        return protocol.scoring_result(request, entries, self.info)
+        return self._client.secrets.masked_result(protocol.scoring_result(request, entries, self.info))
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, which the server must see at the same path.
@@ -90,25 +85,26 @@ class SGLangServer:
         # Not retried: the first attempt may have succeeded and only its reply been lost.
         reply = self._client.post("/update_weights_from_disk", payload)
         if not isinstance(reply, dict) or reply.get("success") is not True:
-            raise EngineError(f"the server did not load the weights: {reply}")
+            raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
 
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""
+        # Looked up once: a request of the same name that begins later is another one.
+        rids = self._in_flight.ids(request.request_ids)
 
         def tell() -> None:
-            with self._rids_lock:
-                rids = [rid for name in request.request_ids for rid in self._rids.get(name, ())]
-            for rid in rids:
+            running = set(self._in_flight.ids(request.request_ids))
+            for rid in running.intersection(rids):
                 # The server aborts every request whose id starts with `rid`. Ours are equally long, so that is one.
                 self._client.post("/abort_request", {"rid": rid}, timeout=_ABORT_TIMEOUT, expect_json=False)
 
-        self._client.abort(request.request_ids, tell=tell)
+        self._client.abort(rids, tell=tell)
         return True
 
     def health(self, timeout: float | None = None) -> bool:
-        """Return whether the server answers within `timeout` seconds, and within five."""
-        return self._client.answers(MODEL_INFO, min(_HEALTH_TIMEOUT, timeout or _HEALTH_TIMEOUT))
+        """Return whether the server's own process answers within `timeout` seconds, and within five."""
+        return self._answers(MODEL_INFO, timeout)
 
     def close(self) -> None:
         self._client.close()
@@ -131,31 +127,23 @@ class SGLangServer:
             )
             for row, entry in zip(duplicates, repeated, strict=True):
                 entries[row] = entry
-        raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
+        raise_if_none_was_served(entries, lambda: self._serves(deadline.left()))
         return entries
+
+    def _serves(self, timeout: float | None) -> bool:
+        """Return whether the server's scheduler returns anything within `timeout` seconds, and within five."""
+        return self._answers(HEALTH_GENERATE, timeout)
+
+    def _answers(self, path: str, timeout: float | None) -> bool:
+        return self._client.answers(path, min(_HEALTH_TIMEOUT, timeout or _HEALTH_TIMEOUT))
 
     def _post_each(self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline) -> list[Any]:
         """Post every payload under a new id of the server's, by which `abort` finds it."""
-        rids = [uuid.uuid4().hex for _ in names]
-        identified = [{**payload, "rid": rid} for payload, rid in zip(payloads, rids, strict=True)]
-        with self._in_flight(names, rids):
+        with self._in_flight.named(names) as rids:
+            identified = [{**payload, "rid": rid} for payload, rid in zip(payloads, rids, strict=True)]
             return self._client.post_each(
-                protocol.GENERATE, identified, names=names, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+                protocol.GENERATE, identified, names=rids, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
             )
-
-    @contextmanager
-    def _in_flight(self, names: Sequence[str], rids: Sequence[str]) -> Iterator[None]:
-        with self._rids_lock:
-            for name, rid in zip(names, rids, strict=True):
-                self._rids.setdefault(name, set()).add(rid)
-        try:
-            yield
-        finally:
-            with self._rids_lock:
-                for name, rid in zip(names, rids, strict=True):
-                    self._rids[name].discard(rid)
-                    if not self._rids[name]:
-                        del self._rids[name]
 
     def _new_weight_label(self, version: str) -> str:
         """Return a label for new weights: `version`, made unique if the server has had it before.

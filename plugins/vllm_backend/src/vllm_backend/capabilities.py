@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities, GenerationMode
-from corelm.support import eos_token_ids, local_checkpoint
+from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
             "which the server names; pass it as tokenizer= if you trust it",
             field="trust_remote_code",
         )
-    config = _config(model, trusted)
-    vocab_size = _vocab_size(config, model) if hints.vocab_size is None else hints.vocab_size
+    config, problem = _config(model, trusted)
+    vocab_size = _vocab_size(config, model, problem) if hints.vocab_size is None else hints.vocab_size
     tokenizer = _tokenizer(hints, model, trusted)
     capabilities = Capabilities(
         vocab_size=vocab_size,
@@ -237,11 +237,9 @@ def _honours(fields: frozenset[str] | None, parameter: str) -> bool:
     return fields is None or _SERVER_NAMES.get(parameter, parameter) in fields
 
 
-def _vocab_size(config: Any, model: str) -> int:
+def _vocab_size(config: Any, model: str, problem: str) -> int:
     if config is None:
-        raise _must_be_passed(
-            "vocab_size", f"the configuration of the server's model {model!r} cannot be read on this machine"
-        )
+        raise _must_be_passed("vocab_size", f"the configuration of the server's model {model!r} {problem}")
     return int(config.get_text_config().vocab_size)
 
 
@@ -265,7 +263,9 @@ def _model_card(client: HttpClient, model: str | None, deadline: Deadline) -> di
     try:
         cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
     except (KeyError, TypeError):
-        raise EngineError(f"{client.base_url}: /v1/models lists no models: {str(page)[:200]}") from None
+        # Masked before it is cut, or a part of the key could be left at the end.
+        said = client.secrets.masked(str(page))[:200]
+        raise EngineError(f"{client.base_url}: /v1/models lists no models: {said}") from None
     # Adapters have a parent. They are used only if they are named.
     names = [model] if model is not None else [name for name, card in cards.items() if not card.get("parent")]
     if len(names) != 1 or names[0] not in cards:
@@ -283,13 +283,14 @@ def _max_context(of_server: Any, given: int | None) -> int:
     return of_server if given is None else given
 
 
-def _config(model: str, trust_remote_code: bool) -> Any:
+def _config(model: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return the model's configuration; None and the reason if it cannot be read."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), ""
+    except (OSError, ValueError) as error:
+        return None, why_unreadable(error)
 
 
 def _tokenizer(hints: ModelHints, model: str, trusted: bool) -> Any:
@@ -306,7 +307,7 @@ def _tokenizer(hints: ModelHints, model: str, trusted: bool) -> Any:
         if given is not None:
             raise
         raise _must_be_passed(
-            "tokenizer", f"the tokenizer of the server's model {model!r} cannot be read on this machine"
+            "tokenizer", f"the tokenizer of the server's model {model!r} {why_unreadable(error)}"
         ) from error
 
 

@@ -24,7 +24,7 @@ from corelm.support import (
     score_result,
 )
 from vllm_backend.capabilities import ServerInfo
-from vllm_backend.sampling import REPETITION, check_raw, parameters
+from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 
 Payload = dict[str, Any]
 
@@ -119,12 +119,13 @@ def _row_answer(
 ) -> RowAnswer:
     choice = only_choice(reply)
     ids = _answer_ids(choice, payload, info)
-    reason = _finish_reason(choice.get("finish_reason"), ids, payload, aborted, stops)
+    reason = _finish_reason(choice, ids, payload, aborted, stops)
     logprobs = [] if request.logprobs == "none" else _sampled_logprobs(choice, ids)
     if request.logprobs == "processed" and request.sampling.greedy:
         # The greedy token has probability 1. vLLM returns its log-prob at temperature 1.
         logprobs = [0.0] * len(ids)
-    return RowAnswer(ids, logprobs, reason)
+    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    return RowAnswer(ids[:length], logprobs[:length], reason)
 
 
 def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:
@@ -140,18 +141,24 @@ def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:
     return ids
 
 
-def _finish_reason(reason: Any, ids: list[int], payload: Payload, aborted: bool, stops: StopStrings) -> str:
+def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool, stops: StopStrings) -> str:
     """Return the reply's finish reason, if its ids confirm it."""
+    reason, earlier = choice.get("finish_reason"), ids[:-1]
     if reason == "repetition" and payload.get(REPETITION):
         return "stop"
-    if reason != "abort" and not payload["min_tokens"] and stops.occurs_in(ids[:-1]):
+    # See `answer_length` for the exception.
+    goes_on = stops.occurs_in(earlier) and not stops.ends_in_half_a_character(earlier)
+    if goes_on and reason != "abort" and not payload["min_tokens"]:
         raise RowError(f"it goes on after one of the stop strings {list(stops.stops)}")
+    ended = bool(ids) and (ids[-1] in payload["stop_token_ids"] or stops.occurs_in(ids))
+    if reason == "stop" and not ended and isinstance(choice.get("stop_reason"), str):
+        raise unspelt_stop(choice["stop_reason"])
     return checked_finish_reason(
         reason,
         len(ids),
         limit=payload["max_tokens"],
         least=payload["min_tokens"],
-        ended=bool(ids) and (ids[-1] in payload["stop_token_ids"] or stops.occurs_in(ids)),
+        ended=ended,
         aborted=aborted,
         last=ids[-1] if ids else None,
     )
@@ -193,11 +200,11 @@ def scoring_result(
     return score_result(request, dict(zip(payloads, map(outcome, entries, payloads.values()), strict=True)))
 
 
-def _row_scores(reply: Any, payload: Payload, info: ServerInfo) -> list[float]:
+def _row_scores(reply: Any, payload: Payload, info: ServerInfo) -> list[float] | RowFailure:
     """Return the log-probs of the row's last ids: of all but the first one, or of the very last one."""
     choice = only_choice(reply)
     if choice.get("finish_reason") == "abort":
-        raise RowError("the server aborted the request")
+        return RowFailure("the request was aborted", aborted=True)
     prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
     _answer_ids(choice, payload, info)
     before_last = []

@@ -20,7 +20,7 @@ from corelm.support import (
     score_result,
 )
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.sampling import REPETITION, check_raw, parameters
+from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 
 T = TypeVar("T")
 
@@ -88,21 +88,18 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     ids = list(completion.token_ids)
     ended = bool(ids) and (ids[-1] in request.stop_ids or stops.occurs_in(ids))
     if reason == "stop" and not ended and not request.sampling.engine_kwargs:
-        # vLLM looks for stop strings in a text that it decodes step by step. After a prompt that ends in the middle of
-        # a character, that text begins with the prompt's own.
-        raise RowError(
-            f"vLLM stopped for {completion.stop_reason!r}, which the tokens of the answer do not spell; "
-            "end the prompt with a whole character"
-        )
+        raise unspelt_stop(completion.stop_reason)
     logprobs: list[float] = []
-    if request.logprobs == "processed" and request.sampling.greedy:
-        # The greedy token has probability 1. vLLM would return its log-prob at temperature 1.
-        logprobs = [0.0] * len(ids)
-    elif request.logprobs != "none" and ids:
+    if request.logprobs != "none" and ids:
         flat = completion.logprobs
         # Indexing `flat` itself would build a dictionary for every token.
         logprobs = checked_logprobs([flat.logprobs[start] for start in flat.start_indices[: len(ids)]], len(ids))
-    return RowAnswer(ids, logprobs, reason)
+    if request.logprobs == "processed" and request.sampling.greedy:
+        # The greedy token has probability 1. vLLM returns its log-prob at temperature 1, which shows whether the logits
+        # were finite.
+        logprobs = [0.0] * len(ids)
+    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    return RowAnswer(ids[:length], logprobs[:length], reason)
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import ALIASES, FIELDS, GenerateRequest, Range, SamplingParams
+from corelm.support import RowError, StopStrings
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01
@@ -111,6 +112,29 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
         "seed": None if sampling.greedy else seed,
         **_engine_kwargs(sampling),
     }
+
+
+def answer_length(ids: list[int], stops: StopStrings) -> int:
+    """Return how many ids of an answer that vLLM stopped belong to it: up to the token that completes a stop string.
+
+    vLLM looks for stop strings in the text that it has released. It holds back the text of a token that ends in the
+    middle of a character, with all whole characters in it, and so may go on for the tokens that complete the character.
+    """
+    if not stops.stops or stops.min_new_tokens or not stops.ends_in_half_a_character(ids[:-1]):
+        return len(ids)
+    return stops.first_end(ids) or len(ids)
+
+
+def unspelt_stop(stop_reason: Any) -> RowError:
+    """Return the error for an answer that vLLM stopped for a string which its tokens do not spell.
+
+    vLLM looks for stop strings in a text that it decodes step by step. After a prompt that ends in the middle of a
+    character, that text begins with the prompt's own.
+    """
+    return RowError(
+        f"vLLM stopped for {stop_reason!r}, which the tokens of the answer do not spell; end the prompt with a whole "
+        "character"
+    )
 
 
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import Deadline, local_checkpoint, opening_within, raise_if_none_was_served
+from corelm.support import Deadline, InFlight, local_checkpoint, opening_within, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
@@ -46,8 +45,7 @@ class VLLMServer:
         self.tokenizer = info.tokenizer
         self._client = client
         self._info = info
-        # Other clients of the server may use the same names for their requests.
-        self._prefix = uuid.uuid4().hex
+        self._in_flight = InFlight()
         self._initial_version = self._weight_version(deadline.left())
         self._loaded_version: str | None = None
 
@@ -119,7 +117,7 @@ class VLLMServer:
             trust_remote_code=trust_remote_code,
         )
         try:
-            with opening_within(open_timeout, client.base_url) as deadline:
+            with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
                 info = probe_server(client, read_server(client, hints, deadline), logprobs_mode, deadline)
                 return cls(client, info, deadline)
         except BaseException:
@@ -133,19 +131,19 @@ class VLLMServer:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self._info)
         entries, version = self._post(payloads, request.request_ids, request.timeout)
-        result = protocol.generation_result(request, payloads, entries, self._info)
+        result = self._client.secrets.masked_result(protocol.generation_result(request, payloads, entries, self._info))
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
         entries, version = self._post(list(payloads.values()), names, request.timeout)
-        result = protocol.scoring_result(request, payloads, entries, self._info)
+        result = self._client.secrets.masked_result(protocol.scoring_result(request, payloads, entries, self._info))
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, which the server must see at the same path."""
-        with self._paused("wait" if request.drain else "abort"):
+        with self._client.secrets.masking_errors(), self._paused("wait" if request.drain else "abort"):
             # If loading fails half way, the server's version stays different from this one, and every later call fails.
             self._loaded_version = request.version
             self._set_weight_version("being loaded")
@@ -160,16 +158,17 @@ class VLLMServer:
         return self._client.answers("/health", min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
 
     def abort(self, request: AbortRequest) -> bool:
-        names = request.request_ids
-        ids = [f"{protocol.ID_PREFIX}{self._request_id(name)}-0" for name in names]
+        # Looked up once: a request of the same name that begins later is another one.
+        ids = self._in_flight.ids(request.request_ids)
+        named = [f"{protocol.ID_PREFIX}{request_id}-0" for request_id in ids]
 
         def tell() -> None:
-            self._client.post("/abort_requests", {"request_ids": ids}, timeout=ABORT_TIMEOUT)
+            self._client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
 
         # Without the route, closing the connection aborts a request, and what it has generated so far is lost. An empty
         # list of ids would abort every request of the server.
         has_route = "/abort_requests" in self._info.routes
-        self._client.abort(names, tell=tell if names and has_route else None)
+        self._client.abort(ids, tell=tell if named and has_route else None)
         return True
 
     def close(self) -> None:
@@ -190,20 +189,19 @@ class VLLMServer:
             return [], None
         deadline = Deadline(timeout)
         before = self._weight_version(deadline.left())
-        requests = [
-            {**payload, "model": self._info.name, "request_id": self._request_id(name)}
-            for payload, name in zip(payloads, names, strict=True)
-        ]
-        entries = self._client.post_each(
-            protocol.COMPLETIONS, requests, names=names, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
-        )
+        with self._in_flight.named(names) as ids:
+            requests = [
+                {**payload, "model": self._info.name, "request_id": request_id}
+                for payload, request_id in zip(payloads, ids, strict=True)
+            ]
+            entries = self._client.post_each(
+                protocol.COMPLETIONS, requests, names=ids, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+            )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())
-        self._check_weight_versions(before, after)
+        with self._client.secrets.masking_errors():
+            self._check_weight_versions(before, after)
         return entries, None if after in (self._initial_version, self._loaded_version) else after
-
-    def _request_id(self, name: str) -> str:
-        return f"{self._prefix}-{name}"
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
