@@ -163,3 +163,13 @@ def test_a_join_mask_of_other_rows_is_refused() -> None:
 def test_lengths_that_are_not_integers_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths are whole numbers"):
         Ragged(torch.tensor([1, 2]), lengths)
+
+
+def test_values_are_read_in_their_own_dtype_and_not_in_torchs_default() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for rows in ([[0.1, 2], [1e300]], [torch.tensor([0.1, 2], dtype=torch.float64), [1e300]]):
+            assert Ragged.from_list(rows, torch.float64).tolist() == [[0.1, 2.0], [1e300]]
+    finally:
+        torch.set_default_dtype(before)

@@ -253,7 +253,7 @@ class Narrow(ToyBackend):
     plugin = 'corelm.Backend.from_plugin(Narrow.open(Bigram(TABLE.clone())), "narrow")'
     head, _, body = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin).partition("class TestToy")
     pytester.makepyfile(f"import dataclasses\n{head}{narrow}\nclass TestToy{body}")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "penalty or temperature and raw_log_probs")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "penalty or temperature and log_probs")
     result.stdout.fnmatch_lines(["*declared and not shown: presence_penalty. Declare*"])
     # The end of the range is used where none of the kit's own temperatures is legal.
     result.stdout.no_fnmatch_line("*FAILED*_under?temperature?*")

@@ -60,7 +60,7 @@ class Ragged:
         rows = list(rows)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if any(isinstance(row, Tensor) for row in rows):
-            values = torch.cat([_cast(torch.as_tensor(row), dtype).reshape(-1) for row in rows])
+            values = torch.cat([_made(row, dtype).reshape(-1) for row in rows])
         else:
             values = _flat(rows, dtype)
         return cls(values, lengths)
@@ -315,12 +315,15 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
                 values.fromlist(row if isinstance(row, list) else list(row))
             if values:
                 return torch.frombuffer(values, dtype=dtype)
-    return _cast(torch.tensor([value for row in rows for value in row]), dtype)
+    return _made([value for row in rows for value in row], dtype)
 
 
-def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _made(given: Any, dtype: torch.dtype) -> Tensor:
     """Return the values as `dtype`; an integer `dtype` takes no floats, which torch would cut off in silence."""
-    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    if whole and values.numel() and values.dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        # Without a dtype, torch would read floats in its default one, which may be shorter.
+        return torch.as_tensor(given, dtype=dtype)
+    values = torch.as_tensor(given)
+    if values.numel() and values.dtype.is_floating_point:
         raise TypeError(f"expected whole numbers for {dtype}, got {values.dtype}")
     return values.to(dtype)

@@ -110,17 +110,22 @@ class LifecyclePromises(ConformanceBase):
                 backend.generate(prompts, {"max_new_tokens": new}, logprobs="none", timeout=timeout)
             return time.monotonic() - started
 
-        rows, whole = 8, seconds(8)
+        # The quicker of two calls, because the first may find a cold engine, and either a busy machine.
+        rows, whole = 8, min(seconds(8), seconds(8))
         while whole < LONG_CALL:
             rows *= min(16, 1 + math.ceil(LONG_CALL / whole))
             if rows > MOST_ROWS:
                 not_applicable("calls that take long enough for a timeout")
-            whole = seconds(rows)
-        waited = seconds(rows, timeout=whole / 10)
-        assert waited < whole / 2, f"a timeout of {whole / 10:.2f} s ended the call after {waited:.2f} s"
-        after = seconds(1, new=1)
-        if backend.capabilities.stops_at_timeout:
-            assert after < whole / 2, f"declared stops_at_timeout, but the next call waited {after:.2f} s"
+            whole = min(seconds(rows), seconds(rows))
+        for attempts_left in (2, 1, 0):
+            waited, after = seconds(rows, timeout=whole / 10), seconds(1, new=1)
+            late = "" if waited < whole / 2 else f"a timeout of {whole / 10:.2f} s ended the call after {waited:.2f} s"
+            if not late and backend.capabilities.stops_at_timeout and after >= whole / 2:
+                late = f"declared stops_at_timeout, but the next call waited {after:.2f} s"
+            # A busy machine is late once, an engine always.
+            if not late:
+                return
+            assert attempts_left, late
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:

@@ -199,5 +199,5 @@ def _plain(backend: Backend) -> list[dict[str, Any]]:
 
 def _temperatures(backend: Backend) -> list[float]:
     """Return temperatures other than 0 and 1; not applicable if the backend declares none."""
-    found = [value for value in in_range(backend, "temperature", 0.6, 1.7) if value]
+    found = in_range(backend, "temperature", 0.6, 1.7)
     return found or not_applicable("a temperature other than 0 and 1")

@@ -15,7 +15,7 @@ from corelm.errors import CapabilityError
 from corelm.spec.records import GenerateResult
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import OPENINGS, sampled_from, seeded
-from corelm.testing.trials import TRIALS, WITH_LOGPROBS, legal
+from corelm.testing.trials import TRIALS, WITH_LOGPROBS, in_range, legal
 
 NEW = 6
 #: The processed log-probs of truncated distributions are tested in `distribution`, at cuts that rounding cannot move.
@@ -87,7 +87,7 @@ class SampledLogProbPromises(ConformanceBase):
         (prompt,) = self.rows(backend, 24)
         own = self.next_logprobs(prompt, 1.0)
         shown = False
-        for penalty in (value for value in (1.5, 0.7) if legal(backend, "repetition_penalty", value)):
+        for penalty in in_range(backend, "repetition_penalty", 1.5, 0.7):
             sampling = {"repetition_penalty": penalty, "num_samples": 64, "max_new_tokens": 1, "ignore_eos": True}
             batch = backend.generate([prompt], seeded(backend, sampling), logprobs="processed")
             assert batch.logprobs is not None

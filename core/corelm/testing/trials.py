@@ -78,14 +78,16 @@ def legal(backend: Backend, name: str, value: Any) -> bool:
 def in_range(backend: Backend, name: str, *preferred: Any) -> list[Any]:
     """Return those of the preferred values that the backend declares; without any, the ends of its range.
 
-    An end is left out if it is infinite, or the default value, which changes nothing.
+    An end is left out if it is infinite, or the default value, which changes nothing. Temperature 0 is left out too: it
+    is greedy decoding, which says little about temperatures.
     """
     values = [value for value in preferred if legal(backend, name, value)]
     span = backend.capabilities.sampling.get(name)
     if values or span is None:
         return values
     default = getattr(SamplingParams(), name)
-    return [end for end in dict.fromkeys(span) if math.isfinite(end) and end != default]
+    useless = (default, 0.0) if name == "temperature" else (default,)
+    return [end for end in dict.fromkeys(span) if math.isfinite(end) and end not in useless]
 
 
 def use(backend: Backend, name: str) -> dict[str, Any] | None:

@@ -5,50 +5,24 @@ The oracle is `helpers.oracle`: the plain forward of one row in float32. `tests/
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertLMHeadModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
     RobertaConfig,
     RobertaForCausalLM,
 )
 
-from corelm import Backend
-from corelm.errors import CapabilityError
+from corelm.errors import BackendTimeoutError, CapabilityError
 from helpers import oracle
+from helpers.plain_forward import PROMPTS, SIZES, Open, check, decoder, spoil_cache_after, wide
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.decoding import Decoder
-from transformers_backend.engine import CausalLM
-from transformers_backend.self_test import SelfTest
-from transformers_backend.trials import LengthClasses
-
-Open = Callable[..., Backend]
-ROWS = random_rows(30, 7, 19, 2, 30)
-PROMPTS = random_rows(20, 3, 9, 20)
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "plain"])
@@ -56,37 +30,8 @@ def fast(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def wide(model: PreTrainedModel) -> Any:
-    """Give the model weights that make a mistake visible."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1 and "norm" not in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-    return model.eval()
-
-
-def check(backend: Backend, model: nn.Module) -> None:
-    """Compare scores and generated log-probs with the oracle."""
-    for row, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=2e-5)
-    made = backend.generate(PROMPTS, {"max_new_tokens": 12}, seeds=list(range(len(PROMPTS))))
-    assert made.logprobs is not None
-    for prompt, answer, found in zip(PROMPTS, made.ids.tolist(), made.logprobs.split(), strict=True):
-        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-
-
-def decoder(backend: Backend) -> Decoder:
-    found: Decoder = backend.engine.plugin.decoder
-    return found
-
-
-# What differs is not used ---------------------------------------------------------------------------------------------
-
-
-def test_columns_that_a_model_takes_for_positions(open_model: Open) -> None:
-    """Llama 4 takes the temperature of a position from its column, so left padding changes it."""
+def llama4() -> Any:
+    """Return a model that takes the temperature of a position from its column, so left padding changes it."""
     config = Llama4TextConfig(
         **SIZES | {"num_hidden_layers": 4},
         intermediate_size_mlp=64,
@@ -95,17 +40,99 @@ def test_columns_that_a_model_takes_for_positions(open_model: Open) -> None:
         head_dim=8,
         floor_scale=24,
     )
-    model = wide(Llama4ForCausalLM(config))
+    return wide(Llama4ForCausalLM(config))
+
+
+def test_columns_that_a_model_takes_for_positions(open_model: Open) -> None:
+    model = llama4()
     backend = open_model(model)
     check(backend, model)
     assert decoder(backend).way == "cached"
+
+
+def test_columns_beyond_the_longest_row(open_model: Open) -> None:
+    """The long prompt has a short answer and the short one a long answer, so no row is as long as the batch is wide."""
+    model = llama4()
+    backend = open_model(model)
+    long, short = PROMPTS[0][:15], PROMPTS[0][5:8]
+    # Agrees: 20 columns.
+    backend.generate([long, PROMPTS[0][:12]], {"max_new_tokens": 5}, seeds=[1, 2])
+    assert decoder(backend).way == "cached and padded"
+    first = backend.generate([long], {"max_new_tokens": 20}, seeds=[1]).ids.tolist()[0]
+    stop = {"stop_token_ids": [first[1]], "max_new_tokens": 20}
+    found = backend.generate([long, short], stop, seeds=[1, 2])
+    assert found.ids.lengths.tolist() == [2, 20] and found.logprobs is not None
+    expected = oracle.logprobs(model, [*short, *found.ids.tolist()[1]])[3:]
+    torch.testing.assert_close(found.logprobs.split()[1], expected, rtol=0, atol=2e-5)
+
+
+def test_a_way_that_one_batch_refutes_is_not_used_for_the_next(
+    open_model: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("qwen2")
+    spoil_cache_after(model, 24)
+    # A batch is one row: 20 and 12 tokens.
+    backend = open_model(model, max_batch_tokens=32)
+    prompts = [*PROMPTS[:1] * 2, PROMPTS[0][::-1]]
+    made = backend.generate(prompts, {"max_new_tokens": 12}, seeds=[1, 2, 3])
+    assert made.logprobs is not None
+    for prompt, answer, found in zip(prompts, made.ids.tolist(), made.logprobs.split(), strict=True):
+        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert caplog.text.count("get other numbers") == 1
+
+
+def test_columns_that_a_model_takes_for_positions_in_a_pack(open_model: Open) -> None:
+    """No row is long, but the rows of a pack together are."""
+    model = tiny_model("llama")
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        columns = torch.arange(out.last_hidden_state.shape[1])
+        out.last_hidden_state = out.last_hidden_state * (1 + 0.2 * (columns >= 100))[:, None]
+        return out
+
+    model.model.forward = forward
+    rows = random_rows(*[15] * 20)
+    backend = open_model(model)
+    backend.score_logprobs(rows[:2])
+    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=2e-5)
+
+
+def test_a_difference_as_large_as_a_defect_is_not_rounding_in_bfloat16(open_model: Open) -> None:
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None and out.last_hidden_state.shape[1] == 1:
+            out.last_hidden_state = out.last_hidden_state + 0.06 * out.last_hidden_state.roll(1, -1)
+        return out
+
+    model.model.forward = forward
+    backend = open_model(model)
+    backend.generate(PROMPTS, {"max_new_tokens": 4})
+    assert decoder(backend).way == "uncached"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_rounding_in_bfloat16_keeps_the_fast_ways(open_model: Open, name: str) -> None:
+    backend = open_model(tiny_model(name, num_hidden_layers=8).to(torch.bfloat16))
+    backend.generate(PROMPTS, {"max_new_tokens": 12})
+    assert decoder(backend).way == "cached and padded"
 
 
 def test_positions_that_a_model_counts_in_its_own_way(open_model: Open) -> None:
     sizes = SIZES | {"is_decoder": True, "max_position_embeddings": 130, "pad_token_id": 1}
     sizes.pop("num_key_value_heads")
     model = wide(RobertaForCausalLM(RobertaConfig(**sizes)))
-    check(open_model(model), model)
+    backend = open_model(model)
+    check(backend, model)
+    # model.generate gives positions from 0.
+    with pytest.raises(CapabilityError, match="counts itself; drop num_beams"):
+        backend.generate(PROMPTS, {"max_new_tokens": 3, "num_beams": 2, "temperature": 0.0}, logprobs="none")
 
 
 def test_a_window_of_one_token(open_model: Open) -> None:
@@ -132,6 +159,25 @@ def test_a_cached_step_that_differs_from_a_full_forward(open_model: Open) -> Non
     assert decoder(backend).way == "uncached"
 
 
+def test_beams_use_no_cache_if_cached_steps_differ_at_their_length(open_model: Open) -> None:
+    model, sound = tiny_model("qwen2"), tiny_model("qwen2")
+    spoil_cache_after(model, 24)
+    search = {"max_new_tokens": 20, "num_beams": 3, "temperature": 0.0}
+    expected = open_model(sound).generate(PROMPTS, search, logprobs="none").ids.tolist()
+    assert open_model(model).generate(PROMPTS, search, logprobs="none").ids.tolist() == expected
+
+
+def test_a_timeout_ends_a_search_for_beams(open_model: Open) -> None:
+    backend = open_model(tiny_model("qwen2", max_position_embeddings=4096))
+    search = {"max_new_tokens": 4000, "num_beams": 4, "temperature": 0.0, "ignore_eos": True}
+    started = time.monotonic()
+    with pytest.raises(BackendTimeoutError):
+        backend.generate(PROMPTS[:1], search, logprobs="none", timeout=0.5)
+    # The whole search takes minutes.
+    assert time.monotonic() - started < 20
+    assert len(backend.generate(PROMPTS[:1], {"max_new_tokens": 1}).ids) == 1
+
+
 def test_beams_use_no_cache_if_cached_steps_differ(open_model: Open, caplog: pytest.LogCaptureFixture) -> None:
     """Both models have the same full forward, so they have the same best beam."""
     model, sound = tiny_model("qwen2"), tiny_model("qwen2")
@@ -156,16 +202,7 @@ def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
 ) -> None:
     """Short rows use the fast way before and after."""
     model = tiny_model("qwen2")
-    plain = model.model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = plain(*args, **kwargs)
-        past = kwargs.get("past_key_values")
-        if past is not None and past.get_seq_length() > 24:
-            out.last_hidden_state = out.last_hidden_state * 1.01
-        return out
-
-    model.model.forward = forward
+    spoil_cache_after(model, 24)
     backend = open_model(model)
     short = [prompt[:3] for prompt in PROMPTS]
     backend.generate(short, {"max_new_tokens": 4})
@@ -176,204 +213,3 @@ def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
     assert "get other numbers than the model's own forward of one row" in caplog.text
     backend.generate(short, {"max_new_tokens": 4})
     assert decoder(backend).way == "cached"
-
-
-# What the verdict rests on --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.1.self_attn"])
-def test_a_hook_put_on_a_layer_after_the_first_score(open_model: Open, part: str) -> None:
-    """It mixes neighbours, so rows that share a forward pass change each other."""
-    model = tiny_model("llama")
-    backend = open_model(model)
-    check(backend, model)
-
-    def mix(module: nn.Module, inputs: Any, output: Any) -> Any:
-        states = output if isinstance(output, Tensor) else output[0]
-        mixed = states + 0.5 * states.roll(1, 1) * (torch.arange(states.shape[1]) > 0)[:, None]
-        return mixed if isinstance(output, Tensor) else (mixed, *output[1:])
-
-    hook = model.get_submodule(part).register_forward_hook(mix)
-    check(backend, model)
-    hook.remove()
-    check(backend, model)
-
-
-def test_a_forward_replaced_after_the_first_score(open_model: Open) -> None:
-    model = tiny_model("llama")
-    backend = open_model(model)
-    check(backend, model)
-    attention = model.model.layers[0].self_attn
-    plain = attention.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        states, *rest = plain(*args, **kwargs)
-        return (states + states[:, :1], *rest)
-
-    attention.forward = forward
-    check(backend, model)
-
-
-def test_weights_that_show_a_difference_only_when_they_are_trained(open_model: Open) -> None:
-    """A new adapter multiplies by zero: what it does wrong shows after the first step of the optimizer."""
-
-    class Late(LlamaForCausalLM):
-        def __init__(self, config: LlamaConfig) -> None:
-            super().__init__(config)
-            self.gate = nn.Parameter(torch.zeros(()))
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().forward(*args, **kwargs)
-            kept = kwargs.get("attention_mask")
-            out.logits = out.logits * (1 + self.gate * (kept is not None))
-            return out
-
-    model = wide(Late(LlamaConfig(**SIZES)))
-    backend = open_model(model)
-    check(backend, model)
-    with torch.no_grad():
-        model.gate += 1.0
-    check(backend, model)
-
-
-def test_adapters_that_are_switched_on_and_off_are_tried_once_each(
-    open_model: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    backend = open_model(model)
-    tries: list[SelfTest] = []
-    plain = SelfTest._try_plain_forward
-
-    def counted(self_test: SelfTest, *args: Any) -> None:
-        tries.append(self_test)
-        plain(self_test, *args)
-
-    monkeypatch.setattr(SelfTest, "_try_plain_forward", counted)
-    for _ in range(3):
-        backend.score_logprobs(ROWS)
-        with model.disable_adapter():
-            backend.score_logprobs(ROWS)
-    assert len(tries) == 2
-
-
-def test_an_adapter_that_looks_at_the_ids_of_a_call(open_model: Open) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        target_modules=["q_proj", "v_proj"],
-        init_lora_weights=False,
-        alora_invocation_tokens=[5, 6],
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(tiny_model("llama"), config)
-    rows = [[1, 2, 5, 6, 9, 9, 8], [3, 5, 6, 7], [1, 2, 3, 4, 5, 4]]
-    backend = open_model(model)
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=1e-5)
-    made = backend.generate(rows, {"max_new_tokens": 5})
-    assert made.logprobs is not None
-    for prompt, answer, found in zip(rows, made.ids.tolist(), made.logprobs.split(), strict=True):
-        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    with pytest.raises(CapabilityError, match="aLoRA"):
-        backend.generate(rows, {"max_new_tokens": 5, "num_beams": 2, "temperature": 0.0}, logprobs="none")
-
-
-# What is refused ------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_is_not_causal_is_refused_with_the_difference(open_model: Open) -> None:
-    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-    backend = open_model(wide(BertLMHeadModel(BertConfig(**sizes))))
-    for call in (lambda: backend.score_logprobs(ROWS), lambda: backend.generate(PROMPTS, {"max_new_tokens": 2})):
-        with pytest.raises(CapabilityError, match=r"BertLMHeadModel is not causal: .* change by [0-9.]+ on average"):
-            call()
-
-
-def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) -> None:
-    class Picky(LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            raise ValueError("pixel_values are missing")
-
-    backend = open_model(Picky(LlamaConfig(**SIZES)))
-    with pytest.raises(
-        CapabilityError, match="one row of 14 ids and nothing else: ValueError: pixel_values are missing"
-    ):
-        backend.score_logprobs(ROWS)
-
-
-# What opens -----------------------------------------------------------------------------------------------------------
-
-
-class Hidden(LlamaForCausalLM):
-    """Hides its arguments, as a wrapper does."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-def test_a_forward_that_hides_its_arguments_decodes_with_a_cache(open_model: Open) -> None:
-    model = wide(Hidden(LlamaConfig(**SIZES)))
-    backend = open_model(model)
-    check(backend, model)
-    assert decoder(backend).way == "cached and padded"
-
-
-def test_a_head_of_several_layers(open_model: Open) -> None:
-    model = tiny_model("llama")
-    model.lm_head = nn.Sequential(nn.Linear(model.config.hidden_size, 16), nn.Tanh(), nn.Linear(16, 512))
-    backend = open_model(model)
-    check(backend, model)
-
-
-def test_logits_narrower_than_the_head(open_model: Open) -> None:
-    class Cut(LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().forward(*args, **kwargs)
-            out.logits = out.logits[..., :250]
-            return out
-
-    model = wide(Cut(LlamaConfig(**SIZES)))
-    backend = open_model(model)
-    assert backend.capabilities.vocab_size == 250
-    rows = [[each % 250 for each in row] for row in ROWS]
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=1e-5)
-
-
-def test_a_model_that_also_reads_images_opens_from_a_folder(open_model: Open, tmp_path: Path) -> None:
-    text = SIZES | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-    vision = {"embed_dim": 32, "depth": 1, "num_heads": 2, "hidden_size": 32, "patch_size": 4}
-    special = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
-    model = wide(Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special)))
-    model.save_pretrained(tmp_path)
-    backend = open_model(str(tmp_path))
-    rows = [[each % 250 for each in row] for row in ROWS]
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=1e-5)
-
-
-def test_a_folder_of_something_else_is_refused(open_model: Open, tmp_path: Path) -> None:
-    from transformers import ViTConfig
-
-    ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(CapabilityError, match="no causal language model for the model type 'vit'"):
-        open_model(str(tmp_path))
-
-
-# Lengths --------------------------------------------------------------------------------------------------------------
-
-
-def test_lengths_end_at_the_numbers_of_the_configuration() -> None:
-    config = MistralConfig(**SIZES, sliding_window=100)
-    lengths = LengthClasses(config)
-    assert [lengths.end_of(length) for length in (97, 99, 100, 101)] == [99, 99, 100, 127]
-    assert [lengths.start_of(length) for length in (97, 100, 101, 127)] == [65, 100, 101, 101]
-
-
-def test_a_limit_of_minus_one_is_no_limit() -> None:
-    model = tiny_model("llama")
-    model.config.max_position_embeddings = -1
-    assert CausalLM(model, model).max_context is None

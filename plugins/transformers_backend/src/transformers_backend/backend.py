@@ -34,6 +34,7 @@ class TransformersBackend:
 
     Attributes:
         engine: drives the model.
+        self_test: knows which ways of running the model are right.
         decoder: makes the answers.
         scorer: makes the scores.
         tokenizer, capabilities: what core asks of every backend.
@@ -44,9 +45,9 @@ class TransformersBackend:
     def __init__(self, engine: CausalLM, tokenizer: Any, max_batch_tokens: int, *, fast: bool = True) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self_test = SelfTest(engine, tokenizer)
-        self.decoder = decoder_class(engine, tokenizer, self_test, max_batch_tokens)
-        self.scorer = scorer_class(engine, self_test, max_batch_tokens)
+        self.self_test = SelfTest(engine, tokenizer)
+        self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
+        self.scorer = scorer_class(engine, self.self_test, max_batch_tokens)
         self.tokenizer = tokenizer
         self.capabilities = read_capabilities(engine, tokenizer)
 
@@ -112,7 +113,7 @@ class TransformersBackend:
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.sampling.num_beams > 1:
-            return beam_search(self.engine, request, use_cache=self.decoder.may_use_cache())
+            return beam_search(self.engine, request, use_cache=self.decoder.may_use_cache(request))
         return self.decoder.generate(request)
 
     @hookimpl
@@ -122,6 +123,7 @@ class TransformersBackend:
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         weights.load(self.engine, request)
+        self.self_test.forget()
         self.scorer.weights_changed()
         return True
 
@@ -133,7 +135,7 @@ class TransformersBackend:
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         # Core calls no other hook after this one; without these references the model's memory can be freed.
-        del self.engine, self.decoder, self.scorer
+        del self.engine, self.self_test, self.decoder, self.scorer
         return True
 
 

@@ -28,7 +28,8 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
         use_cache: whether the model's cached steps give the numbers of its plain forward.
 
     Raises:
-        CapabilityError: a sampling parameter that has no meaning in a beam search, or an aLoRA adapter.
+        CapabilityError: a sampling parameter that has no meaning in a beam search, an aLoRA adapter, or a model that
+            counts its positions in its own way.
         TimeoutError: the request's timeout has passed.
     """
     sampling = request.sampling
@@ -38,7 +39,15 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
             "beam search does not pass the prompt's ids to an aLoRA adapter; disable the adapter or drop num_beams",
             capability="num_beams",
         )
+    if engine.counts_positions_itself:
+        raise CapabilityError(
+            f"beam search gives {type(engine.base).__name__} other positions than the model counts itself; drop "
+            "num_beams",
+            capability="num_beams",
+        )
     deadline = Deadline(request.timeout)
+    options = dict(sampling.engine_kwargs)
+    criteria = [_deadline_criterion(deadline), *options.pop("stopping_criteria", ())]
     limits = answer_limits(request, engine.max_context).tolist()
     stop_ids = sorted(request.stop_ids)
     answers, reasons = [], []
@@ -58,7 +67,8 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
                 eos_token_id=stop_ids or None,
                 pad_token_id=0,
                 use_cache=use_cache,
-                **sampling.engine_kwargs,
+                stopping_criteria=criteria,
+                **options,
             )
             answer = found[0, len(prompt) :].cpu()
             answers.append(answer)
@@ -77,6 +87,16 @@ def _refuse_sampling_parameters(sampling: SamplingParams) -> None:
             f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams",
             capability=min(refused),
         )
+
+
+def _deadline_criterion(deadline: Deadline) -> Any:
+    """Return a criterion that stops no beam, and raises a `TimeoutError` at the first step after the deadline."""
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        deadline.check()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return criterion
 
 
 @contextmanager

@@ -23,12 +23,13 @@ from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import (
     PromptBatch,
     SampledAnswers,
+    answer_limits,
     batches_of,
     generation_prompts,
     generation_result,
 )
 from transformers_backend.sampling import Sampler, log_softmax_at
-from transformers_backend.self_test import SelfTest
+from transformers_backend.self_test import OTHER_NUMBERS, SelfTest
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
@@ -71,62 +72,77 @@ class Decoder:
         with self._engine.evaluating():
             return generation_result(request, list(self._answers(prompts, request, deadline)))
 
-    def may_use_cache(self) -> bool:
-        """Return whether decoding with a cache gives the numbers of the plain forward."""
+    def may_use_cache(self, request: GenerateRequest) -> bool:
+        """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
+        the request allows.
+        """
         self._self_test.begin()
+        lengths = request.prompts.lengths
+        columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
         with self._engine.evaluating():
-            return self._may_run("cached", 0)
+            if self._may_run("cached", columns) and not self._self_test.is_confirmed("cached", columns):
+                prompt = request.prompts.split()[int(lengths.argmax())].cpu()
+                row = prompt.repeat(-(-columns // len(prompt)))[:columns]
+                self._self_test.compare("cached", columns, partial(self._continued, "cached"), Ragged.from_list([row]))
+            return self._may_run("cached", columns)
 
     def _answers(
         self, prompts: PromptBatch, request: GenerateRequest, deadline: Deadline
     ) -> Iterator[tuple[PromptBatch, SampledAnswers]]:
-        """Yield the answers batch by batch. A batch whose log-probs turn out to be wrong is decoded again."""
-        way = self._way(int((prompts.prompts.lengths + prompts.limits).max()))
+        """Yield the answers batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
+        decoded in another way.
+        """
+        way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
+        done: list[Tensor] = []
         for batch in batches_of(prompts, _GROUPING[way], self._engine, self._max_batch_tokens):
             ragged = len(set(batch.prompts.lengths.tolist())) > 1
             self.way = "cached" if way == "cached and padded" and not ragged else way
-            longest = int((batch.prompts.lengths + batch.limits).max())
-            check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, longest)
+            columns = _columns(batch.prompts.lengths, batch.limits)
+            check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
             with self._accelerated():
                 found = self._decode(batch, self.way, request, deadline, keep_raw=check)
             if check and not self._confirmed(self.way, batch, found):
-                yield from self._answers(batch, request, deadline)
-            else:
-                yield batch, found
+                left = ~torch.isin(prompts.rows, torch.cat([torch.empty(0, dtype=torch.int64), *done]))
+                yield from self._answers(prompts.select(left.nonzero()[:, 0]), request, deadline)
+                return
+            done.append(batch.rows)
+            yield batch, found
 
     def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
-        """Return whether the log-probs of a batch are right, as far as its longest and its most padded row show."""
+        """Return whether the log-probs of a batch are right, as far as these rows show: the longest, the most padded
+        and the one with the longest answer.
+        """
         assert found.raw is not None
-        lengths = batch.prompts.lengths + found.ids.lengths
-        longest = int(lengths.max())
-        if self._self_test.is_confirmed(way, longest):
+        prompts, answers = batch.prompts.lengths, found.ids.lengths
+        columns = _columns(prompts, answers)
+        if self._self_test.is_confirmed(way, columns):
             return True
-        rows = sorted({int(lengths.argmax()), int(batch.prompts.lengths.argmin())})
+        rows = sorted({int((prompts + answers).argmax()), int(prompts.argmin()), int(answers.argmax())})
         sequences = batch.prompts.to("cpu").join(found.ids).select(rows)
         agreed = self._self_test.agrees_on(sequences.split(), found.raw.select(rows).split())
-        self._self_test.settle(way, longest, agreed)
+        self._self_test.settle(way, columns, "" if agreed else OTHER_NUMBERS)
         return agreed
 
     # Which way --------------------------------------------------------------------------------------------------------
 
-    def _way(self, longest: int) -> DecodingWay:
-        """Return the fastest way that is right for rows of `longest` tokens, answers included."""
+    def _way(self, columns: int) -> DecodingWay:
+        """Return the fastest way that is right for a batch of so many columns, answers included."""
         for way in _WAYS[:-1]:
             # A batch whose rows happen to be of one length is not padded.
             needed: tuple[DecodingWay, ...] = ("cached", way) if way == "cached and padded" else (way,)
-            if all(self._may_run(each, longest) for each in needed):
+            if all(self._may_run(each, columns) for each in needed):
                 return way
         return _WAYS[-1]
 
-    def _may_run(self, way: DecodingWay, longest: int) -> bool:
+    def _may_run(self, way: DecodingWay, columns: int) -> bool:
         if way.startswith("cached") and not self._engine.accepts_cache:
             return False
         trial = self._self_test.rows
         rows = trial if way == "cached and padded" else trial.select(trial.lengths == trial.lengths.max())
-        return self._self_test.may_run(way, longest, partial(self._continued, way), rows)
+        return self._self_test.may_run(way, columns, partial(self._continued, way), rows)
 
-    def _continued(self, way: DecodingWay, rows: Ragged) -> list[Tensor]:
-        """Return the logits of the last few positions of `rows`, ``[n, vocab]``, as decoding makes them.
+    def _continued(self, way: DecodingWay, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
+        """Yield every row's number and the logits of its last few positions, ``[n, vocab]``, as decoding makes them.
 
         The first row is expanded to two, one of which leaves after a step.
         """
@@ -145,7 +161,8 @@ class Decoder:
                     growing.keep(left.to(self._engine.device))
                 growing.append(tokens[alive, step])
                 made.append(growing.logits[alive.argsort(stable=True)][-len(rows) :])
-        return list(torch.stack(made, dim=1))
+        for number in range(len(rows)):
+            yield number, torch.stack([logits[number] for logits in made])
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
@@ -209,6 +226,11 @@ class Decoder:
         order, lengths = which.argsort(stable=True), which.bincount(minlength=len(prompts))
         rows_of = [Ragged(column[order], lengths) for column in (ids, *logprobs)]
         return SampledAnswers(rows_of[0], rows_of[1], stopped, rows_of[2] if keep_raw else None)
+
+
+def _columns(prompts: Tensor, answers: Tensor) -> int:
+    """Return the width of a batch of prompts padded on the left and their answers, given their lengths, int64[rows]."""
+    return int(prompts.max() + answers.max())
 
 
 def _without(gone: Collection[int], rows: int) -> Tensor:

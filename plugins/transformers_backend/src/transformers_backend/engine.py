@@ -63,6 +63,11 @@ class CausalLM:
         return any(getattr(configs.get(name), "alora_invocation_tokens", None) for name in active)
 
     @property
+    def counts_positions_itself(self) -> bool:
+        """Whether the model takes `position_ids`, but other ones than 0, 1, 2, …, as RoBERTa does."""
+        return "position_ids" in self._accepted and not self.passes_positions
+
+    @property
     def accepts_cache(self) -> bool:
         """Whether the model's forward takes a cache."""
         return self._cache_name is not None
@@ -107,9 +112,9 @@ class CausalLM:
         """
         try:
             return self._rows_logits(ids[None], last)[0]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
         except Exception as error:
+            if is_device_failure(error):
+                raise
             raise CapabilityError(
                 f"{type(self.base).__name__} fails when it reads one row of {len(ids)} ids and nothing else: "
                 f"{type(error).__name__}: {error}",
@@ -169,6 +174,14 @@ class CausalLM:
             head = self.base.get_output_embeddings()
             weight = getattr(head, "weight", None)
             return weight.shape[0] if isinstance(weight, Tensor) else None
+
+
+def is_device_failure(error: Exception) -> bool:
+    """Return whether the device failed, for example because its memory is full; the model may be fine."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        return True
+    # The libraries under torch report a full memory as a RuntimeError.
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("CUDA", "CUBLAS", "cuDNN", "HIP"))
 
 
 def _forward_parameters(base: Any) -> frozenset[str]:

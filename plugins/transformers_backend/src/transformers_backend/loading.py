@@ -54,7 +54,13 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
     )
 
     where = {name: value for name, value in options.items() if name in _WHERE}
-    config = options.get("config") or AutoConfig.from_pretrained(path, **where)
+    if "gguf_file" in options:
+        return AutoModelForCausalLM
+    try:
+        config = options.get("config") or AutoConfig.from_pretrained(path, **where)
+    except (OSError, ValueError):
+        # There is no usable config.json: the folder may hold nothing but an adapter, which says where its model is.
+        return AutoModelForCausalLM
     # A model with code of its own says in `auto_map` which classes can load it.
     own = getattr(config, "auto_map", None) or {}
     for kind, known in (

@@ -106,14 +106,12 @@ class Scorer:
     def _whole_tails(self, layout: RowLayout) -> TailLogits:
         """Return a function that makes the last logits of rows in that layout, from all logits."""
 
-        def tails(rows: Ragged) -> list[Tensor]:
-            found: dict[int, Tensor] = {}
+        def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
             for numbers in self._row_batches(rows.lengths, layout):
                 logits = self._engine.padded_logits(rows.select(numbers))
                 for number, row in zip(numbers.tolist(), logits, strict=True):
                     length = int(rows.lengths[number])
-                    found[number] = row[max(0, length - TAIL) : length]
-            return [found[number] for number in range(len(rows))]
+                    yield number, row[max(0, length - TAIL) : length]
 
         return tails
 

@@ -19,25 +19,31 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.spec import Ragged
-from transformers_backend.engine import CausalLM
+from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fingerprint import fingerprint
-from transformers_backend.trials import LengthClasses, difference, spread, trial_rows
+from transformers_backend.trials import LengthClasses, difference, largest_difference, spread, trial_rows
 
 _log = logging.getLogger(__name__)
 
-#: A way may differ from the plain forward by so many times what two plain forwards of the same ids differ by, because
-#: one of them reads more ids after them. The cached steps of linear attention sum in another order: 14 times for
-#: Qwen3-Next. Those of Nemotron-H and Zamba2 are not their full forward: 100 times and more.
+#: In float32, a way may differ from the plain forward by so many times what two plain forwards of the same ids differ
+#: by, because one of them reads more ids after them. The cached steps of linear attention sum in another order: 14
+#: times for Qwen3-Next. Those of Nemotron-H and Zamba2 are not their full forward: 100 times and more.
 _TIMES_NOISE = 24.0
+#: The same in a shorter dtype, where 24 times would be as much as a typical defect.
+_TIMES_SHORT_NOISE = 4.0
 #: Number of positions compared at the end of each row.
 TAIL = 16
+#: A larger resolution is that of a dtype shorter than float32.
+_SHORT = 1e-6
+OTHER_NUMBERS = "get other numbers than the model's own forward of one row"
 #: Many architectures cannot be packed: that is told at a lower level.
 _USUAL = frozenset({"packed"})
 #: How many states of the model's structure are remembered.
 _REMEMBERED = 4
 
-#: Given rows, return the logits of up to `TAIL` last positions of each, ``[n, vocab]``.
-TailLogits = Callable[[Ragged], Sequence[Tensor]]
+#: Given rows, yield the numbers of those that are to be compared, each with the logits of up to `TAIL` last positions,
+#: ``[n, vocab]``. One row after another, because the logits of a large vocabulary take megabytes.
+TailLogits = Callable[[Ragged], Iterator[tuple[int, Tensor]]]
 Way = TypeVar("Way", bound=str)
 
 
@@ -47,8 +53,8 @@ class _Record:
 
     Attributes:
         tried: whether it was compared on the trial rows.
-        confirmed: the longest row with which it agreed.
-        refuted: rows as long as this, or longer, are run in another way.
+        confirmed: the number of columns of the widest forward pass with which it agreed.
+        refuted: a forward pass of so many columns, or more, is run in another way.
     """
 
     tried: bool = False
@@ -64,7 +70,7 @@ class _Verdict:
         structure, weights: what `fingerprint` returned; `weights` is the latest.
         changes: how often `weights` had changed.
         records: one for each way that was tried.
-        refusal: why the model cannot be used; None if it can.
+        refusal: why the model cannot be used; "" if it can.
         scale: standard deviation of its logits.
         noise: how far two plain forwards are apart that read the same ids and other ids after them.
         passes_positions: whether it may be given `position_ids`.
@@ -74,7 +80,7 @@ class _Verdict:
     weights: int
     changes: int = 0
     records: dict[str, _Record] = field(default_factory=dict)
-    refusal: CapabilityError | None = None
+    refusal: str = ""
     scale: float = 0.0
     noise: float = 0.0
     passes_positions: bool = False
@@ -122,55 +128,100 @@ class SelfTest:
                 self._verdicts = others
                 raise
         self._engine.passes_positions = verdict.passes_positions
-        if verdict.refusal is not None:
-            raise verdict.refusal
+        if verdict.refusal:
+            # A new error for each call: its traceback holds that call's tensors.
+            raise CapabilityError(verdict.refusal, capability="model")
 
-    def choose(self, ways: Sequence[Way], rows: Ragged, run: Callable[[Way], TailLogits]) -> Way:
+    def forget(self) -> None:
+        """Try the model again before the next request: its weights were loaded anew."""
+        self._verdicts = []
+
+    def choose(
+        self,
+        ways: Sequence[Way],
+        rows: Ragged,
+        run: Callable[[Way], TailLogits],
+        widest: Callable[[Way], tuple[int, Ragged] | None] = lambda way: None,
+    ) -> Way:
         """Return the first of `ways` that may read `rows`. The last of them is the plain forward and is not tried.
 
         Args:
             run: returns how to read rows in a certain way.
+            widest: returns the number of columns of the widest forward pass that reads `rows` in a certain way, and
+                the rows that it reads. None for a way whose passes are as wide as their longest row.
         """
         longest = int(rows.lengths.max())
         for way in ways[:-1]:
             if not self.may_run(way, longest, run(way), self.rows):
                 continue
-            if not self.is_confirmed(way, longest):
-                self.settle(way, longest, self._agrees(_some(rows), run(way), way))
-            if longest < self._record(way).refuted:
+            columns, some = widest(way) or (longest, None)
+            if not self.is_confirmed(way, columns):
+                self.compare(way, columns, run(way), _some(rows) if some is None else some)
+            if columns < self._record(way).refuted:
                 return way
         return ways[-1]
 
-    def may_run(self, way: str, length: int, run: TailLogits, rows: Ragged) -> bool:
-        """Return whether `way` agrees with the plain forward on these trial rows, and was not refuted for a length."""
+    def may_run(self, way: str, columns: int, run: TailLogits, rows: Ragged) -> bool:
+        """Return whether `way` agrees with the plain forward on these trial rows, and was not refuted for a forward
+        pass of so many columns.
+        """
         if self._engine.adapter_reads_ids:
             return False
         record = self._record(way)
         if not record.tried:
-            self.settle(way, int(rows.lengths.max()), self._agrees(rows, run, way))
+            self.compare(way, int(rows.lengths.max()), run, rows)
             record.tried = True
-        return length < record.refuted
+        return columns < record.refuted
 
-    def is_confirmed(self, way: str, length: int) -> bool:
-        """Return whether `way` was compared with rows as long as this."""
-        return length <= self._lengths.end_of(self._record(way).confirmed)
-
-    def settle(self, way: str, length: int, agreed: bool) -> None:
-        """Remember whether `way` agreed on rows of that length."""
+    def is_confirmed(self, way: str, columns: int) -> bool:
+        """Return whether `way` was compared on a forward pass as wide as this."""
         record = self._record(way)
-        if agreed:
-            record.confirmed = max(record.confirmed, length)
+        return columns <= self._lengths.end_of(record.confirmed) and columns < record.refuted
+
+    def compare(self, way: str, columns: int, run: TailLogits, rows: Ragged) -> None:
+        """Compare `way` with the plain forward on these rows, and remember whether it agreed.
+
+        Args:
+            columns: the width of the forward pass that reads them.
+        """
+        parts, apart = rows.split(), 0.0
+        with self._plainly():
+            found = run(rows)
+            while True:
+                try:
+                    number, tail = next(found)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    if is_device_failure(error):
+                        raise
+                    # A model's code may fail in any way on inputs that it does not expect.
+                    self.settle(way, columns, f"fail with {type(error).__name__}: {error}")
+                    return
+                apart = max(apart, difference(tail, self._engine.plain_logits(parts[number], len(tail))))
+        _log.debug("%s rows, %d columns: %.2g apart, %.2g allowed", way, columns, apart, self._tolerance())
+        self.settle(way, columns, "" if apart <= self._tolerance() else OTHER_NUMBERS)
+
+    def settle(self, way: str, columns: int, fault: str) -> None:
+        """Remember what became of a forward pass of so many columns.
+
+        Args:
+            fault: what its rows do instead of agreeing with the plain forward; "" if they agree.
+        """
+        record = self._record(way)
+        if not fault:
+            record.confirmed = max(record.confirmed, columns)
             return
         # A way that failed on the short trial rows is not used at all.
-        record.refuted = self._lengths.start_of(length) if record.confirmed else 0
+        record.refuted = min(record.refuted, self._lengths.start_of(columns)) if record.confirmed else 0
         _log.log(
             logging.INFO if way in _USUAL else logging.WARNING,
-            "%s: %s rows of %d tokens get other numbers than the model's own forward of one row, or fail, so rows of "
-            "%d tokens or more are run in a slower way",
+            "%s: %s rows of %d tokens %s, so %s",
             type(self._engine.base).__name__,
             way,
-            length,
-            record.refuted,
+            columns,
+            fault,
+            f"{record.refuted} tokens or more are run in a slower way" if record.refuted else "a slower way is used",
         )
 
     def agrees_on(self, rows: Sequence[Tensor], logprobs: Sequence[Tensor]) -> bool:
@@ -192,36 +243,22 @@ class SelfTest:
             return logits.float().log_softmax(-1).gather(-1, targets)[:, 0]
 
         wanted = plain(ids[:-1], len(found))
-        apart = float((found.to(wanted) - wanted).abs().max())
+        apart, mean = largest_difference(found.to(wanted), wanted)
         # One token's log-probability may be further off than the root mean square over the vocabulary.
-        allowed = 4 * self._tolerance()
-        if apart <= allowed:
+        tolerance = self._tolerance()
+        if apart <= 4 * tolerance and mean <= 1.5 * tolerance:
             return True
+        if self._engine.rope_switch == len(ids) - 1:
+            # With one id more, all positions are encoded differently: that shows nothing about rounding.
+            return False
         # How far two plain forwards are apart depends on the length of the row.
-        again = plain(ids, len(found) + 1)
-        return apart <= max(allowed, _TIMES_NOISE * float((again - wanted).abs().max()))
+        noise, _ = largest_difference(plain(ids, len(found) + 1), wanted)
+        return apart <= self._times_noise() * noise
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:
         with self._engine.evaluating(), torch.autocast(self._engine.device.type, enabled=False):
             yield
-
-    def _agrees(self, rows: Ragged, run: TailLogits, way: str) -> bool:
-        with self._plainly():
-            try:
-                found = run(rows)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                # A model's code may fail in any way on inputs that it does not expect.
-                _log.debug("%s rows: %s: %s", way, type(error).__name__, error)
-                return False
-            apart = max(
-                difference(tail, self._engine.plain_logits(ids, len(tail)))
-                for ids, tail in zip(rows.split(), found, strict=True)
-            )
-        _log.debug("%s rows of %d: %.2g apart, %.2g allowed", way, rows.lengths.max(), apart, self._tolerance())
-        return apart <= self._tolerance()
 
     @property
     def _now(self) -> _Verdict:
@@ -242,11 +279,9 @@ class SelfTest:
             try:
                 whole = engine.plain_logits(row)
                 break
-            except CapabilityError as error:
-                verdict.refusal = error
-        else:
-            return
-        verdict.refusal = None
+            except CapabilityError:
+                if not with_specials:
+                    raise
         half = max(1, len(row) // 2)
         verdict.scale = spread(whole)
         # Of the same length, so that every sum is made in the same order.
@@ -255,12 +290,11 @@ class SelfTest:
         verdict.noise = difference(engine.plain_logits(row[:half]), whole[:half])
         if not (ahead <= self._rounding_limit() and verdict.noise <= self._largest_noise()):
             apart = max(ahead, verdict.noise)
-            verdict.refusal = CapabilityError(
+            verdict.refusal = (
                 f"{type(engine.base).__name__} is not causal: when later ids change, the log-probabilities of earlier "
                 f"positions change by {apart:.2g} on average. So log p(token | earlier tokens) cannot be read from it. "
                 "If its configuration has is_decoder or is_causal, load it with True; a quantized model must not scale "
-                "activations by a whole row",
-                capability="model",
+                "activations by a whole row"
             )
             return
         if self._may_pass_positions:
@@ -273,8 +307,16 @@ class SelfTest:
     def _tolerance(self) -> float:
         """Return the largest `difference` that is put down to rounding."""
         eps = torch.finfo(self._dtype()).eps
-        rounding = 16 * eps if eps < 1e-6 else min(256 * eps, eps**0.5)
-        return min(max(_TIMES_NOISE * self._now.noise, rounding * self._now.scale), self._largest_noise())
+        # In a short dtype, what counts is that every layer rounds the states twice: their errors add up as in a random
+        # walk.
+        rounding = 16 * eps if eps < _SHORT else eps * (2 * self._layers() + 1) ** 0.5
+        return min(max(self._times_noise() * self._now.noise, rounding * self._now.scale), self._largest_noise())
+
+    def _times_noise(self) -> float:
+        return _TIMES_NOISE if torch.finfo(self._dtype()).eps < _SHORT else _TIMES_SHORT_NOISE
+
+    def _layers(self) -> int:
+        return getattr(self._engine.base.config.get_text_config(), "num_hidden_layers", None) or 1
 
     def _largest_noise(self) -> float:
         """Return how far plain forwards of different lengths may be apart."""

@@ -13,7 +13,7 @@ from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
 
 #: Length of the longest trial row, if the model reads so many ids.
-_LONGEST = 14
+LONGEST = 14
 #: Lengths beyond this are not in any configuration; powers of two go up to it.
 _NO_LENGTH = 2**24
 #: Ids that a model of text may read anywhere in a row.
@@ -26,7 +26,7 @@ def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) 
     Row 0 has the padding id and the end of a text inside; row 1 starts like row 0; row 2 is short; row 3 is as long as
     row 0.
     """
-    longest = min(_LONGEST, engine.max_context or _LONGEST, engine.rope_switch or _LONGEST)
+    longest = min(LONGEST, engine.max_context or LONGEST, engine.rope_switch or LONGEST)
     generator = torch.Generator().manual_seed(0)
     embedded = engine.base.get_input_embeddings()
     ids = _readable(engine.base.config, min(engine.vocab_size, getattr(embedded, "num_embeddings", engine.vocab_size)))
@@ -99,12 +99,19 @@ def _numbers(value: Any) -> Iterator[int]:
 
 def spread(logits: Tensor) -> float:
     """Return the standard deviation of the finite logits of a position, for the position where it is largest."""
-    logits = logits.float()
-    finite = logits.isfinite()
-    count = finite.sum(-1, keepdim=True).clamp_min(1)
-    mean = logits.where(finite, 0.0).sum(-1, keepdim=True) / count
-    square = (logits - mean).where(finite, 0.0).square().sum(-1, keepdim=True) / count
-    return float(square.max().sqrt())
+    return max(float(some[some.isfinite()].std(correction=0).nan_to_num()) for some in logits.float())
+
+
+def largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Return how far log-probabilities ``[n]`` are apart: at most, and as the root mean square.
+
+    Both are infinity if one of them is not finite where the other is.
+    """
+    finite = wanted.isfinite()
+    if not torch.equal(found.isfinite(), finite):
+        return float("inf"), float("inf")
+    apart = (found - wanted)[finite]
+    return (float(apart.abs().max()), float(apart.square().mean().sqrt())) if len(apart) else (0.0, 0.0)
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -113,9 +120,15 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     That is the root mean square, over the vocabulary, of the difference of their log-probabilities, for the position
     where it is largest; infinity if one of them rules out an id that the other allows.
     """
-    found, wanted = (each.detach().float().log_softmax(-1) for each in (found, wanted))
-    finite = wanted.isfinite()
-    if found.shape != wanted.shape or not torch.equal(found.isfinite(), finite):
+    if found.shape != wanted.shape:
         return float("inf")
-    count = finite.sum(-1).clamp_min(1)
-    return float(((found - wanted).where(finite, 0.0).square().sum(-1) / count).sqrt().max())
+    # A position at a time, because the logits of a large vocabulary take megabytes.
+    return max(_apart(one, other) for one, other in zip(found.detach(), wanted.detach(), strict=True))
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = (each.float().log_softmax(-1) for each in (found, wanted))
+    finite = wanted.isfinite()
+    if not torch.equal(found.isfinite(), finite):
+        return float("inf")
+    return float((found - wanted)[finite].square().mean().sqrt().nan_to_num())

@@ -46,9 +46,14 @@ class ReadBatch:
     packed: PackedRows | None = None
 
     @property
+    def slots(self) -> int:
+        """The width of packed rows."""
+        return 0 if self.packed is None else len(self.packed.ids)
+
+    @property
     def shared(self) -> int:
         """Number of positions that are not read because another row has read them."""
-        return 0 if self.packed is None else len(self.index.values) - len(self.packed.ids)
+        return 0 if self.packed is None else len(self.index.values) - self.slots
 
 
 def padded_batches(lengths: Tensor, batches: Iterable[Tensor]) -> Iterator[ReadBatch]:

@@ -8,6 +8,7 @@ steps, that step runs as in the plain `Scorer`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -30,10 +31,13 @@ from transformers_backend.scoring import (
     tokens_per_pass,
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
+from transformers_backend.trials import LONGEST
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
 _CPU_PACK = 1024
+#: So many rows that share a forward pass are all compared with the plain forward.
+_COMPARED = 4
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
 
@@ -57,14 +61,25 @@ class FastScorer(Scorer):
             head = "sliced"
         packed = self._engine.passes_positions and may_pack(self._engine.base)
         layouts: tuple[RowLayout, ...] = ("packed", *PLAIN_LAYOUTS) if packed else PLAIN_LAYOUTS
-        layout = self._self_test.choose(layouts, batch.inputs, self._tails)
+        # Rows that share their start would also share its dropout.
+        pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
+
+        @cache
+        def parts(layout: RowLayout) -> list[ReadBatch]:
+            return list(self._read_batches(batch.inputs, layout, pays))
+
+        def widest(layout: RowLayout) -> tuple[int, Ragged] | None:
+            if layout != "packed":
+                return None
+            part = max(parts(layout), key=lambda part: part.slots)
+            return part.slots, batch.inputs.select(part.rows)
+
+        layout = self._self_test.choose(layouts, batch.inputs, partial(self._tails, pays=pays), widest)
         if layout == "alone":
             yield from super()._score_batch(batch, request, deadline)
             return
         shared = 0 if self.path is None else self.path.shared
-        # Rows that share their start would also share its dropout.
-        pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
-        for part in self._read_batches(batch.inputs, layout, pays):
+        for part in parts(layout):
             deadline.check()
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
@@ -97,16 +112,25 @@ class FastScorer(Scorer):
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
-    def _tails(self, layout: RowLayout) -> TailLogits:
-        """Return a function that makes the last logits of rows in that layout, from the body's hidden states."""
+    def _tails(self, layout: RowLayout, pays: SharingPays) -> TailLogits:
+        """Return a function that makes the last logits of rows in that layout, from the body's hidden states.
 
-        def tails(rows: Ragged) -> list[Tensor]:
-            found: dict[int, Tensor] = {}
-            for part in self._read_batches(rows, layout, lambda shared, rest: True):
+        Of a pass that many rows share, those are the first row, the last and the longest.
+        """
+
+        def shares(shared: int, rest: int) -> bool:
+            # The trial rows are short, and are to show what sharing does.
+            return shared + rest <= LONGEST or pays(shared, rest)
+
+        def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
+            for part in self._read_batches(rows, layout, shares):
                 states = self._reader.read(rows, part)
-                for number, slots in zip(part.rows.tolist(), part.index.split(), strict=True):
-                    found[number] = self._split.logits(states[slots[-TAIL:].to(states.device)])
-            return [found[number] for number in range(len(rows))]
+                slots = part.index.split()
+                last = len(slots) - 1
+                places = range(len(slots)) if last < _COMPARED else (0, int(part.index.lengths.argmax()), last)
+                for place in places:
+                    some = slots[place][-TAIL:].to(states.device)
+                    yield int(part.rows[place]), self._split.logits(states[some])
 
         return tails
 
