@@ -127,9 +127,10 @@ def test_an_adapter_that_looks_at_the_ids_of_a_call(open_model: Open) -> None:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_not_causal_is_refused_with_the_difference(open_model: Open) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_not_causal_is_refused_with_the_difference(open_model: Open, dtype: torch.dtype) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-    backend = open_model(wide(BertLMHeadModel(BertConfig(**sizes))))
+    backend = open_model(wide(BertLMHeadModel(BertConfig(**sizes))).to(dtype))
     for call in (lambda: backend.score_logprobs(ROWS), lambda: backend.generate(PROMPTS, {"max_new_tokens": 2})):
         with pytest.raises(CapabilityError, match=r"BertLMHeadModel is not causal: .* change by [0-9.]+ on average"):
             call()

@@ -102,28 +102,23 @@ def spread(logits: Tensor) -> float:
     return max(float(some[some.isfinite()].std(correction=0).nan_to_num()) for some in logits.float())
 
 
-def largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Return how far log-probabilities ``[n]`` are apart: at most, and as the root mean square.
-
-    Both are infinity if one of them is not finite where the other is.
-    """
-    finite = wanted.isfinite()
-    if not torch.equal(found.isfinite(), finite):
-        return float("inf"), float("inf")
-    apart = (found - wanted)[finite]
-    return (float(apart.abs().max()), float(apart.square().mean().sqrt())) if len(apart) else (0.0, 0.0)
+def token_differences(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return how far log-probabilities ``[n]`` are apart, at least 0; infinity where only one of two is finite."""
+    both = found.isfinite() & wanted.isfinite()
+    neither = ~found.isfinite() & ~wanted.isfinite()
+    return (found - wanted).abs().where(both, float("inf")).where(~neither, 0.0)
 
 
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """Return how far two sets of logits ``[positions, vocab]`` are apart.
+def differences(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return how far two sets of logits ``[positions, vocab]`` are apart, float32[positions].
 
-    That is the root mean square, over the vocabulary, of the difference of their log-probabilities, for the position
-    where it is largest; infinity if one of them rules out an id that the other allows.
+    That is the root mean square, over the vocabulary, of the difference of their log-probabilities; infinity if one of
+    them rules out an id that the other allows.
     """
     if found.shape != wanted.shape:
-        return float("inf")
+        return torch.tensor([float("inf")])
     # A position at a time, because the logits of a large vocabulary take megabytes.
-    return max(_apart(one, other) for one, other in zip(found.detach(), wanted.detach(), strict=True))
+    return torch.tensor([_apart(one, other) for one, other in zip(found.detach(), wanted.detach(), strict=True)])
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
