@@ -119,7 +119,8 @@ def test_weights_are_not_in_force_if_the_server_keeps_its_cache(
     routes.keeps_cache = True
     with pytest.raises(EngineError, match="prefix cache"):
         backend.update_weights(checkpoint, version="tuned")
-    assert routes.calls[-1] == "/resume" and backend.weight_version == "0"
+    # They may have changed, so they are not called "0" any longer, nor "tuned".
+    assert routes.calls[-1] == "/resume" and backend.weight_version == "1"
     with pytest.raises(EngineError, match="update_weights again"):
         backend.generate(PROMPTS, SAMPLING)
 
