@@ -340,14 +340,14 @@ def test_rows_from_a_restarted_server_are_errors_until_the_weights_are_loaded_ag
     assert backend.score_logprobs([[5, 6]]).weight_versions == ("7",)
 
 
-def test_a_failed_load_keeps_the_old_version(backend: Backend, fake, other_folder):
+def test_weights_that_failed_to_load_get_neither_the_old_label_nor_the_callers(backend: Backend, fake, other_folder):
     fake.fault = lambda request: (
         json_reply({"success": False, "message": "no"}) if request.path.startswith("/update") else None
     )
     with pytest.raises(EngineError, match="did not load"):
         backend.update_weights(other_folder, version="7")
-    assert backend.weight_version == "0"
-    assert backend.score_logprobs([[5, 6]]).weight_versions == ("0",)
+    assert backend.weight_version == "1"
+    assert backend.score_logprobs([[5, 6]]).weight_versions == ("1",)
 
 
 def test_weights_that_do_not_fit_are_not_sent(backend: Backend, fake, tmp_path):
