@@ -10,7 +10,7 @@ import difflib
 import math
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import InvalidRequestError
@@ -156,6 +156,40 @@ def one_of(field: str, given: Any, legal: tuple[Any, ...]) -> None:
         known = False
     if not known:
         raise invalid(field, f"expected one of {', '.join(map(repr, legal))}, got {shown(given)}")
+
+
+def as_list(given: Any) -> Any:
+    """Return a sequence as a list, and anything else unchanged. What the list holds is not converted.
+
+    Sequences are lists, tuples, deques, numpy arrays, the Series of pandas and polars, and the columns of `datasets`
+    and Arrow. Texts, tensors, mappings, sets and iterators are not.
+
+    >>> as_list(("a", "b")), as_list("ab"), as_list({"a": 1})
+    (['a', 'b'], 'ab', {'a': 1})
+    """
+    if isinstance(given, (list, str, bytes, bytearray, Mapping)):
+        return given
+    if isinstance(given, Sequence):
+        return list(given)
+    if not hasattr(given, "__array__"):
+        return given
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return given
+    # numpy and pandas have the first, polars the second, Arrow the third.
+    for name in ("tolist", "to_list", "to_pylist"):
+        if callable(convert := getattr(given, name, None)):
+            try:
+                return convert()
+            except Exception:  # the object's own methods may raise anything
+                return given
+    return given
+
+
+def read_once(given: Any) -> str:
+    """Return what to add to a message about an iterator, such as a generator; "" for anything else."""
+    return ", which can be read only once; pass list(…) of it" if isinstance(given, Iterator) else ""
 
 
 def subset(field: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, Any]:

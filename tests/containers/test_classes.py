@@ -324,7 +324,7 @@ def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
 
 
 def test_the_constructor_refuses_a_list_of_rows() -> None:
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: the constructor takes no lists.*lazy_stack") as error:
+    with pytest.raises(InvalidRequestError, match=r"Tokens.full: the constructor takes.*from_rows") as error:
         Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
     assert error.value.field == "full"
 

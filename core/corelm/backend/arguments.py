@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import operator
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from corelm.errors import Problems, described, refuse
+from corelm.errors import InvalidRequestError, Problems, described, refuse, spelled_out
 from corelm.tensors.ragged import Ragged, unreadable
-from corelm.validate import invalid, is_bool, is_index, shown, unencodable
+from corelm.validate import as_list, invalid, is_bool, is_index, read_once, shown, unencodable
+
+if TYPE_CHECKING:
+    from corelm.backend.engine import OpenEngine
+
+_WITHOUT_PADS = "pass a list with the ids of each row, without pads"
 
 
-def rows_of_ids(ids: Any, field: str) -> Ragged:
+def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragged:
     """Return int64 rows.
 
     Args:
-        ids: a `Ragged`; a list of lists, tensors or arrays; an integer tensor or array ``[rows, time]``; or a nested
-            tensor, which has one row per sequence.
+        ids: a `Ragged`; a list or Series of lists, tensors or arrays; an integer tensor or array ``[rows, time]``; or
+            a nested tensor, which has one row per sequence.
         field: the argument's name, for errors.
+        engine: its pads are refused in a tensor or array, which has no mask here; None looks for no pads.
 
     Raises:
         InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
-        ids = _tensor(ids, field)
+        # The elements of a Series of lists are no numbers.
+        numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
+        ids = _tensor(ids, field) if numbers else as_list(ids)
     if isinstance(ids, Tensor) and ids.is_nested:
         ids = ids.unbind()
     if isinstance(ids, Tensor):
@@ -35,6 +43,8 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
+        if engine is not None:
+            refuse_pads(ids, engine.tokenizer, engine.eos_token_ids, field, _WITHOUT_PADS)
     if not isinstance(ids, Ragged):
         ids = _from_rows(ids, field)
     refuse_unreadable(ids.values, field)
@@ -49,6 +59,41 @@ def rows_of_ids(ids: Any, field: str) -> Ragged:
         raise invalid(field, str(error)) from error
 
 
+def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: str, advice: str) -> None:
+    """Refuse rows of a dense tensor without a mask that begin or end with the tokenizer's pad id.
+
+    Many tokenizers pad with EOS or BOS, which may also be a token at an edge: if every row begins, or ends, with one,
+    the first, or last, is no pad. Padding to the longest row leaves that row without pads.
+
+    Args:
+        ids: the rows, with their pads.
+        tokenizer: names its pad id; without one, EOS is taken for it, as dense results do.
+        eos_ids: all ids that end an answer.
+        field: what is at fault, for the error.
+        advice: what to do about it.
+
+    Raises:
+        InvalidRequestError: such rows; `rows` names them.
+    """
+    eos, bos = (getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id"))
+    pad = getattr(tokenizer, "pad_token_id", None)
+    pad = eos if pad is None else pad
+    if pad is None or not bool((ids.values == pad).any()):
+        return
+    problems: Problems = {}
+    for edge, where in ((ids.to_padded(-1), "begins"), (ids.to_padded(-1, "left").flip(-1), "ends")):
+        pads = (edge == pad).cumprod(-1).sum(-1)
+        token = pad in {eos, bos, *eos_ids} and bool((pads > 0).all())
+        for row in (pads > int(token)).nonzero().flatten().tolist():
+            problems.setdefault(row, f"{where} with the pad id {pad}, {int(pads[row])} times")
+    if problems:
+        raise InvalidRequestError(
+            f"{field}: {spelled_out(problems)}. Without an attention mask, pads would be read as tokens; {advice}",
+            field=field,
+            problems=problems,
+        )
+
+
 def refuse_unreadable(values: Any, field: str) -> None:
     """Refuse what is not a plain tensor with values in memory.
 
@@ -61,6 +106,9 @@ def refuse_unreadable(values: Any, field: str) -> None:
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:
+    if isinstance(rows, Mapping):
+        what = type(rows).__name__
+        raise invalid(field, f"expected rows of token ids, got {what}; pass its 'input_ids', tokenized without padding")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
     tensors: list[Tensor] = []
@@ -104,17 +152,13 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def texts(given: Any) -> tuple[str, ...]:
-    """Return one text per row; a single str is one row."""
+    """Return one text per row of a sequence of texts (see `as_list`); a single str is one row."""
+    given = as_list(given)
     if isinstance(given, str):
         return (given,)
-    if not isinstance(given, Iterable) or isinstance(given, Mapping):
-        raise invalid("texts", f"expected a str or a list of str, got {shown(given)}")
-    try:
-        found = tuple(given)
-    except Exception as error:  # the object's own methods may raise anything
-        raise invalid(
-            "texts", f"expected a list of str, and {type(given).__name__} fails: {described(error)}"
-        ) from error
+    if not isinstance(given, list):
+        raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
+    found = tuple(given)
     refuse(not_texts(found), "texts")
     return found
 

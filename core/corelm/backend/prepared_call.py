@@ -103,7 +103,7 @@ def prepare_generation(
     """Check the arguments of `Backend.generate`, which documents them and the errors."""
     engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
-    prompts = arguments.rows_of_ids(prompts, "prompts")
+    prompts = arguments.rows_of_ids(prompts, "prompts", engine)
     capabilities = engine.capabilities
     check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
     check_requests.stop_strings_can_match(sampling, engine.tokenizer)
@@ -175,7 +175,7 @@ def prepare_scoring(
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
     engine.hooks.require_open()
-    sequences = arguments.rows_of_ids(sequences, "sequences")
+    sequences = arguments.rows_of_ids(sequences, "sequences", engine)
     capabilities = engine.capabilities
     # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
     temperature = validate.positive("temperature", temperature)

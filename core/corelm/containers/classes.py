@@ -9,8 +9,9 @@ read as::
     td["log_probs"].provenance    # one Provenance, or a tuple of them if rows differ
 
 With batch ``()`` a field is one tensor or one string, with ``(B, n)`` a list of lists. A field that is absent reads as
-None and is not among the keys. A field can be set to any value of the kind that it returns. A container that you make
-is dense, unless you pass ``padded=False``. Call `ragged` for flat values in either layout.
+None and is not among the keys. A field can be set to any value of the kind that it returns. `from_rows` makes a
+container of rows of their own length; one made with the constructor is dense, unless you pass ``padded=False``. Call
+`ragged` for flat values in either layout.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from corelm.containers.field_access import as_stored, data_of, field_readers, flat, is_padded, rows, strings, tensors
 from corelm.containers.history import History
+from corelm.containers.row_fields import container_of_rows
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
@@ -74,6 +76,24 @@ class Tokens(TensorClass["nocast"]):
     full: Tensors = None
     padded: bool = True
 
+    @classmethod
+    def from_rows(cls, *, prompt: Any = None, response: Any = None, full: Any = None) -> Tokens:
+        """Build from rows of their own length, which have no pads and need no masks.
+
+        ``Tokens.from_rows(prompt=[[5, 17], [300]])`` has batch ``(2,)``, one list of ids has batch ``()``, and lists of
+        lists of rows have batch ``(B, n)``. A row may also be a tensor or an array of one dimension.
+
+        Args:
+            prompt: the rows of the prompts.
+            response: the rows of the responses.
+            full: the rows of both; None joins them if both are given.
+
+        Raises:
+            InvalidRequestError: a row is malformed, or the fields do not fit each other; `rows` are the rows at fault.
+        """
+        given = {"prompt": prompt, "response": response, "full": full}
+        return container_of_rows(cls, torch.int64, given)
+
 
 @field_readers(tensors, padded=is_padded)
 class Masks(TensorClass["nocast"]):
@@ -90,6 +110,18 @@ class Masks(TensorClass["nocast"]):
     all_assistant_mask: Tensors = None
     all_response_mask: Tensors = None
     padded: bool = True
+
+    @classmethod
+    def from_rows(
+        cls, *, all_attention_mask: Any = None, all_assistant_mask: Any = None, all_response_mask: Any = None
+    ) -> Masks:
+        """Build from rows as long as those of ``tokens.full``, of True and False or 1 and 0. See `Tokens.from_rows`."""
+        given = {
+            "all_attention_mask": all_attention_mask,
+            "all_assistant_mask": all_assistant_mask,
+            "all_response_mask": all_response_mask,
+        }
+        return container_of_rows(cls, torch.bool, given)
 
 
 def _provenance(container: Any, name: str) -> Any:
@@ -124,6 +156,30 @@ class LogProbs(TensorClass["nocast"]):
     padded: bool = True
     provenance: Provenance | tuple[Provenance, ...] | None = None
 
+    @classmethod
+    def from_rows(
+        cls,
+        *,
+        prompt: Any = None,
+        response: Any = None,
+        full: Any = None,
+        scored_mask: Any = None,
+        provenance: Provenance | None = None,
+    ) -> LogProbs:
+        """Build from rows as long as those of `Tokens`. See `Tokens.from_rows`.
+
+        Args:
+            prompt: the rows of the prompts.
+            response: the rows of the responses.
+            full: the rows of both; None joins them if both are given.
+            scored_mask: as long as `full`; without it, every log-prob counts.
+            provenance: the distribution of all rows, if it is known.
+        """
+        given = {"prompt": prompt, "response": response, "full": full, "scored_mask": scored_mask}
+        floats = dict.fromkeys(given, torch.float32)
+        known = {} if provenance is None else {"provenance": provenance.to_dict()}
+        return container_of_rows(cls, {**floats, "scored_mask": torch.bool}, given, known)
+
     # Stored as plain data, so that memmap writes JSON and not a pickle.
     def set(self, key: NestedKey, value: Any, *args: Any, **kwargs: Any) -> LogProbs:
         value = value.to_dict() if isinstance(value, Provenance) else value
@@ -143,6 +199,11 @@ class PerToken(TensorClass["nocast"]):
 
     full: Tensors = None
     padded: bool = True
+
+    @classmethod
+    def from_rows(cls, *, full: Any) -> PerToken:
+        """Build from rows as long as those of ``tokens.full``. See `Tokens.from_rows`."""
+        return container_of_rows(cls, torch.float32, {"full": full})
 
 
 @field_readers(as_stored)
@@ -167,6 +228,15 @@ SAFE_GLOBALS = (
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
     copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function with which tensordict unpickles
 )
+
+
+def provenance_of_rows(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
+    """Return the provenance of each row, in C order; None for a row without one. `count` is the number of rows."""
+    found = log_probs.provenance
+    # A container reads as labelled if one of its rows is.
+    if isinstance(found, tuple) or None in data_of(log_probs._tensordict, "provenance"):
+        return tuple(row.provenance for row in rows(log_probs))
+    return (found,) * count
 
 
 def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Ragged:

@@ -17,6 +17,7 @@ from torch import Tensor
 from corelm.errors import InvalidRequestError
 from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
+from corelm.validate import as_list
 
 C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
@@ -82,10 +83,12 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
                 if by_name.get(name) is tensors and isinstance(value, (list, tuple, Ragged)):
                     # tensordict would drop it silently.
                     raise InvalidRequestError(
-                        f"{cls.__name__}.{name}: the constructor takes no lists of rows; make one {cls.__name__} with "
-                        "padded=False for each row and stack them with tensordict.lazy_stack",
+                        f"{cls.__name__}.{name}: the constructor takes dense tensors and no lists of rows; type "
+                        f"{cls.__name__}.from_rows({name}=…)",
                         field=name,
                     )
+                if by_name.get(name) is strings:
+                    fields[name] = _listed(value)
             make(self, *args, **fields)
 
         def select(self: Any, *keys: Any, **options: Any) -> Any:
@@ -94,6 +97,8 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
                 return _set_rows(self, key, value)
+            if by_name.get(key) is strings:
+                value = _listed(value)
             return set_field(self, key, value, *args, **kwargs)
 
         methods = {"__init__": __init__, "__getattr__": __getattr__, "__getitem__": __getitem__, "set": set_rows}
@@ -158,6 +163,10 @@ def tensors(container: Any, name: str) -> Any:
 def strings(container: Any, name: str) -> Any:
     """Return one str per row, in lists nested like the batch. None if the field is absent."""
     value = container._tensordict.get(name)
+    listed = _listed(value.data) if isinstance(value, NonTensorData) else None
+    if listed and isinstance(listed, list):
+        # tensordict holds every sequence but a list as one object, and would return all of it for each row.
+        return listed
     return value.tolist() if is_non_tensor(value) else value
 
 
@@ -209,6 +218,12 @@ def _no_rows(value: Any, batch_dims: int, batch_size: torch.Size) -> Any:
         datum = next(blocks(value)).data
         return NonTensorData(datum if isinstance(datum, bool) else [], batch_size=batch_size)
     return type(value).from_tensordict(without_rows(value._tensordict, batch_size))
+
+
+def _listed(value: Any) -> Any:
+    """Return nested sequences, such as tuples and arrays, as nested lists; anything else unchanged."""
+    value = value if isinstance(value, TensorDictBase) else as_list(value)
+    return [_listed(item) for item in value] if isinstance(value, list) else value
 
 
 def _nested(td: TensorDictBase, name: str) -> Any:

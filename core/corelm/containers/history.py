@@ -14,7 +14,7 @@ from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
 from corelm.tensors.stacks import nested
-from corelm.validate import invalid
+from corelm.validate import as_list, invalid, read_once
 
 
 class History(TensorClass["nocast"]):
@@ -33,12 +33,13 @@ class History(TensorClass["nocast"]):
     def from_chats(cls, chats: Sequence[Any]) -> History:
         """Build from lists of messages, each a dict or a `Message`.
 
-        One chat (a list of messages) has batch ``()``, a list of chats ``(B,)``, a list of lists of chats ``(B, n)``,
-        and so on. ``[]`` is a batch ``(0,)`` without chats, and ``[[], []]`` is two chats without messages.
+        Any sequence is accepted where a list is: a tuple, a numpy array, a pandas Series, a column of `datasets`. One
+        chat (a list of messages) has batch ``()``, a list of chats ``(B,)``, lists of lists of chats ``(B, n)``, and so
+        on. ``[]`` is a batch ``(0,)`` without chats, and ``[[], []]`` is two chats without messages.
 
         Raises:
-            InvalidRequestError: the lists have an uneven shape, or messages are malformed; `rows` are the conversations
-                at fault.
+            InvalidRequestError: the lists have an uneven shape, `chats` is an iterator, which can be read only once, or
+                messages are malformed; `rows` are the conversations at fault.
         """
         flat, shape = _flatten(chats)
         return cls.of(flat, shape)
@@ -64,12 +65,13 @@ class History(TensorClass["nocast"]):
 
         def read(value: Any) -> Any:
             nonlocal count
-            if isinstance(value, (list, tuple)):
+            value = as_list(value)
+            if isinstance(value, list):
                 return [read(item) for item in value]
             count += 1
             try:
                 if not isinstance(value, str):
-                    raise ValueError(f"expected a str, got {type(value).__name__}")
+                    raise ValueError(f"expected a str, got {type(value).__name__}{read_once(value)}")
                 return read_chatml(value)
             except ValueError as error:
                 problems[count - 1] = str(error)
@@ -77,7 +79,7 @@ class History(TensorClass["nocast"]):
 
         chats = read(texts)
         refuse(problems, "texts")
-        return cls.of([chats], ()) if isinstance(texts, str) else cls.from_chats(chats)
+        return cls.of([chats], ()) if isinstance(as_list(texts), str) else cls.from_chats(chats)
 
     @property
     def chats(self) -> tuple[Chat, ...]:
@@ -207,10 +209,11 @@ def _at_depth(value: Any, depth: int) -> list[Any]:
 
 
 def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
-    """Return the items of lists nested to `shape`, flat; None if the lists have another shape."""
+    """Return the items of sequences nested to `shape`, flat; None if the sequences have another shape."""
     if not shape:
         return [value]
-    if not isinstance(value, (list, tuple)) or len(value) != shape[0]:
+    value = as_list(value)
+    if not isinstance(value, list) or len(value) != shape[0]:
         return None
     parts = [_leaves(item, shape[1:]) for item in value]
     return None if None in parts else [leaf for part in parts if part is not None for leaf in part]
@@ -235,12 +238,14 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
 
 
 def _flatten(value: Any, top: bool = True) -> tuple[list[Any], tuple[int, ...]]:
-    """Return the chats of nested lists in C order, and the batch shape.
+    """Return the chats of nested sequences in C order, and the batch shape.
 
-    An empty list is a batch without chats at the top, and a chat without messages below it.
+    An empty sequence is a batch without chats at the top, and a chat without messages below it.
     """
-    if not isinstance(value, (list, tuple)):
-        raise invalid("history", f"expected a list of messages, or lists of such lists, got {type(value).__name__}")
+    value = as_list(value)
+    if not isinstance(value, list):
+        what = f"{type(value).__name__}{read_once(value)}"
+        raise invalid("history", f"expected a list of messages, or lists of such lists, got {what}")
     if any(isinstance(item, (Message, Mapping)) for item in value) or not (value or top):
         return [value], ()
     parts = [_flatten(item, top=False) for item in value]

@@ -11,8 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.assemble import assemble, non_tensors
-from corelm.containers.classes import LogProbs, Tokens, ragged
-from corelm.containers.field_access import data_of, rows
+from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows, ragged
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance
@@ -134,7 +133,7 @@ class _Turn:
         if not isinstance(log_probs, LogProbs):
             return turn
         logprobs, scored = (ragged(td, ("log_probs", name)).to("cpu") for name in ("full", "scored_mask"))
-        return replace(turn, logprobs=logprobs, scored=scored, provenances=_by_row(log_probs, len(full)))
+        return replace(turn, logprobs=logprobs, scored=scored, provenances=provenance_of_rows(log_probs, len(full)))
 
     @property
     def answered(self) -> Tensor:
@@ -144,14 +143,6 @@ class _Turn:
     @property
     def weight_versions(self) -> tuple[str, ...]:
         return tuple("" if one is None else one.weight_version for one in self.provenances)
-
-
-def _by_row(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
-    found = log_probs.provenance
-    # A container reads as labelled if one of its rows is.
-    if isinstance(found, tuple) or None in data_of(log_probs._tensordict, "provenance"):
-        return tuple(row.provenance for row in rows(log_probs))
-    return (found,) * count
 
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:

@@ -8,13 +8,18 @@ from typing import Any
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.containers.classes import Tokens
+from corelm.containers.classes import Tokens, provenance_of_rows
 from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
 from corelm.kl.penalty import KLComputation
+from corelm.policy.delivery import refuse_other_provenance
 from corelm.policy.policy import LLMPolicy
+from corelm.spec.provenance import Provenance
+from corelm.validate import flag
+
+_ADVICE = "Pass another log_probs_key (gen_log_probs_key of RetrieveKL), or overwrite=True to replace what is there"
 
 
 class RetrieveLogProb(TensorDictModuleBase):
@@ -30,11 +35,13 @@ class RetrieveLogProb(TensorDictModuleBase):
         policy: an `LLMPolicy`, sampling or scoring. Its engine and its `log_probs_mode` are used.
         log_probs_key: where the result is written.
         tokens_key: the `Tokens`; None means the policy's own key.
-        masks_key: the `Masks`, which dense tokens need; None means the policy's own key.
+        masks_key: the `Masks` of dense tokens; None means the policy's own key.
+        overwrite: whether log-probs of another provenance may be replaced if `log_probs_key` is the policy's own key,
+            where the log-probs of sampling are. Under other keys, what was retrieved before is replaced.
 
     Raises:
         InvalidRequestError: `policy` is not an `LLMPolicy`, or, on a call, the tokens or masks are of another type or
-            do not fit.
+            do not fit, or log-probs of another provenance would be replaced.
         MissingKeyError: on a call, the tokens or the masks are missing.
         CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: on a call, from the engine.
     """
@@ -46,6 +53,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         log_probs_key: NestedKey = "ref_log_probs",
         tokens_key: NestedKey | None = None,
         masks_key: NestedKey | None = None,
+        overwrite: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(policy, LLMPolicy):
@@ -53,6 +61,9 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = log_probs_key
+        # Sampled log-probs cannot be computed again.
+        sampled = key_parts(log_probs_key) == key_parts(policy.options.keys.log_probs)
+        self._protected = sampled and not flag("overwrite", overwrite)
         outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
         # One scorer per layout, so that the scores come back in the layout of the tokens.
@@ -69,11 +80,20 @@ class RetrieveLogProb(TensorDictModuleBase):
         scorer = self._scorers[tokens.padded]
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
         view[scorer.options.keys.tokens] = tokens
-        # Only dense tokens need masks; if they are missing, the scorer raises.
+        # Rows of their own length need no masks.
         with suppress(MissingKeyError):
             view[scorer.options.keys.masks] = find_entry(tensordict, self.masks_key, first=holder)[0]
-        next_or_root(tensordict).set(self.log_probs_key, scorer(view)[scorer.options.keys.log_probs])
+        target = next_or_root(tensordict)
+        self._refuse_other(target, scorer.score_provenance)
+        scores = scorer(view)[scorer.options.keys.log_probs]
+        # The weights may have changed in the meantime.
+        self._refuse_other(target, provenance_of_rows(scores, scores.batch_size.numel()))
+        target.set(self.log_probs_key, scores)
         return tensordict
+
+    def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
+        if self._protected and self.log_probs_key in target.keys(include_nested=True):
+            refuse_other_provenance(target.get(self.log_probs_key), new, self.log_probs_key, _ADVICE)
 
 
 class RetrieveKL(TensorDictModuleBase):
@@ -81,13 +101,15 @@ class RetrieveKL(TensorDictModuleBase):
 
     Args:
         ref_policy: the reference.
-        gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling.
+        gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass a
+            `gen_log_probs_key` of your own.
         estimator: as in `KLComputation`.
         coeff: as in `KLComputation`.
         gen_log_probs_key: as in `KLComputation`.
         ref_log_probs_key: as in `KLComputation`.
         tokens_key: as in `RetrieveLogProb`.
         masks_key: as in `KLComputation`.
+        overwrite: as in `RetrieveLogProb`.
         options: the other arguments of `KLComputation`: `detach`, `add_to_reward`, `assistant_only`, `mask_key`,
             `allow_mismatch`, `kl_key`, `reward_key`.
 
@@ -106,6 +128,7 @@ class RetrieveKL(TensorDictModuleBase):
         ref_log_probs_key: NestedKey = ("ref_log_probs", "full"),
         tokens_key: NestedKey = "tokens",
         masks_key: NestedKey = "masks",
+        overwrite: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -121,7 +144,13 @@ class RetrieveKL(TensorDictModuleBase):
         if gen_policy is not None:
             scorings.insert(0, (gen_policy, gen_log_probs_key))
         self.scorings = [
-            RetrieveLogProb(policy, log_probs_key=key_parts(key)[:-1], tokens_key=tokens_key, masks_key=masks_key)
+            RetrieveLogProb(
+                policy,
+                log_probs_key=key_parts(key)[:-1],
+                tokens_key=tokens_key,
+                masks_key=masks_key,
+                overwrite=overwrite,
+            )
             for policy, key in scorings
         ]
         written = [key for scoring in self.scorings for key in scoring.out_keys]

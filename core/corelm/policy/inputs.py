@@ -6,6 +6,7 @@ The value is a container with a `prompt` (to generate from) or a `full` (to scor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,28 +17,36 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.backend.arguments import not_texts, refuse_unreadable, rows_of_ids
+from corelm.backend.arguments import not_texts, refuse_pads, refuse_unreadable, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
+from corelm.policy.rows import InputRows
 from corelm.policy.values import (
+    PADS_ADVICE,
     batch_of,
+    dense_rows,
+    differing_rows,
+    find_input_ids,
     find_value,
     hides_tokens,
+    ids_of_tensor,
     kind_of,
     leaves,
     masks_in_rows,
+    masks_without_pads,
     nested_field,
+    refuse_pads_of,
     two_dimensional,
     unmasked,
 )
 from corelm.rendering.render import render
-from corelm.spec.message import Chat
-from corelm.spec.records import Columns, Parts
+from corelm.spec.records import Columns
 from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
+from corelm.validate import as_list
 
 if TYPE_CHECKING:
     from corelm.backend.backend import Backend
@@ -55,59 +64,6 @@ class Keys:
     masks: NestedKey = "masks"
     log_probs: NestedKey = "log_probs"
     history: NestedKey = "history"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputRows:
-    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
-
-    Attributes:
-        batch_size: the shape of the batch.
-        ids: the prompts, or the whole sequences.
-        texts: the texts that were tokenized; None where tokens were read.
-        chats: the conversations that were rendered; None where no history was read.
-        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
-        prompt_lengths: int64[rows], if the input tells prompt and response apart.
-        columns: the dense layout that the sequences came in.
-        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None where this
-            cannot happen.
-        problems: rows that could not be read, and why. These rows are empty.
-    """
-
-    batch_size: tuple[int, ...]
-    ids: Ragged
-    texts: tuple[str, ...] | None = None
-    chats: tuple[Chat, ...] | None = None
-    assistant: Ragged | None = None
-    prompt_lengths: Tensor | None = None
-    columns: Columns | None = None
-    retokenized: tuple[bool, ...] | None = None
-    problems: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> Parts[Ragged]:
-        """The ids, split into prompt and response if the input tells them apart."""
-        if self.prompt_lengths is None:
-            return Parts(None, None, self.ids)
-        start = torch.zeros_like(self.prompt_lengths)
-        prompt = self.ids.slice(start, self.prompt_lengths)
-        return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
-
-    def repeat(self, n: int) -> InputRows:
-        """Return every prompt `n` times, under a new last batch dimension."""
-
-        def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-            return None if values is None else tuple(value for value in values for _ in range(n))
-
-        return replace(
-            self,
-            batch_size=(*self.batch_size, n),
-            ids=self.ids.repeat(n),
-            texts=each(self.texts),
-            chats=each(self.chats),
-            assistant=None if self.assistant is None else self.assistant.repeat(n),
-            retokenized=each(self.retokenized),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +100,8 @@ class InputReader:
     ) -> InputRows:
         """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
 
-        Sequences that are rendered or tokenized here may also be in `td` as tokens. If the ids are equal, the sequences
-        keep the layout and the split of those tokens, so that two scorings of one batch line up.
+        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, the sequences keep the
+        layout and the split of those tokens, so that two scorings of one batch line up; if not, `conflicts` says where.
 
         Args:
             td: the TensorDict to read.
@@ -160,13 +116,13 @@ class InputReader:
             TemplateError: a conversation cannot be rendered.
         """
         if self.mode == "tokens":
-            return self._tokens(td, part)
-        rows = (
-            self._chats(td, part, backend, want_assistant, on_error)
-            if self.mode == "history"
-            else self._texts(td, part, backend, on_error)
-        )
-        return self._as_it_stands(td, rows) if part == "full" else rows
+            rows = self._tokens(td, part, backend)
+        elif self.mode == "history":
+            rows = self._chats(td, part, backend, want_assistant, on_error)
+        else:
+            rows = self._texts(td, part, backend, on_error)
+        own = self.mode == "tokens" and self.input_key is None
+        return rows if part == "prompt" or own else self._as_it_stands(td, rows)
 
     def _chats(
         self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool, on_error: OnError
@@ -218,6 +174,9 @@ class InputReader:
         if isinstance(container, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(container.batch_size)
+            if len(texts) != math.prod(shape):
+                found = f"{len(texts)} texts do not fill a batch of shape {shape}"
+                raise InvalidRequestError(f"{'.'.join(self.key(part))}: {found}", field=".".join(self.key(part)))
         problems = not_texts(texts)
         if on_error == "raise":
             refuse(problems, ".".join(self.key(part)))
@@ -231,16 +190,22 @@ class InputReader:
             problems=problems,
         )
 
-    def _tokens(self, td: TensorDictBase, part: Part) -> InputRows:
+    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         container = find_value(td, self.top)
+        encoded = None if self.input_key is not None else find_input_ids(td, key_parts(self.top), container, part)
+        if encoded is not None:
+            found, ids_key = encoded
+            rows = replace(self, input_key=ids_key)._tokens(found, part, backend)
+            return replace(rows, batch_size=batch_of(td, rows.batch_size, ids_key))
         if isinstance(container, Tokens) and part in container.keys():
             value = nested_field(container, part)
             if value is None:
-                return self._own_tokens(td, self.top, container, part)
+                rows = self._own_tokens(td, self.top, container, part, backend)
+                return replace(rows, conflicts={}) if key_parts(self.top) == key_parts(self.keys.tokens) else rows
         else:
             value = self._value(td, part, bare=(Tensor, list))
         key = ".".join(self.key(part))
-        mask = self._mask(td)
+        mask, mask_name = self._mask_of_bare(td)
         if not isinstance(value, Tensor) or value.is_nested:
             ids = rows_of_ids(value, key)
             return InputRows(batch_size=batch_of(td, (len(ids),), self.key(part)), ids=unmasked(ids, mask, key))
@@ -248,31 +213,45 @@ class InputReader:
         if value.ndim == 0:
             raise self._wrong(part, "token ids along the last dimension", value)
         if mask is None:
-            # A bare tensor without a mask is taken to have no pads.
+            refuse_pads(dense_rows(value), backend.tokenizer, backend.eos_token_ids, key, PADS_ADVICE)
             mask = torch.ones_like(value, dtype=torch.bool)
-        if not isinstance(mask, Tensor) or mask.shape != value.shape:
-            found = tuple(mask.shape) if isinstance(mask, Tensor) else "rows of unequal length"
-            raise InvalidRequestError(
-                f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {found}", field=key
-            )
-        mask = two_dimensional(as_mask(mask, self._mask_name)).cpu()
-        ids = rows_of_ids(Ragged.from_padded(two_dimensional(value).cpu(), mask), key)
         shape = batch_of(td, tuple(value.shape[:-1]), self.key(part))
-        return InputRows(batch_size=shape, ids=ids, columns=Columns(mask, None))
+        ids, columns = ids_of_tensor(value, mask, key, mask_name)
+        rows = InputRows(batch_size=shape, ids=ids, columns=Columns(columns, None))
+        assistant = find_value(td, (*key_parts(self.keys.masks), "all_assistant_mask"))
+        if part == "prompt" or not isinstance(assistant, Tensor) or assistant.shape != value.shape:
+            return rows
+        shown = two_dimensional(as_mask(assistant, "masks.all_assistant_mask")).cpu()
+        return replace(rows, assistant=ids.with_values(shown[columns]))
 
     def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
         tokens = find_value(td, self.keys.tokens)
-        if not isinstance(tokens, Tokens) or tokens.full is None or tuple(tokens.batch_size) != rows.batch_size:
+        if not isinstance(tokens, Tokens):
             return rows
-        if tokens.padded and td.get(self.keys.masks, None) is None:
-            return rows
-        own = self._own_tokens(td, self.keys.tokens, tokens, "full")
-        same = torch.equal(own.ids.lengths, rows.ids.lengths) and torch.equal(own.ids.values, rows.ids.values)
-        return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns) if same else rows
+        if "full" not in tokens.keys():
+            return replace(rows, conflicts={0: "tokens are there, but not their `full`"})
+        if tuple(tokens.batch_size) != rows.batch_size:
+            return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
+        # The mask under attention_mask_key is that of the input.
+        own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
+        conflicts = differing_rows(own.ids, rows.ids)
+        if conflicts:
+            return replace(rows, conflicts=conflicts)
+        return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns, conflicts={})
 
-    def _own_tokens(self, td: TensorDictBase, top: NestedKey, tokens: Tokens, part: Part) -> InputRows:
-        """Read `Tokens`. The sequences keep their split and, if dense, their columns."""
+    def _own_tokens(
+        self, td: TensorDictBase, top: NestedKey, tokens: Tokens, part: Part, backend: Backend | None = None
+    ) -> InputRows:
+        """Read `Tokens`. The sequences keep their split and, if dense, their columns.
+
+        Dense tokens without a mask are taken to have no pads. With `backend`, those that begin or end with one are
+        refused.
+        """
         masks = self._masks(td, tokens)
+        if masks is None and tokens.padded:
+            if backend is not None:
+                refuse_pads_of(tokens, key_parts(top), backend.tokenizer, backend.eos_token_ids)
+            masks = masks_without_pads(tokens, part)
         held = {"tokens": tokens, **({} if masks is None else {"masks": masks})}
         given = TensorDict(held, batch_size=tokens.batch_size)
 
@@ -298,13 +277,24 @@ class InputReader:
             assistant = assistant.with_values(as_mask(assistant.values, "masks.all_assistant_mask"))
         return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
 
+    def _mask_of_bare(self, td: TensorDictBase) -> tuple[Any, str]:
+        """Return the attention mask of bare ids, or None, and its name. It may be next to them, as from a tokenizer."""
+        *path, name = key_parts(self.top)
+        mask, tokenizers = self._mask(td), name.endswith("input_ids")
+        if self.attention_mask_key is None and (tokenizers or (mask is None and self.input_key is None)):
+            beside = (*path, name.removesuffix("input_ids") + "attention_mask" if tokenizers else "attention_mask")
+            found = find_value(td, beside)
+            if found is not None:
+                return found, ".".join(beside)
+        return mask, self._mask_name
+
     @property
     def _mask_name(self) -> str:
         own = (*key_parts(self.keys.masks), "all_attention_mask")
         return ".".join(own if self.attention_mask_key is None else key_parts(self.attention_mask_key))
 
     def _mask(self, td: TensorDictBase) -> Any:
-        """Return the attention mask of bare tokens, or None."""
+        """Return the attention mask, or None."""
         if self.attention_mask_key is None:
             return find_value(td, (*key_parts(self.keys.masks), "all_attention_mask"))
         mask = find_value(td, self.attention_mask_key)
@@ -345,6 +335,8 @@ class InputReader:
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """Return the container's `part`, or the bare value at the container's own key."""
         value = find_value(td, self.top)
+        if self.mode != "history" and not isinstance(value, (TensorDictBase, Text, Tokens)):
+            value = as_list(value)
         if value is None:
             raise MissingKeyError(
                 f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}",
@@ -368,18 +360,3 @@ class InputReader:
     def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
         key = ".".join(self.key(part))
         return InvalidRequestError(f"{key}: expected {expected}, got {kind_of(value)}", field=key)
-
-
-def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
-    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
-    cut = rows.ids.lengths > limit
-    if not bool(cut.any()):
-        return rows
-    start = (rows.ids.lengths - limit).clamp_min(0)
-    ids = rows.ids.slice(start, rows.ids.lengths)
-    texts = rows.texts
-    if texts is not None:
-        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
-        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
-    assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
-    return replace(rows, ids=ids, texts=texts, assistant=assistant)

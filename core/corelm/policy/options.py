@@ -27,12 +27,14 @@ class PolicyOptions:
 
     Attributes:
         input_mode: what is read: `history` (conversations), `text` or `tokens`. The container's ``prompt`` is read to
-            generate and its ``full`` to score. A bare History, list of strings or token tensor at the top key is fine;
-            a nested tensor has rows of unequal length.
+            generate and its ``full`` to score. A bare History, sequence of strings (list, tuple, numpy array, pandas
+            Series, column of `datasets`) or token tensor at the top key is fine; a nested tensor has rows of unequal
+            length. If there are no `tokens`, the `input_ids` and `attention_mask` of a tokenizer are read.
         generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
-        pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample.
+        pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample. Scores that join
+            tokens in place take the layout of those tokens.
         return_text: write the `Text` container.
         return_tokens: write the `Tokens` container.
         return_masks: write the `Masks` container.
@@ -44,17 +46,24 @@ class PolicyOptions:
         prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the bool
             output `retokenized` marks the rows in which that happened.
         inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and impossible
-            with it. False returns a new TensorDict with the outputs alone; it is the default with `num_samples`.
-            "empty" returns an empty copy of the one passed, filled with the outputs.
+            with it. A new answer replaces the containers of an earlier answer; other entries stay. Scores join what is
+            there and replace nothing (see `overwrite`). False returns a new TensorDict with the outputs alone; it is
+            the default with `num_samples`. "empty" returns an empty copy of the one passed, filled with the
+            outputs.
+        overwrite: whether scoring in place may replace log-probs of another provenance, tokens other than those that
+            were scored, and other values under the keys of the containers; by default, a call that would is refused.
         on_error: "raise" refuses a call with a bad row; "skip" serves the other rows and says in `errors`
             what was wrong.
         truncation: what happens to a prompt that does not fit: "error", or "left" to drop its first tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
         keys: where the containers are read and written.
+        log_probs_key: where the log-probs are written, such as ``"ref_log_probs"``: short for
+            ``keys=Keys(log_probs=…)``.
         input_key: where the input is read, if not under the key of its container: a container, or a bare value such as
             the strings of a data set. It stays where it is.
-        attention_mask_key: where the mask of the tokens is, such as ``"attention_mask"``; by default
-            ``all_attention_mask`` of the masks.
+        attention_mask_key: where the mask of the tokens is; by default ``all_attention_mask`` of the masks, or the
+            `attention_mask` next to bare tokens or `input_ids`. Without a mask, dense tokens are taken to have no pads,
+            and refused if a row begins or ends with the tokenizer's pad id.
         chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or "chatml"; None
             for the tokenizer's own.
         template_kwargs: passed to the template.
@@ -78,10 +87,12 @@ class PolicyOptions:
     log_probs_mode: Mode = "raw"
     prefer_tokens: bool = True
     inplace: Inplace | None = None
+    overwrite: bool = False
     on_error: OnError = "raise"
     truncation: Literal["error", "left"] = "error"
     device: torch.device | str | None = None
     keys: Keys = field(default_factory=Keys)
+    log_probs_key: NestedKey | None = None
     input_key: NestedKey | None = None
     attention_mask_key: NestedKey | None = None
     chat_template: str | None = None
@@ -97,6 +108,8 @@ class PolicyOptions:
         validate.one_of("on_error", self.on_error, ("raise", "skip"))
         validate.one_of("truncation", self.truncation, ("error", "left"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
+        validate.flag("overwrite", self.overwrite)
+        self._settle_log_probs_key()
         if self.return_history and self.input_mode != "history":
             raise validate.invalid(
                 "return_history", f"{self.input_mode} mode reads no history; leave return_history out"
@@ -115,6 +128,21 @@ class PolicyOptions:
         self._set("template_kwargs", dict(self.template_kwargs or {}))
         self._set("device", validate.device(self.device))
         self._settle_samples(SamplingParams.make(self.sampling_params))
+
+    def _settle_log_probs_key(self) -> None:
+        """Keep the key of the log-probs in `keys`. It may be passed there or as an option; both then read the same."""
+        key = self.log_probs_key
+        if key is None:
+            key = self.keys.log_probs
+        if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
+            raise validate.invalid("log_probs_key", f"expected a key of a TensorDict, got {key!r}")
+        if self.keys.log_probs not in (Keys().log_probs, key):
+            raise validate.invalid(
+                "log_probs_key",
+                f"given twice, as {key!r} and in keys as {self.keys.log_probs!r}; leave one out",
+            )
+        self._set("keys", dataclasses.replace(self.keys, log_probs=key))
+        self._set("log_probs_key", key)
 
     def _settle_samples(self, sampling: SamplingParams) -> None:
         """Keep `num_samples` in one place. It may be passed as an option or inside `sampling_params`."""
@@ -150,6 +178,10 @@ class PolicyOptions:
             limits = {limit.name for limit in dataclasses.fields(Limits)}
             hint = f"give batching=Limits({unknown[0]}=…)" if unknown[0] in limits else f"it has {', '.join(OPTIONS)}"
             raise TypeError(f"a policy has no option {unknown[0]!r}; {hint}")
+        if "keys" in changes:
+            changes = {"log_probs_key": None, **changes}
+        elif "log_probs_key" in changes:
+            changes = {"keys": dataclasses.replace(self.keys, log_probs=Keys().log_probs), **changes}
         if any(changes.get(name, old) != old for name, old in self._reads.items()):
             # These keys hold the input of one mode, a prompt or a whole sequence.
             changes = {"input_key": None, "attention_mask_key": None, **changes}

@@ -14,7 +14,7 @@ import torch
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import OnError
 from corelm.errors import Problems, refuse
-from corelm.policy.inputs import InputRows
+from corelm.policy.rows import InputRows
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -17,9 +17,12 @@ from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError
 from corelm.opening.by_name import get_backend
-from corelm.policy.inputs import InputReader, InputRows, Part, truncate_left
+from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
+from corelm.policy.inputs import InputReader, Part
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored
+from corelm.policy.rows import InputRows, truncate_left
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.categorical import MaskedCategorical
@@ -146,10 +149,14 @@ class LLMPolicy(TensorDictModuleBase):
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._read(td, "prompt" if options.generate else "full", want_assistant="masks" in self._fields)
         samples = options.num_samples
-        self._must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples))
+        must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
         engine = self.backend.engine
         if not options.generate:
+            if options.writes_in_place is True:
+                must_keep(td, rows, options, self.score_provenance)
             return rows, prepare_scoring(engine, **self._scoring(rows), timeout=timeout)
+        if options.writes_in_place is True:
+            must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
         context = engine.capabilities.max_context
         if options.truncation == "left" and context is not None:
@@ -172,17 +179,17 @@ class LLMPolicy(TensorDictModuleBase):
 
     @no_inference_mode()
     def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase:
-        return self._deliver(td, self._answer(rows, result))
+        return deliver(td, rows, self._answer(td, rows, result), self.backend, self.options)
 
     def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
         return self._reader.read(td, part, self.backend, want_assistant=want_assistant, on_error=self.options.on_error)
 
-    def _answer(self, rows: InputRows, batch: GenerateResult | ScoreResult) -> ContainerRequest:
+    def _answer(self, td: TensorDictBase, rows: InputRows, batch: GenerateResult | ScoreResult) -> ContainerRequest:
         if isinstance(batch, ScoreResult):
             errors = (batch.errors or ("",) * len(rows.ids)) if self.options.on_error == "skip" else None
-            return scored(
-                rows, batch, self.backend, fields=self._fields, errors=errors, pad_output=self.options.pad_output
-            )
+            dense = scores_are_dense(td, rows, self.options)
+            request = scored(rows, batch, self.backend, fields=self._fields, errors=errors, pad_output=dense)
+            return merged(td, rows, request, self.options)
         return generated(
             rows,
             batch,
@@ -211,43 +218,12 @@ class LLMPolicy(TensorDictModuleBase):
             "problems": rows.problems,
         }
 
-    def _must_fit(self, td: TensorDictBase, batch_size: tuple[int, ...]) -> None:
-        """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
-        if self.options.writes_in_place is True and td.is_locked:
-            raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
-        if self.options.writes_in_place is False or tuple(td.batch_size) == batch_size:
-            return
-        rest = td.exclude(*self._replaced_keys) if self.options.writes_in_place is True else td.empty()
-        try:
-            rest.batch_size = torch.Size(batch_size)
-        except RuntimeError as error:
-            raise validate.invalid(
-                "inplace",
-                f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
-            ) from error
-
     @property
-    def _replaced_keys(self) -> list[NestedKey]:
-        """The key of a bare input, which the container that holds the input replaces."""
-        options = self.options
-        return [getattr(options.keys, options.input_mode)] if options.input_key is None else []
-
-    def _deliver(self, td: TensorDictBase, request: ContainerRequest) -> TensorDictBase:
-        """Put the containers under the policy's keys, where `inplace` says."""
-        made = self.backend.to_containers(request)
-        device = self.options.device or td.device
-        if device is not None:
-            made = made.to(device)
-        if self.options.writes_in_place is False:
-            out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
-        else:
-            out = td if self.options.writes_in_place is True else td.empty()
-            if tuple(out.batch_size) != tuple(request.batch_size):
-                out.exclude(*self._replaced_keys, inplace=True)
-                out.batch_size = torch.Size(request.batch_size)
-        for name, value in made.items():
-            out.set(getattr(self.options.keys, name, name), value)
-        return out
+    def score_provenance(self) -> Provenance:
+        """The label of the log-probs that this policy scores, with the weights that are in force."""
+        processed = self.options.log_probs_mode == "processed"
+        label = Provenance.label_of_scores(self._sampling.temperature if processed else 1.0)
+        return Provenance(self.backend.name, self.backend.model_name, self.backend.weight_version, **label)
 
     # Distributions ---------------------------------------------------------------------------------------------------
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from corelm.backend.arguments import refuse_pads, rows_of_ids
 from corelm.containers.classes import Masks, Tokens, ragged
 from corelm.containers.field_access import flat, rows
-from corelm.errors import InvalidRequestError, refuse
+from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.tensors.masks import as_mask, not_a_mask
 from corelm.tensors.ragged import Ragged
+from corelm.validate import as_list, read_once
 
 
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:
@@ -82,6 +84,87 @@ def hides_tokens(masks: Masks, field: str) -> bool:
     return not all(bool(as_mask(row, field).all()) for row in flat(shown))
 
 
+#: What to do about pads without a mask; follows "…, pads would be read as tokens; ".
+PADS_ADVICE = (
+    "put the tokenizer's attention_mask into the TensorDict, next to the ids or under a key that you pass as "
+    "attention_mask_key; or pass rows without pads: Tokens.from_rows(prompt=[[…], […]]). If these ids are tokens, pass "
+    "a mask of ones: torch.ones_like(ids)"
+)
+
+
+def find_input_ids(
+    td: TensorDictBase, top: tuple[str, ...], value: Any, part: str
+) -> tuple[TensorDictBase, tuple[str, ...]] | None:
+    """Return where the `input_ids` of a tokenizer's batch are: a TensorDict and the key in it; None if there are none.
+
+    The batch is the value under the key `top` that is read, or, if there is no such key, `td` itself.
+    """
+    if isinstance(value, TensorDictBase) and not isinstance(value, Tokens):
+        return (td, (*top, "input_ids")) if part not in value.keys() and "input_ids" in value.keys() else None
+    if isinstance(value, Mapping) and "input_ids" in value:
+        # tensordict holds a BatchEncoding as one object.
+        batch = {name: value[name] for name in ("input_ids", "attention_mask") if name in value}
+        return TensorDict(batch), ("input_ids",)
+    return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
+
+
+def ids_of_tensor(value: Tensor, mask: Any, key: str, mask_name: str) -> tuple[Ragged, Tensor]:
+    """Return the ids of ``[*batch, width]`` where the mask is True, and the mask as bool[rows, width], on the CPU.
+
+    Raises:
+        InvalidRequestError: the mask has another shape, or the values are no ids.
+    """
+    if not isinstance(mask, Tensor) or mask.shape != value.shape:
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else "rows of unequal length"
+        raise InvalidRequestError(
+            f"{key}: tokens are {tuple(value.shape)}, but their attention mask is {found}", field=key
+        )
+    columns = two_dimensional(as_mask(mask, mask_name)).cpu()
+    return rows_of_ids(Ragged.from_padded(two_dimensional(value).cpu(), columns), key), columns
+
+
+def dense_rows(values: Tensor) -> Ragged:
+    """Return the rows of ``[*batch, width]``, each with all of its columns, on the CPU."""
+    dense = two_dimensional(values).cpu()
+    return Ragged(dense.reshape(-1), torch.full((dense.shape[0],), dense.shape[1], dtype=torch.int64))
+
+
+def refuse_pads_of(tokens: Tokens, top: tuple[str, ...], tokenizer: Any, eos_ids: Collection[int]) -> None:
+    """Refuse dense `Tokens` under the key `top` that have no mask and of which a row begins or ends with pads."""
+
+    def columns(part: Any, name: str) -> Ragged:
+        try:
+            return dense_rows(getattr(part, name))
+        except InvalidRequestError:  # rows of different widths
+            return Ragged.cat([columns(row, name) for row in part.unbind(0)])
+
+    for name in ("prompt", "response", "full"):
+        if name in tokens.keys():
+            refuse_pads(columns(tokens, name), tokenizer, eos_ids, ".".join((*top, name)), PADS_ADVICE)
+
+
+def masks_without_pads(tokens: Tokens, part: str) -> Any:
+    """Return `Masks` that take every id of dense tokens for a token."""
+    try:
+        widest = tokens.full if "full" in tokens.keys() else getattr(tokens, part)
+    except InvalidRequestError:  # rows of different widths
+        return lazy_stack([masks_without_pads(row, part) for row in tokens.unbind(0)])
+    return Masks(all_attention_mask=torch.ones_like(widest, dtype=torch.bool), batch_size=tokens.batch_size)
+
+
+def differing_rows(there: Ragged, ours: Ragged) -> Problems:
+    """Return how rows of ids differ; an empty dict if they are equal. Both are on the CPU, with as many rows."""
+    if torch.equal(there.lengths, ours.lengths) and torch.equal(there.values, ours.values):
+        return {}
+    problems: Problems = {}
+    for row, (one, other) in enumerate(zip(there.tolist(), ours.tolist(), strict=True)):
+        if one != other:
+            same = min(len(one), len(other))
+            at = next((t for t in range(same) if one[t] != other[t]), same)
+            problems[row] = f"{len(one)} tokens are there, {len(other)} were read; they differ from position {at} on"
+    return problems
+
+
 def nested_field(container: Tokens, part: str) -> Tensor | None:
     """Return a field if it is a nested tensor, else None."""
     try:
@@ -92,10 +175,10 @@ def nested_field(container: Tokens, part: str) -> Tensor | None:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of the value's type, and how to convert it if it is TorchRL's."""
+    """Return the name of the value's type, and how to convert an iterator or a container of TorchRL."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "torchrl":
-        return kind.__name__
+        return f"{kind.__name__}{read_once(value)}"
     return (
         f"{kind.__name__} of {kind.__module__}; convert it with corelm.interop.torchrl.from_torchrl, "
         "or give the policy to corelm.interop.torchrl.EnvPolicy"
@@ -118,11 +201,12 @@ def batch_of(td: TensorDictBase, found: tuple[int, ...], key: tuple[str, ...]) -
 
 
 def leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """Return the leaves of nested lists in C order, and the shape. Lists of unequal length are leaves."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    """Return the leaves of nested sequences in C order, and the shape. Sequences of unequal length are leaves."""
+    value = as_list(value)
+    if not isinstance(value, list):
         return [value], ()
     parts = [leaves(item) for item in value]
     shapes = {shape for _, shape in parts}
     if len(shapes) > 1:
-        return list(value), (len(value),)
+        return value, (len(value),)
     return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))

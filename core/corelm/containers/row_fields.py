@@ -1,0 +1,160 @@
+"""Fields of rows of their own length, read from what a caller wrote by hand: lists, tensors, arrays or a `Ragged`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorClass, TensorDict
+from torch import Tensor
+
+from corelm.errors import InvalidRequestError, Problems, spelled_out
+from corelm.tensors.lazy_rows import lazy_rows
+from corelm.tensors.ragged import Ragged, unreadable
+from corelm.tensors.stacks import Shape
+from corelm.validate import as_list, read_once, shown
+
+C = TypeVar("C", bound=TensorClass)
+
+
+def container_of_rows(
+    cls: type[C],
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    given: Mapping[str, Any],
+    objects: Mapping[str, Any] | None = None,
+) -> C:
+    """Return a container that is not padded, from the rows of its fields.
+
+    `full` is the prompt followed by the response, if both are given.
+
+    Args:
+        cls: the class of the container.
+        dtype: of all fields, or of each by name.
+        given: what the caller passed for each field; None for nothing.
+        objects: Python objects that all rows share, by field.
+
+    Raises:
+        InvalidRequestError: no field is given, a row is malformed, or the fields do not fit each other; `field` names
+            the field, `rows` the rows at fault.
+    """
+    fields: dict[str, Ragged] = {}
+    shapes: dict[str, Shape] = {}
+    for name, value in given.items():
+        if value is not None:
+            wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+            fields[name], shapes[name] = _read(value, wanted, f"{cls.__name__}.{name}", name)
+    if not fields:
+        raise InvalidRequestError(f"{cls.__name__}: pass the rows of a field: {', '.join(given)}", field="full")
+    if len({*shapes.values()}) > 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InvalidRequestError(f"{cls.__name__}: the fields have different batches: {found}", field=[*fields][-1])
+    _complete(cls.__name__, fields)
+    shape = next(iter(shapes.values()))
+    if 0 in shape:
+        # A stack needs at least one row.
+        empty = {name: rows.values.reshape(*shape, 0) for name, rows in fields.items()}
+        return cls.from_tensordict(TensorDict(empty, batch_size=shape))
+    count = len(next(iter(fields.values())))
+    shared = {name: [value] * count for name, value in (objects or {}).items()}
+    return cls.from_tensordict(lazy_rows({**fields, **shared}, shape))
+
+
+def _complete(container: str, fields: dict[str, Ragged]) -> None:
+    """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
+    problems: Problems = {}
+    prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
+    if prompt is not None and response is not None:
+        joined = prompt.join(response)
+        fields.setdefault("full", joined)
+    elif prompt is not None and full is not None:
+        joined = prompt.join(full.slice(prompt.lengths, full.lengths))
+    else:
+        joined = None
+    if joined is not None and full is not None:
+        pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
+        problems = {row: "is not the prompt followed by the response" for row, (one, other) in pairs if one != other}
+        _refuse(problems, f"{container}.full", "full")
+    # What is left are fields as long as the whole row: masks.
+    first, *others = [name for name in fields if name not in ("prompt", "response")] or ["prompt"]
+    for name in others:
+        lengths = zip(fields[name].lengths.tolist(), fields[first].lengths.tolist(), strict=True)
+        problems = {row: f"has {n} values, but {first} has {m}" for row, (n, m) in enumerate(lengths) if n != m}
+        _refuse(problems, f"{container}.{name}", name)
+
+
+def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:
+    if isinstance(given, Ragged):
+        rows: Sequence[Any] = given.split()
+        shape: Shape = (len(given),)
+    else:
+        rows, shape = _leaves(given, what, field)
+    tensors, problems = [], {}
+    for number, row in enumerate(rows):
+        try:
+            tensors.append(_row(row, dtype))
+        except Exception as error:  # the object's own methods may raise anything
+            problems[number] = f"{error}, got {shown(row)}"
+    _refuse(problems, what, field)
+    lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
+    return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths), shape
+
+
+def _leaves(given: Any, what: str, field: str, top: bool = True) -> tuple[list[Any], Shape]:
+    """Return the rows of nested lists in C order, and the batch shape. `[]` is a batch at the top, a row below it."""
+    if isinstance(given, Tensor) and given.is_nested:
+        given = list(given.unbind())
+    if _is_row(given):
+        return [given], ()
+    dense = getattr(given, "ndim", 1) > 1
+    items = as_list(given)
+    if dense or not isinstance(items, list):
+        kind = f"{list(given.shape)}, which may hold pads" if dense else f"{type(given).__name__}{read_once(given)}"
+        raise InvalidRequestError(
+            f"{what}: expected a list of rows, each a list or a tensor of one dimension; got {kind}",
+            field=field,
+        )
+    if (not items and not top) or any(_is_value(item) for item in items):
+        return [items], ()
+    parts = [_leaves(item, what, field, top=False) for item in items]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        found = ", ".join(map(str, sorted(shapes)))
+        raise InvalidRequestError(
+            f"{what}: all lists on one level must have the same shape, but these have batch shapes {found}", field=field
+        )
+    return [row for rows, _ in parts for row in rows], (len(items), *(shapes.pop() if shapes else ()))
+
+
+def _is_row(given: Any) -> bool:
+    """Return whether this is a tensor or an array of numbers in one dimension."""
+    if isinstance(given, Tensor):
+        return not unreadable(given) and given.ndim == 1
+    return getattr(given, "ndim", 0) == 1 and getattr(getattr(given, "dtype", None), "kind", "O") in "biuf"
+
+
+def _is_value(item: Any) -> bool:
+    return isinstance(item, (int, float)) or getattr(item, "ndim", 1) == 0
+
+
+def _row(row: Any, dtype: torch.dtype) -> Tensor:
+    """Return one row in `dtype`, which must hold all of its values."""
+    if isinstance(row, list):
+        # Lists of numpy's or torch's own scalars are read as well, if slowly.
+        row = [item.item() if hasattr(item, "item") else item for item in row]
+    tensor = row if isinstance(row, Tensor) else torch.as_tensor(row)
+    if not tensor.numel():
+        return tensor.new_empty(0, dtype=dtype)
+    floats, bools = tensor.dtype.is_floating_point, tensor.dtype == torch.bool
+    if dtype == torch.int64 and (floats or bools):
+        raise TypeError("expected token ids")
+    if dtype == torch.bool and not bools and (floats or bool(((tensor != 0) & (tensor != 1)).any())):
+        raise TypeError("expected True and False, or 1 and 0")
+    if tensor.ndim != 1 or tensor.dtype.is_complex or (dtype == torch.float32 and bools):
+        raise TypeError("expected numbers")
+    return tensor.to(dtype)
+
+
+def _refuse(problems: Problems, what: str, field: str) -> None:
+    if problems:
+        raise InvalidRequestError(f"{what}: {spelled_out(problems)}", field=field, problems=problems)

@@ -1,0 +1,358 @@
+"""Put results where `inplace` says, without losing what a TensorDict holds.
+
+Generating in place writes a new answer: its containers replace those of an earlier one. Scoring in place adds to what
+is there: fields that are there stay as they are, and missing ones are added. What cannot be put next to it (scores of
+other tokens, log-probs of another provenance under the same key) is refused before the engine is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from corelm import validate
+from corelm.backend.backend import Backend
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens, provenance_of_rows, ragged
+from corelm.containers.field_access import flat
+from corelm.containers.keys import key_parts
+from corelm.errors import InvalidRequestError, refuse, spelled_out
+from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows
+from corelm.policy.values import find_value, nested_field
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import ContainerRequest
+from corelm.tensors.ragged import Ragged
+
+_CONTAINERS: dict[str, Any] = {
+    "text": Text,
+    "tokens": Tokens,
+    "masks": Masks,
+    "log_probs": LogProbs,
+    "history": ChatHistory,
+}
+#: How far apart, in nats and on average, two scorings of the same tokens with the same weights may be. Rounding in
+#: bfloat16 makes about a fifth of that.
+_ROUNDING = 0.05
+
+
+def must_fit(td: TensorDictBase, batch_size: tuple[int, ...], options: PolicyOptions) -> None:
+    """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
+    if options.writes_in_place is True and td.is_locked:
+        raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
+    if options.writes_in_place is False or tuple(td.batch_size) == batch_size:
+        return
+    rest = td.exclude(*_replaced_keys(td, options)) if options.writes_in_place is True else td.empty()
+    try:
+        rest.batch_size = torch.Size(batch_size)
+    except RuntimeError as error:
+        raise validate.invalid(
+            "inplace",
+            f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
+        ) from error
+
+
+def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey]:
+    """Return the key of a bare input, which the container that holds the input replaces."""
+    key = getattr(options.keys, options.input_mode)
+    merged = not options.generate and isinstance(find_value(td, key), _CONTAINERS[options.input_mode])
+    return [] if merged or options.input_key is not None else [key]
+
+
+# Before the engine is asked ------------------------------------------------------------------------------------------
+
+
+def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
+    """Refuse generating in place if it would leave a container of an earlier answer next to the new one."""
+    for name, container in _CONTAINERS.items():
+        if name in options.fields or (name == "history" and options.input_mode != "history"):
+            continue
+        there = find_value(td, getattr(options.keys, name))
+        response = "all_response_mask" if name == "masks" else "response"
+        if isinstance(there, container) and response in there.keys():
+            raise validate.invalid(
+                f"return_{name}",
+                f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
+                f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
+            )
+
+
+def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label: Provenance) -> None:
+    """Refuse scoring in place if it would replace something that is there.
+
+    Args:
+        label: the expected provenance of the scores.
+
+    Raises:
+        InvalidRequestError: other tokens, log-probs of another provenance, or values of other kinds are there.
+    """
+    if options.overwrite:
+        return
+    if rows.conflicts:
+        raise InvalidRequestError(
+            f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
+            "them: another tokenizer or chat template made them, or the input was cut or has changed since. Pass "
+            'input_mode="tokens" to score the tokens that are there, id for id; or inplace=False; or write elsewhere: '
+            'keys=Keys(text="ref_text", tokens="ref_tokens", masks="ref_masks", log_probs="ref_log_probs"); or '
+            "overwrite=True to replace them",
+            field="tokens",
+            problems=rows.conflicts,
+        )
+    for name in sorted(options.fields):
+        there = find_value(td, getattr(options.keys, name))
+        if there is None:
+            continue
+        if isinstance(there, LogProbs) and name == "log_probs" and rows.conflicts is not None:
+            refuse_other_provenance(there, label, getattr(options.keys, name), _ADVICE)
+            _read_log_probs(there, rows, options)
+        elif loss := _loss(name, there, rows, options):
+            elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
+            leave_out = "" if name == "log_probs" else f" or return_{name}=False"
+            raise InvalidRequestError(
+                f"{_dotted(options, name)}: {loss}. Scoring in place replaces nothing: pass {elsewhere}{leave_out}; or "
+                "inplace=False; or overwrite=True to replace it",
+                field=name,
+            )
+    there = find_value(td, "errors") if options.on_error == "skip" else None
+    if there is not None and not _are_errors(there, rows):
+        raise validate.invalid("errors", "the TensorDict holds something else under that key; pass inplace=False")
+
+
+_ADVICE = (
+    'Write these elsewhere: log_probs_key="ref_log_probs"; or pass overwrite=True to replace those that are there, or '
+    "inplace=False to return these alone"
+)
+
+
+def refuse_other_provenance(
+    there: Any, expected: Provenance | tuple[Provenance | None, ...], key: NestedKey, advice: str
+) -> None:
+    """Refuse to replace log-probs of another provenance, row by row. Anything but `LogProbs` is accepted.
+
+    Args:
+        there: what is under the key.
+        expected: the provenance of the new log-probs, one for all rows or one per row.
+        key: the key.
+        advice: what to do instead.
+
+    Raises:
+        InvalidRequestError: `rows` are those of another provenance, or of an unknown one.
+    """
+    if not isinstance(there, LogProbs):
+        return
+    count = there.batch_size.numel()
+    olds = provenance_of_rows(there, count)
+    news = expected if isinstance(expected, tuple) else (expected,) * count
+    problems = {
+        row: f"the log-probs that are there come from {_source(old)}, the new ones from {_source(new)}"
+        for row, (old, new) in enumerate(zip(olds, news, strict=False))
+        if old != new
+    }
+    if problems:
+        field = ".".join(key_parts(key))
+        raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {advice}", field=field, problems=problems)
+
+
+def _source(one: Provenance | None) -> str:
+    if one is None:
+        return "an unknown source"
+    how = one.mode if one.mode == "raw" else f"processed, temperature {one.temperature}, {one.support} support"
+    return f"{one.backend} ({one.model!r}, weights {one.weight_version!r}, {how})"
+
+
+def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str | None:
+    """Return what would be lost of what is there; None if nothing would.
+
+    Containers are kept if they say the same. The ids decide, if there are any: the text of an answer lacks the special
+    tokens and the stop string that its ids have.
+    """
+    read = name == options.input_mode and options.input_key is None
+    if _is_nested(there):
+        lost = sorted({*there.keys()} - {"full", "padded"})
+        return f"nested tensors of {', '.join(lost)} are there" if lost or not read else None
+    if isinstance(there, TensorDictBase) and not isinstance(there, _CONTAINERS[name]):
+        written = {"full", "input_ids", "attention_mask"} if read else set()
+        if name == "masks":
+            written = {"all_attention_mask"} | ({"all_assistant_mask"} if rows.assistant is not None else set())
+        lost = sorted(map(str, set(there.keys()) - written))
+        return f"a plain TensorDict with {', '.join(lost)} is there" if lost else None
+    if not isinstance(there, _CONTAINERS[name]):
+        kind = "list" if isinstance(there, list) else type(there).__name__
+        return None if read else f"a {kind} is there, not a {_CONTAINERS[name].__name__}"
+    if read or rows.conflicts is not None or name == "tokens":
+        return None
+    if name == "masks":
+        return None if _fit(there, rows) else "masks of other tokens are there"
+    if name == "history":
+        same = "full" not in there.keys() or there.full.chats == rows.chats
+    else:
+        same = name == "text" and ("full" not in there.keys() or tuple(flat(there.full)) == rows.texts)
+    what = "log-probs are" if name == "log_probs" else f"another {name} is"
+    return None if same else f"{what} there, and no tokens to show that it belongs to what is scored"
+
+
+def _fit(masks: Masks, rows: InputRows) -> bool:
+    """Return whether masks have the layout and the lengths of the rows."""
+    fields = [getattr(masks, name) for name in masks.keys() if name != "padded"]
+    if masks.padded is not (rows.columns is not None):
+        return False
+    if rows.columns is not None:
+        shape = (*rows.batch_size, rows.columns.mask.shape[-1])
+        return all(field.shape == shape for field in fields)
+    lengths = rows.ids.lengths.tolist()
+    return all([len(row) for row in flat(field)] == lengths for field in fields)
+
+
+def _is_nested(there: Any) -> bool:
+    """Return whether these are `Tokens` of nested tensors, which are read like bare ones and replaced by rows."""
+    return isinstance(there, Tokens) and nested_field(there, "full") is not None
+
+
+def _are_errors(there: Any, rows: InputRows) -> bool:
+    messages = flat(there)
+    return len(messages) == len(rows.ids) and all(isinstance(one, str) for one in messages)
+
+
+def _dotted(options: PolicyOptions, name: str) -> str:
+    return ".".join(key_parts(getattr(options.keys, name)))
+
+
+# After the engine has answered ---------------------------------------------------------------------------------------
+
+
+def scores_are_dense(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> bool:
+    """Return whether scores are written as dense tensors: in place like the tokens there, else as `pad_output` says."""
+    if options.writes_in_place is True and _joins(rows, options):
+        names = ("tokens", "masks")
+        if any(isinstance(find_value(td, getattr(options.keys, name)), _CONTAINERS[name]) for name in names):
+            return rows.columns is not None
+    return options.pad_output
+
+
+def merged(td: TensorDictBase, rows: InputRows, request: ContainerRequest, options: PolicyOptions) -> ContainerRequest:
+    """Return the scores together with those that are there: a log-prob that is there stays, new positions are added."""
+    if options.writes_in_place is not True:
+        return request
+    earlier = find_value(td, "errors")
+    if request.errors is not None and earlier is not None and not options.overwrite:
+        pairs = zip(flat(earlier), request.errors, strict=True)
+        request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
+    there = find_value(td, options.keys.log_probs)
+    if options.overwrite or not isinstance(there, LogProbs) or request.logprobs is None or request.scored is None:
+        return request
+    assert request.provenance is not None
+    # The weights may have changed since the request was checked.
+    refuse_other_provenance(there, request.provenance, options.keys.log_probs, _ADVICE)
+    old, old_scored = _read_log_probs(there, rows, options)
+    new = request.logprobs.values
+    values, counts, new_counts = (one.values.to(new.device) for one in (old, old_scored, request.scored))
+    both = counts & new_counts
+    _must_agree(old.with_values(torch.where(both, values - new, 0.0)), int(both.sum()), options)
+    return replace(
+        _with_split(there, rows, request),
+        logprobs=old.with_values(torch.where(counts, values, new)),
+        scored=old.with_values(counts | new_counts),
+    )
+
+
+def _read_log_probs(there: LogProbs, rows: InputRows, options: PolicyOptions) -> tuple[Ragged, Ragged]:
+    """Return the log-probs that are there, and bool, as long: which of them are scored."""
+    view = _with_masks(there, rows)
+    values = ragged(view, ("log_probs", "full"))
+    lengths = zip(values.lengths.tolist(), rows.ids.lengths.tolist(), strict=True)
+    problems = {row: f"{n} log-probs are there for {m} tokens" for row, (n, m) in enumerate(lengths) if n != m}
+    refuse(problems, _dotted(options, "log_probs"))
+    if "scored_mask" in there.keys():
+        return values, ragged(view, ("log_probs", "scored_mask"))
+    return values, Ragged.full(values.lengths, True, torch.bool)
+
+
+def _with_masks(there: LogProbs, rows: InputRows) -> TensorDict:
+    held: dict[str, Any] = {"log_probs": there}
+    if rows.columns is not None:
+        mask = rows.columns.mask.reshape(*rows.batch_size, rows.columns.mask.shape[-1])
+        held["masks"] = Masks(all_attention_mask=mask, batch_size=rows.batch_size)
+    return TensorDict(held, batch_size=rows.batch_size)
+
+
+def _with_split(there: LogProbs, rows: InputRows, request: ContainerRequest) -> ContainerRequest:
+    """Return the request with the split into prompt and response that the log-probs there have, if it has none."""
+    if rows.prompt_lengths is not None or "prompt" not in there.keys():
+        return request
+    lengths = ragged(_with_masks(there, rows), ("log_probs", "prompt")).lengths
+    columns = rows.columns and replace(rows.columns, prompt_width=there.prompt.shape[-1])
+    return replace(request, tokens=replace(rows, prompt_lengths=lengths).tokens, columns=columns)
+
+
+def _must_agree(gaps: Ragged, count: int, options: PolicyOptions) -> None:
+    """Refuse scores that are further from those there than rounding explains, although their labels are the same.
+
+    Args:
+        gaps: the differences, as long as the rows; 0.0 where only one of the two is scored.
+        count: how many tokens both have scored.
+    """
+    # Where both are minus infinity, the gap is NaN, and they agree.
+    gaps = gaps.with_values(gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs())
+    mean = float(gaps.values.sum()) / max(count, 1)
+    if mean <= _ROUNDING:
+        return
+    worst = int(gaps.values.argmax())
+    row, position = int(gaps.row_index[worst]), int(gaps.positions[worst])
+    what = f"the log-prob of position {position} differs by {float(gaps.values[worst]):.3g} nats"
+    key = _dotted(options, "log_probs")
+    raise InvalidRequestError(
+        f"{key}: row {row}: {what}, {mean:.3g} on average, from the one that is there, although both have the same "
+        f"provenance. The models differ, or their weights do. {_ADVICE}",
+        field=key,
+        problems={row: what},
+    )
+
+
+def deliver(
+    td: TensorDictBase, rows: InputRows, request: ContainerRequest, backend: Backend, options: PolicyOptions
+) -> TensorDictBase:
+    """Put the containers under the policy's keys, where `inplace` says."""
+    made = backend.to_containers(request)
+    device = options.device or td.device
+    if device is not None:
+        made = made.to(device)
+    there: dict[str, Any] = {}
+    if options.writes_in_place is True and not options.generate:
+        there = {name: find_value(td, getattr(options.keys, name)) for name in _kept(rows, options)}
+    if options.writes_in_place is False:
+        out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
+    else:
+        out = td if options.writes_in_place is True else td.empty()
+        if tuple(out.batch_size) != tuple(request.batch_size):
+            out.exclude(*_replaced_keys(td, options), inplace=True)
+            out.batch_size = torch.Size(request.batch_size)
+    for name, value in made.items():
+        if isinstance(there.get(name), _CONTAINERS.get(name, ())) and not _is_nested(there[name]):
+            value = _completed(there[name], value)
+        out.set(getattr(options.keys, name, name), value)
+    return out
+
+
+def _kept(rows: InputRows, options: PolicyOptions) -> Iterator[str]:
+    """Yield the containers whose fields stay. Log-probs that are there are already part of the new ones."""
+    for name in _CONTAINERS:
+        read = name == options.input_mode and options.input_key is None
+        if name != "log_probs" and (read or _joins(rows, options)):
+            yield name
+
+
+def _joins(rows: InputRows, options: PolicyOptions) -> bool:
+    """Return whether scores join what is there. With overwrite=True, containers of other tokens may be there."""
+    return not options.overwrite or rows.conflicts == {}
+
+
+def _completed(there: Any, new: Any) -> Any:
+    """Return the container that is there, with the fields of the new one that it lacks."""
+    for field in new.keys():
+        if field not in there.keys():
+            # Fields without rows read as empty lists, which have no type.
+            there.set(field, new.get(field) if 0 in new.batch_size else getattr(new, field))
+    return there

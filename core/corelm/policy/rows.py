@@ -1,0 +1,88 @@
+"""`InputRows`: what was read from a user's TensorDict, as flat rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from corelm.errors import Problems
+from corelm.spec.message import Chat
+from corelm.spec.records import Columns, Parts
+from corelm.tensors.ragged import Ragged
+
+if TYPE_CHECKING:
+    from corelm.backend.backend import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputRows:
+    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
+
+    Attributes:
+        batch_size: the shape of the batch.
+        ids: the prompts, or the whole sequences.
+        texts: the texts that were tokenized; None where tokens were read.
+        chats: the conversations that were rendered; None where no history was read.
+        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
+        prompt_lengths: int64[rows], if the input tells prompt and response apart.
+        columns: the dense layout that the sequences came in.
+        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None where this
+            cannot happen.
+        problems: rows that could not be read, and why. These rows are empty.
+        conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
+    """
+
+    batch_size: tuple[int, ...]
+    ids: Ragged
+    texts: tuple[str, ...] | None = None
+    chats: tuple[Chat, ...] | None = None
+    assistant: Ragged | None = None
+    prompt_lengths: Tensor | None = None
+    columns: Columns | None = None
+    retokenized: tuple[bool, ...] | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
+    conflicts: Problems | None = None
+
+    @property
+    def tokens(self) -> Parts[Ragged]:
+        """The ids, split into prompt and response if the input tells them apart."""
+        if self.prompt_lengths is None:
+            return Parts(None, None, self.ids)
+        start = torch.zeros_like(self.prompt_lengths)
+        prompt = self.ids.slice(start, self.prompt_lengths)
+        return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
+
+    def repeat(self, n: int) -> InputRows:
+        """Return every prompt `n` times, under a new last batch dimension."""
+
+        def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+            return None if values is None else tuple(value for value in values for _ in range(n))
+
+        return replace(
+            self,
+            batch_size=(*self.batch_size, n),
+            ids=self.ids.repeat(n),
+            texts=each(self.texts),
+            chats=each(self.chats),
+            assistant=None if self.assistant is None else self.assistant.repeat(n),
+            retokenized=each(self.retokenized),
+        )
+
+
+def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
+    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
+    cut = rows.ids.lengths > limit
+    if not bool(cut.any()):
+        return rows
+    start = (rows.ids.lengths - limit).clamp_min(0)
+    ids = rows.ids.slice(start, rows.ids.lengths)
+    texts = rows.texts
+    if texts is not None:
+        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
+        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
+    assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
+    return replace(rows, ids=ids, texts=texts, assistant=assistant)

@@ -1,0 +1,162 @@
+"""Sequences of strings and chats of every library, where a list is accepted."""
+
+from collections import UserList, deque
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from corelm import History, LLMPolicy, Text
+from corelm.errors import InvalidRequestError
+from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
+
+TEXTS = QUESTIONS[:2]
+CHATS = [chat(TEXTS[0]), [*chat(TEXTS[1]), {"role": "assistant", "content": "No."}]]
+
+
+def objects(rows):
+    array = np.empty(len(rows), dtype=object)
+    array[:] = rows
+    return array
+
+
+def series(rows):
+    return pytest.importorskip("pandas").Series(rows, index=range(7, 7 + len(rows)))
+
+
+def column(rows):
+    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    table = datasets.table.InMemoryTable(arrow.table({"column": rows}))
+    return datasets.Dataset(table, fingerprint="rows")["column"]
+
+
+def polars_series(rows):
+    return pytest.importorskip("polars").Series(rows)
+
+
+def arrow(rows):
+    return pytest.importorskip("pyarrow").chunked_array([rows])
+
+
+class Column(UserList):
+    """A sequence that is no list, as a column of `datasets` is."""
+
+
+def kinds(*given):
+    return pytest.mark.parametrize("kind", given, ids=lambda kind: kind.__name__)
+
+
+SEQUENCES = kinds(tuple, np.array, objects, deque, Column, series, column, polars_series, arrow)
+CHAT_SEQUENCES = kinds(tuple, objects, deque, Column, series, column)
+
+
+@SEQUENCES
+@pytest.mark.parametrize("batch", [[], [2]], ids=["no batch", "batch"])
+def test_texts_may_be_any_sequence(backend, kind, batch):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    expected = policy(TensorDict(text=TEXTS), seed=1)
+    texts = kind(TEXTS)
+    for td in (
+        TensorDict(text=texts, batch_size=batch),
+        TensorDict(text=Text(prompt=texts, batch_size=[2]), batch_size=batch),
+        TensorDict({"text": TensorDict(prompt=texts, batch_size=batch)}, batch_size=batch),
+        TensorDict(query=texts, batch_size=batch),
+    ):
+        out = policy.replace(input_key="query" if "query" in td.keys() else None)(td, seed=1)
+        assert tuple(out.batch_size) == (2,) and out["text"].prompt == TEXTS
+        assert out["text"].response == expected["text"].response
+        assert {type(text) for text in out["text"].prompt} == {str}
+    in_place = policy.replace(inplace=True)(TensorDict(text=texts, batch_size=batch), seed=1)
+    assert in_place["text"].response == expected["text"].response
+    scored = policy.replace(generate=False)(TensorDict(text=texts, batch_size=batch))
+    assert scored["text"].full == TEXTS
+    assert backend.tokenize(texts).ids.tolist() == backend.tokenize(TEXTS).ids.tolist()
+
+
+@kinds(tuple, np.array, objects, Column)
+def test_a_field_of_text_reads_as_lists_however_it_was_set(kind):
+    text = Text(prompt=kind(TEXTS), batch_size=[2])
+    assert text.prompt == TEXTS and text[1].prompt == TEXTS[1]
+    text.response = kind(TEXTS)
+    td = TensorDict(text=text, batch_size=[2])
+    assert td["text"].response == TEXTS and td[0]["text"].response == TEXTS[0]
+    td["text", "full"] = kind(TEXTS)
+    assert td["text"].full == TEXTS
+    square = Text(prompt=kind([*TEXTS]), batch_size=[2])
+    assert torch.stack([square, square]).prompt == [TEXTS, TEXTS]
+
+
+def test_nested_sequences_of_texts_have_two_batch_dimensions(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    square = [TEXTS, TEXTS[::-1]]
+    for texts in (np.array(square), tuple(map(tuple, square)), [tuple(row) for row in square]):
+        assert policy(TensorDict(text=texts))["text"].prompt == square
+        assert Text(prompt=texts, batch_size=[2, 2]).prompt == square
+
+
+def test_a_single_text_of_numpy_is_a_text(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+    for text in (np.str_("Who?"), np.array("Who?")):
+        assert policy(TensorDict(text=text))["text"].prompt == "Who?"
+
+
+@CHAT_SEQUENCES
+def test_chats_may_be_any_sequence(backend, kind):
+    expected = History.from_chats(CHATS)
+    for chats in (kind(CHATS), kind([objects(one) for one in CHATS]) if kind is not column else kind(CHATS)):
+        history = History.from_chats(chats)
+        assert tuple(history.batch_size) == (2,) and history.to_chats() == expected.to_chats()
+    assert History.from_chats(kind([CHATS[0]])).to_chats() == [CHATS[0]]
+    more = [{"role": "user", "content": "And?"}, {"role": "user", "content": "Who?"}]
+    assert expected.append(kind(more)).to_chats() == expected.append(more).to_chats()
+    assert expected.extend(kind([[one] for one in more])).to_chats() == expected.append(more).to_chats()
+
+
+def test_chatml_texts_may_be_any_sequence():
+    texts = ["<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>user\nWho?<|im_end|>\n"]
+    for given in (tuple(texts), np.array(texts), Column(texts)):
+        assert History.from_text(given).to_chats() == History.from_text(texts).to_chats()
+
+
+def test_what_can_be_read_only_once_is_refused_in_one_sentence(backend):
+    policy = LLMPolicy(backend, input_mode="text")
+    once = "generator, which can be read only once; pass list"
+    with pytest.raises(InvalidRequestError, match=once):
+        policy(TensorDict(text=(text for text in TEXTS)))
+    with pytest.raises(InvalidRequestError, match=once):
+        History.from_chats(one for one in CHATS)
+    with pytest.raises(InvalidRequestError, match=once):
+        History.from_text(text for text in TEXTS)
+    with pytest.raises(InvalidRequestError, match=r"which can be read only once; pass list"):
+        backend.tokenize(map(str, TEXTS))
+    with pytest.raises(InvalidRequestError, match=once):
+        LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=([1] for _ in range(2))))
+
+
+@pytest.mark.parametrize("given", [{"a": 1}, {"a", "b"}, b"bytes", 3, None])
+def test_what_is_no_sequence_of_texts_is_refused(backend, given):
+    with pytest.raises(InvalidRequestError, match=r"texts: expected a str or a list of str"):
+        backend.tokenize(given)
+
+
+def test_missing_values_are_named_by_row(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    with pytest.raises(InvalidRequestError, match=r"row 1: expected a str, got float") as error:
+        policy(TensorDict(text=objects(["Who?", float("nan"), "Where?"])))
+    assert error.value.rows == (1,)
+    out = policy.replace(on_error="skip", inplace=False)(TensorDict(text=objects(["Who?", None])))
+    assert "expected a str" in out["errors"][1] and out["text"].response[0] is not None
+
+
+def test_texts_that_do_not_fill_their_container_are_refused(backend):
+    row = TensorDict({"text": TensorDict(prompt=tuple(TEXTS), batch_size=[2])}, batch_size=[2])[0]
+    text = Text.from_tensordict(row["text"])
+    with pytest.raises(InvalidRequestError, match=r"2 texts do not fill a batch of shape \(\)"):
+        LLMPolicy(backend, input_mode="text")(TensorDict(text=text))
+
+
+def test_rows_of_ids_may_be_an_array_of_lists(backend):
+    rows = [[72, 105], [87, 104, 111]]
+    for given in (objects(rows), Column(rows), deque(rows)):
+        assert len(backend.generate(given, SAMPLING).ids) == 2
