@@ -1,6 +1,7 @@
 """TensorClasses that users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `PerToken`, `ChatHistory`, `History`.
 
-`ragged` reads their fields without pads, `merge_turns` makes one training row of several turns.
+`ragged` reads their fields without pads, `repad` and `collate` change their layout, and `merge_turns` makes one row of
+several turns. `to_records` makes plain dicts.
 """
 
 from corelm.containers.classes import (
@@ -14,6 +15,8 @@ from corelm.containers.classes import (
     ragged,
 )
 from corelm.containers.history import History
+from corelm.containers.padding import collate, repad
+from corelm.containers.records import to_records
 from corelm.containers.turns import merge_turns
 
 # Saved files name a class by its module. They name this package, so that its modules can be reorganised.
@@ -29,6 +32,9 @@ __all__ = [
     "PerToken",
     "Text",
     "Tokens",
+    "collate",
     "merge_turns",
     "ragged",
+    "repad",
+    "to_records",
 ]
