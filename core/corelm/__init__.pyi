@@ -10,6 +10,10 @@ from .containers.classes import Text as Text
 from .containers.classes import Tokens as Tokens
 from .containers.classes import ragged as ragged
 from .containers.history import History as History
+from .containers.overview import summary as summary
+from .containers.padding import collate as collate
+from .containers.padding import repad as repad
+from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
 from .opening.by_name import get_backend as get_backend
 from .policy.inputs import Keys as Keys

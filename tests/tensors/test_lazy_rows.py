@@ -78,6 +78,16 @@ def test_what_needs_no_row_makes_none() -> None:
     assert waiting(td) == EVERY
 
 
+def test_a_representation_shows_the_first_objects_and_makes_no_row() -> None:
+    objects = lazy_objects([f"text {number}" for number in range(9)], (3, 3))
+    shown = "['text 0', 'text 1', 'text 2', 'text 3', 'text 4', 'text 5', …]"
+    assert repr(objects) == f"NonTensorStack({shown}, batch_size=torch.Size([3, 3]))"
+    rows = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
+    assert repr(rows) == "LazyStackedTensorDict(fields: full; batch_size=torch.Size([4]))"
+    assert flat_source(objects) is not None and flat_source(rows) is not None
+    assert rows[0] is not None and "fields={" in repr(rows)
+
+
 def test_a_row_makes_those_of_its_container_alone() -> None:
     td = assemble(request())
     assert [row.tolist() for row in td["tokens"].full] == ROWS
@@ -92,7 +102,6 @@ FIRST_TOUCHES = {
     "an index": lambda stack: stack[1],
     "iteration": list,
     "its rows": lambda stack: stack.tensordicts,
-    "its representation": repr,
     "a lock": lambda stack: stack.lock_(),
     "a stack of two": lambda stack: torch.stack([stack, stack]),
     "a lazy stack of two": lambda stack: lazy_stack([stack, stack]),

@@ -1,6 +1,7 @@
 """TensorClasses that users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `PerToken`, `ChatHistory`, `History`.
 
-`ragged` reads their fields without pads, `merge_turns` makes one training row of several turns.
+`ragged` reads their fields without pads, `repad` and `collate` change their layout, and `merge_turns` makes one row of
+several turns. `to_records` makes plain dicts, and `summary` shows a result.
 """
 
 from corelm.containers.classes import (
@@ -14,11 +15,21 @@ from corelm.containers.classes import (
     ragged,
 )
 from corelm.containers.history import History
+from corelm.containers.html import container_html
+from corelm.containers.notebook import show_results
+from corelm.containers.overview import summary
+from corelm.containers.padding import collate, repad
+from corelm.containers.printing import short
+from corelm.containers.records import to_records
 from corelm.containers.turns import merge_turns
 
 # Saved files name a class by its module. They name this package, so that its modules can be reorganised.
 for _container in (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens):
     _container.__module__ = __name__
+    _container.__repr__ = short  # type: ignore[method-assign]
+    _container._repr_html_ = container_html
+
+show_results()
 
 __all__ = [
     "SAFE_GLOBALS",
@@ -29,6 +40,10 @@ __all__ = [
     "PerToken",
     "Text",
     "Tokens",
+    "collate",
     "merge_turns",
     "ragged",
+    "repad",
+    "summary",
+    "to_records",
 ]

@@ -128,11 +128,12 @@ def _provenance(container: Any, name: str) -> Any:
     """Return the provenance that all rows share, else a tuple of the distinct ones in order, else None."""
     # Rows made together share their datum, and most are, so each datum is read once.
     data = {id(datum): datum for datum in data_of(container._tensordict, name) if datum}
-    found = tuple(dict.fromkeys(map(_as_provenance, data.values())))
+    found = tuple(dict.fromkeys(map(as_provenance, data.values())))
     return found if len(found) > 1 else next(iter(found), None)
 
 
-def _as_provenance(datum: Mapping[str, Any]) -> Provenance:
+def as_provenance(datum: Mapping[str, Any]) -> Provenance:
+    """Return the provenance that a container stores as plain data."""
     return Provenance(**{**datum, "penalties": tuple(map(tuple, datum["penalties"]))})
 
 

@@ -131,7 +131,7 @@ def is_padded(container: Any, name: str = "padded") -> bool:
     if len(kinds) > 1:
         raise InvalidRequestError(
             f"{type(container).__name__}: some rows are padded and others are not, so they cannot be read together; "
-            "read the rows one by one, or all of them with corelm.ragged(td, key)",
+            "lay them out alike with corelm.repad(td), or read all of them with corelm.ragged(td, key)",
             field=name,
         )
     return True in kinds
@@ -155,7 +155,7 @@ def tensors(container: Any, name: str) -> Any:
     except RuntimeError as error:
         raise InvalidRequestError(
             f"{type(container).__name__}.{name}: the rows are padded to different widths and do not form one tensor; "
-            "read the rows one by one, or all of them with corelm.ragged(td, key)",
+            "pad them to one width with corelm.repad(td), or read all of them with corelm.ragged(td, key)",
             field=name,
         ) from error
 

@@ -18,6 +18,7 @@ from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError
 from corelm.opening.by_name import get_backend
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
+from corelm.policy.description import describe
 from corelm.policy.inputs import InputReader, Part
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored
@@ -347,8 +348,8 @@ class LLMPolicy(TensorDictModuleBase):
     def __reduce__(self) -> Any:
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
 
-    def extra_repr(self) -> str:
-        return f"{self.backend!r}, input_mode={self.options.input_mode!r}, generate={self.options.generate}"
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe(self.backend, self.options)})"
 
 
 def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:

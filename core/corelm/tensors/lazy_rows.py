@@ -14,6 +14,7 @@ of that list does not hold, `lazy_rows` and `lazy_objects` make every row at onc
 from __future__ import annotations
 
 import logging
+import reprlib
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 _SOURCE = "_corelm_source"
 #: What a stack answers without making its rows. All that tensordict asks of a stack that is put into a TensorDict.
 _ANSWERED = frozenset({"__class__", "shape", "batch_size", "_has_names", "keys", "tolist"})
+#: How many objects a stack shows that has not made its rows.
+_SHOWN = 6
 #: The classes of stacks that have not made their rows.
 _LAZY: set[type] = set()
 #: Two threads that access one stack at once get the same rows.
@@ -51,6 +54,12 @@ class FlatObjects:
     def make(self) -> NonTensorData | NonTensorStack:
         return stack_objects(self.values, self.shape)
 
+    def shown(self) -> str:
+        """Return the first values, and how many there are."""
+        count = len(self.values)
+        first = ", ".join(reprlib.repr(self.values[row]) for row in range(min(count, _SHOWN)))
+        return f"[{first}{', …' if count > _SHOWN else ''}], batch_size={torch.Size(self.shape)}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatRows:
@@ -61,6 +70,10 @@ class FlatRows:
 
     def make(self) -> LazyStackedTensorDict:
         return stack_rows(self.fields, self.shape)
+
+    def shown(self) -> str:
+        """Return the names of the fields, and how many rows there are."""
+        return f"fields: {', '.join(self.fields)}; batch_size={torch.Size(self.shape)}"
 
     def objects(self, name: str) -> Sequence[Any]:
         """Return the objects of a field that holds no tensors. None stands for rows without the field."""
@@ -139,6 +152,10 @@ def _waiting(ordinary: type[TensorDictBase]) -> Any:
             if isinstance(source, FlatObjects) and not options:
                 return nested(iter(source.values), source.shape)
             return _make_rows(self).tolist(**options)
+
+        def __repr__(self) -> str:
+            source = flat_source(self)
+            return repr(self) if source is None else f"{ordinary.__name__}({source.shown()})"
 
     # The name that tensordict shows when it prints a TensorDict.
     Lazy.__name__ = Lazy.__qualname__ = ordinary.__name__

@@ -1,0 +1,249 @@
+"""What there is to show of a container or a result: its first rows and a few facts, found quickly and without fail.
+
+Nothing here makes the lazily created rows of a batch. Rows that were made are read up to `MOST`.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from corelm.containers.classes import ChatHistory, LogProbs, Text, ragged
+from corelm.containers.field_access import rows
+from corelm.containers.history import History
+from corelm.containers.reading import CONTAINERS, Path, entries, head, masks_of, objects
+from corelm.errors import InvalidRequestError, printable
+from corelm.spec.message import Chat
+from corelm.spec.provenance import Provenance
+from corelm.tensors.lazy_rows import FlatRows, flat_source
+from corelm.tensors.ragged import Ragged
+
+#: How many rows are read at most, once the rows of a batch have been made one by one.
+MOST = 200
+
+
+def attempt(read: Callable[..., Any], *given: Any, otherwise: Any) -> Any:
+    """Return ``read(*given)``, or `otherwise` if it fails: what is printed may be broken."""
+    try:
+        return read(*given)
+    except Exception:
+        return otherwise
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def cut(text: str, width: int) -> str:
+    """Return `text` on one line and at most `width` columns wide, with escape sequences for what is not printable.
+
+    >>> cut("one\\ntwo", 20), cut("a long sentence", 8)
+    ('one\\\\ntwo', 'a long …')
+    """
+    shown = printable(text[: max(width, 1)])
+    if len(text) <= width and columns(shown) <= width:
+        return shown
+    room, kept = width - 1, []
+    for character in shown:
+        room -= columns(character)
+        if room < 0:
+            break
+        kept.append(character)
+    return "".join(kept) + "…"
+
+
+def columns(text: str) -> int:
+    """Return how many columns of a terminal the text takes: two for a wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def padded_to(text: str, width: int, right: bool = False) -> str:
+    """Return the text with spaces up to `width` columns, on its left if it is to stand on the right."""
+    spaces = " " * max(0, width - columns(text))
+    return spaces + text if right else text + spaces
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Return the smallest and the largest number: "3", "1–3", or "none".
+
+    >>> span([1, 3, 2]), span([2, 2]), span([])
+    ('1–3', '2', 'none')
+    """
+    if not numbers:
+        return "none"
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def decimal(value: float | None) -> str:
+    """Return a log-probability with three decimals; "–" if there is none."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def label(provenance: Any) -> str:
+    """Return a provenance in a few words; of several, the first and how many more."""
+    if isinstance(provenance, tuple):
+        return f"{label(provenance[0])}; and {len(provenance) - 1} more"
+    if not isinstance(provenance, Provenance):
+        return "unknown distribution"
+    how: str = provenance.mode
+    if provenance.temperature != 1.0 or provenance.support != "full" or provenance.penalties:
+        parts = [f"temperature {provenance.temperature:g}", f"{provenance.support} support"]
+        parts += [f"{name} {value:g}" for name, value in provenance.penalties]
+        how += f" ({', '.join(parts)})"
+    model = printable(provenance.model)
+    if len(model) > 40:  # a path, whose end is the name
+        model = f"…{model[-39:]}"
+    return f"{how}, {cut(provenance.backend, 20)}, model '{model}', weights '{cut(provenance.weight_version, 20)}'"
+
+
+def row_count(batch_size: Sequence[int]) -> str:
+    """Return how many rows there are: "1 row", "4 rows", "6 rows as (2, 3)"."""
+    count = math.prod(batch_size)
+    words = f"{count:,} row{'' if count == 1 else 's'}"
+    return words if len(batch_size) == 1 else f"{words} as {tuple(batch_size)}"
+
+
+def last_words(chat: Chat, width: int) -> str:
+    """Return the messages of a conversation on one line; of a long one, only the last two."""
+    shown = chat[-2:]
+    before = f"… {len(chat) - 2} messages | " if len(chat) > 2 else ""
+    room = max(8, (width - len(before)) // max(len(shown), 1) - 3)
+    return before + " | ".join(cut(f"{one.role}: {one.content or '(no text)'}", room) for one in shown)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def few(container: Any) -> Any:
+    """Return the container, or its first `MOST` rows if its rows were made one by one and are many."""
+    td = container._tensordict
+    return first(container, MOST) if _made(td) and math.prod(td.batch_size) > MOST else container
+
+
+def first(container: Any, count: int) -> Any:
+    """Return the first `count` rows of a container, under one batch dimension."""
+    return type(container).from_tensordict(head(container._tensordict, count))
+
+
+def field_lengths(container: Any, name: str) -> list[int]:
+    """Return the number of values in each row of a field; of a dense field its width alone, pads included."""
+    source = flat_source(container._tensordict)
+    if isinstance(source, FlatRows):
+        field = source.fields[name]
+        return field.lengths.tolist() if isinstance(field, Ragged) else []
+    try:
+        value = getattr(container, name)
+    except InvalidRequestError:  # rows of both layouts, or of different widths
+        return [row.get(name).shape[-1] for row in rows(container._tensordict)]
+    if isinstance(value, Tensor):
+        return [value.shape[-1]]
+    return [row.shape[-1] for row in _leaves(value)]
+
+
+def row_means(log_probs: LogProbs, count: int) -> list[float | None]:
+    """Return the mean log-prob of each of the first `count` rows, over its scored tokens; None if there are none."""
+    means: list[float | None] = []
+    for row in rows(first(log_probs, count)):
+        values, scored = row.full, row.scored_mask
+        if values is None:
+            # The mask is as wide as all tokens, and a response is at their end.
+            values = row.response
+            scored = None if scored is None else scored[scored.shape[-1] - values.shape[-1] :]
+        if scored is not None:
+            values = values[scored]
+        means.append(values.detach().double().mean().item() if values.numel() else None)
+    return means
+
+
+def overall_mean(td: TensorDictBase, path: Path) -> tuple[float, int] | None:
+    """Return the mean of all scored log-probs of a container, and how many there are. None without any."""
+    masks = masks_of(td, path)
+    scored = ragged(td, (*path, "scored_mask"), masks=masks).values
+    values = ragged(td, (*path, "full"), masks=masks).values.detach()[scored]
+    return (values.double().mean().item(), values.numel()) if values.numel() else None
+
+
+# A result ------------------------------------------------------------------------------------------------------------
+
+
+def bounded(td: TensorDictBase) -> tuple[TensorDictBase, bool]:
+    """Return `td`, or its first `MOST` rows if rows were made one by one and are many; and whether it was cut."""
+    if math.prod(td.batch_size) <= MOST:
+        return td, False
+    # A stack of rows is not asked for its containers, because it would stack those of all rows.
+    stored = [td] if _made(td) else [value._tensordict for value in containers_of(td).values()]
+    return (head(td, MOST), True) if any(map(_made, stored)) else (td, False)
+
+
+def _made(td: Any) -> bool:
+    """Return whether `td` is a stack whose rows were made one by one."""
+    return isinstance(td, LazyStackedTensorDict) and flat_source(td) is None
+
+
+def containers_of(td: TensorDictBase, kind: Any = CONTAINERS) -> dict[Path, Any]:
+    """Return the containers of one class, or of any, by path."""
+    return {path: value for path, value in _readable(td) if isinstance(value, kind)}
+
+
+def _readable(td: TensorDictBase) -> Iterator[tuple[Path, Any]]:
+    """Yield the entries up to the first that cannot be read."""
+    try:
+        yield from entries(td)
+    except Exception:  # what is printed must not fail
+        return
+
+
+def prompts_of(td: TensorDictBase) -> list[str]:
+    """Return what was asked in every row: the last message of a conversation, else the text of the prompt."""
+    for chats in containers_of(td, ChatHistory).values():
+        if isinstance(chats.prompt, History):
+            return [chat[-1].content or "" if chat else "" for chat in chats.prompt.chats]
+    return _texts(td, ("prompt", "full"))
+
+
+def responses_of(td: TensorDictBase) -> list[str]:
+    """Return the response of every row; nothing if there are none."""
+    return _texts(td, ("response",))
+
+
+def _texts(td: TensorDictBase, names: Sequence[str]) -> list[str]:
+    for text in containers_of(td, Text).values():
+        for name in names:
+            if name in text.keys():
+                return [str(one) for one in _leaves(getattr(text, name))]
+    return []
+
+
+def strings_of(td: TensorDictBase, name: str) -> list[str]:
+    """Return an entry with one str per row; nothing if there is none."""
+    value = td.get(name) if name in td.keys() else None
+    return [str(one) for one in objects(value, len(td.batch_size))] if is_non_tensor(value) else []
+
+
+def tally(values: Sequence[str]) -> str:
+    """Return how often each value occurs, the most frequent first: "stop 3, length 1"."""
+    return ", ".join(f"{cut(value, 20)} {count:,}" for value, count in Counter(values).most_common(6))
+
+
+def others(td: TensorDictBase) -> list[str]:
+    """Return the names of the entries that are not shown otherwise, tensors with dtype and shape."""
+    names = []
+    for path, value in _readable(td):
+        name = cut(".".join(path), 40)
+        if isinstance(value, Tensor):
+            names.append(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+        elif not isinstance(value, CONTAINERS) and path not in (("finish_reason",), ("errors",)):
+            names.append(name)
+    return names
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, list) else [value]

@@ -1,0 +1,33 @@
+"""How notebooks show results: as `corelm.summary` does."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from corelm.containers.glance import containers_of
+from corelm.containers.overview import Summary
+from corelm.containers.reading import head
+
+
+def result_or_none(td: TensorDictBase) -> str | None:
+    """Return the HTML of a TensorDict that holds containers. None lets IPython show the others as it always does."""
+    try:
+        return Summary(td)._repr_html_() if containers_of(head(td, 1)) else None
+    except Exception:  # IPython would print the traceback above the result
+        return None
+
+
+def show_results() -> None:
+    """Let a running IPython show a TensorDict with containers as HTML, unless it already has a way to show one.
+
+    A result is a TensorDict, whose class is not ours, so IPython is told here.
+    """
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:
+        return
+    formatter = shell.display_formatter.formatters["text/html"]
+    if TensorDictBase not in formatter.type_printers:
+        formatter.for_type(TensorDictBase, result_or_none)

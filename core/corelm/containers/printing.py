@@ -1,0 +1,117 @@
+"""How containers are printed: a few lines for people, whatever the batch holds, and never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.glance import (
+    attempt,
+    cut,
+    decimal,
+    few,
+    field_lengths,
+    first,
+    label,
+    last_words,
+    row_count,
+    row_means,
+    span,
+)
+from corelm.containers.history import History
+from corelm.errors import InvalidRequestError, described
+
+#: How many rows a container shows, and how wide its lines are. TensorDict indents them.
+_ROWS, _WIDTH = 3, 88
+#: How many means a line shows.
+_MEANS = 4
+
+
+def short(container: Any) -> str:
+    """Return the ``repr`` of a container: what it holds in a few lines."""
+    name = type(container).__name__
+    try:
+        return f"{name}({_SHOWN[type(container)](few(container), row_count(container.batch_size))})"
+    except Exception as error:
+        # Of meta or broken contents. A repr that raises would hide what is wrong.
+        fields = attempt(lambda one: ", ".join(map(str, one.keys())), container, otherwise="no readable fields")
+        rows = attempt(lambda one: row_count(one.batch_size), container, otherwise="unknown batch")
+        return f"{name}({rows}: {fields}; not shown, {cut(described(error), 60)})"
+
+
+def _text(text: Text, count: str) -> str:
+    lines = []
+    for number, row in enumerate(first(text, _ROWS).unbind(0)):
+        sides = [getattr(row, name) for name in ("prompt", "response") if name in row.keys()] or [row.full]
+        room = _WIDTH // len(sides) - 6
+        lines.append(f"{number}: " + " → ".join(f"'{cut(str(side), room)}'" for side in sides))
+    return _with_rows(text, f"{count}: {', '.join(text.keys())}", lines)
+
+
+def _tokens(tokens: Any, count: str) -> str:
+    return f"{count}, {_layout(tokens)}: {_widths(tokens)}"
+
+
+def _masks(masks: Masks, count: str) -> str:
+    return f"{count}, {_layout(masks)}: {_widths(masks)}"
+
+
+def _log_probs(log_probs: LogProbs, count: str) -> str:
+    lines = [label(log_probs.provenance)]
+    means = attempt(row_means, log_probs, _MEANS, otherwise=[])
+    if means:
+        more = ", …" if _total(log_probs) > _MEANS else ""
+        lines.append(f"mean of each row {', '.join(map(decimal, means))}{more}")
+    return "\n    ".join([f"{count}, {_layout(log_probs)}: {_widths(log_probs)}", *lines])
+
+
+def _chat_history(chats: ChatHistory, count: str) -> str:
+    shown = next((one for one in (chats.full, chats.prompt, chats.response) if isinstance(one, History)), None)
+    return _with_rows(chats, f"{count}: {', '.join(chats.keys())}", [] if shown is None else _chat_lines(shown))
+
+
+def _history(history: History, count: str) -> str:
+    return _with_rows(history, count, _chat_lines(history))
+
+
+def _chat_lines(history: History) -> list[str]:
+    chats = first(history, _ROWS).chats
+    return [f"{number}: {last_words(chat, _WIDTH)}" for number, chat in enumerate(chats)]
+
+
+def _with_rows(container: Any, top: str, lines: list[str]) -> str:
+    rest = _total(container) - len(lines)
+    more = [f"… {rest:,} more"] if rest > 0 and lines else []
+    return "\n    ".join([top, *lines, *more])
+
+
+def _total(container: Any) -> int:
+    return int(container.batch_size.numel())
+
+
+def _layout(container: Any) -> str:
+    try:
+        return "padded" if container.padded else "not padded"
+    except InvalidRequestError:
+        return "some rows padded"
+
+
+def _widths(container: Any) -> str:
+    """Return every field with the number of its values in a row: one number if dense, else the smallest and largest."""
+    shown = []
+    for name in container.keys():
+        if name not in ("padded", "provenance"):
+            shown.append(f"{name} {span(field_lengths(container, name))}")
+    return ", ".join(shown)
+
+
+_SHOWN: dict[type, Callable[[Any, str], str]] = {
+    Text: _text,
+    Tokens: _tokens,
+    Masks: _masks,
+    LogProbs: _log_probs,
+    PerToken: _tokens,
+    ChatHistory: _chat_history,
+    History: _history,
+}

@@ -1,0 +1,310 @@
+"""`to_records`: plain dicts for pandas, polars, `datasets` and JSONL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tensordict import TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from corelm import validate
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, ragged
+from corelm.containers.field_access import flat
+from corelm.containers.history import History
+from corelm.containers.reading import (
+    CONTAINERS,
+    Path,
+    TokenColumns,
+    entries,
+    masks_of,
+    must_have_batch,
+    objects,
+    provenances,
+    token_ids,
+)
+from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.tensors.ragged import Ragged, unreadable
+
+Columns = dict[str, Sequence[Any]]
+
+#: Names of the columns that say where in the batch a record comes from.
+_INDEX = ("row", "sample")
+
+
+def to_records(
+    td: TensorDictBase, by: Literal["row", "token"] = "row", *, tokenizer: Any = None
+) -> list[dict[str, Any]]:
+    """Return one plain dict per row, or per token: str, int, float, bool, None, and lists and dicts of them.
+
+    All records have the same keys, in the same order::
+
+        pandas.DataFrame(to_records(td))          datasets.Dataset.from_list(to_records(td))
+        polars.from_dicts(to_records(td))         "\\n".join(json.dumps(record) for record in to_records(td))
+
+    Keys of a row's record, if `td` has what they show:
+
+    =======================================  =============================================================
+    row, sample                              the row's index in the batch; ``sample`` only in a batch of
+                                             two dimensions, ``index_2`` and so on in a larger one
+    prompt, response                         texts; ``text`` if they are not split
+    messages                                 the conversation, as ``history.full.to_chats()`` returns it
+    finish_reason, errors, …                 every other entry of `td`, under its own key
+    prompt_ids, response_ids                 ids without pads; ``ids`` if they are not split
+    prompt_length, response_length           how many; ``length`` if they are not split
+    log_probs                                of the response, else of all tokens; None where not scored
+    log_probs_sum, log_probs_mean            over the scored ones of them; None if none is scored
+    log_probs_prompt                         of the prompt, if one of its tokens is scored in any row
+    backend, model, weight_version, mode,    the provenance of ``log_probs``
+    temperature, support, penalties
+    assistant_mask                           as long as all ids: which tokens are the assistant's
+    =======================================  =============================================================
+
+    Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are split),
+    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``assistant``.
+
+    A container under another key keeps that key: that of ``ref_log_probs`` is ``ref_log_probs``, its provenance
+    ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a number, a
+    wider one a list, pads included, because nothing says what its columns are.
+
+    NaN and infinities stay what they are, which the other libraries read. JSON has neither: ``json.dumps`` writes
+    ``NaN`` and ``-Infinity``, which only some parsers accept; ``json.dumps(record, allow_nan=False)`` raises instead.
+
+    Args:
+        td: what a policy returned, or any TensorDict with containers; may be a single row, with batch shape ().
+        by: "row" or "token".
+        tokenizer: decodes each id alone for ``token``; a character split over several tokens shows as U+FFFD.
+
+    Raises:
+        InvalidRequestError: an entry is not plain data, two entries give the same key, dense tokens have no masks, or
+            fields of one row have different lengths; `field` names the entry.
+        MissingKeyError: ``by="token"``, but there are no tokens.
+    """
+    validate.one_of("by", by, ("row", "token"))
+    if not isinstance(td, TensorDictBase):
+        raise validate.invalid("td", f"expected a TensorDict, such as a policy returns, got {type(td).__name__}")
+    if by == "token":
+        return _token_records(td, tokenizer)
+    if tokenizer is not None:
+        raise validate.invalid("tokenizer", 'only by="token" decodes ids; leave the tokenizer out')
+    columns = _index(td)
+    for name, values in _row_columns(td).items():
+        if name in columns:
+            raise InvalidRequestError(
+                f"two entries give the key {name!r}; rename one first: td.rename_key_({name!r}, 'other')", field=name
+            )
+        columns[name] = values
+    return _records(columns)
+
+
+def _records(columns: Columns) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _index(td: TensorDictBase) -> Columns:
+    """Return the index of every row, one column per batch dimension."""
+    shape = tuple(td.batch_size) or (1,)
+    count = math.prod(shape)
+    columns: Columns = {}
+    step = count
+    for dim, width in enumerate(shape):
+        step = step // width if width else 0
+        name = _INDEX[dim] if dim < len(_INDEX) else f"index_{dim}"
+        columns[name] = [number // step % width for number in range(count)]
+    return columns
+
+
+# By row --------------------------------------------------------------------------------------------------------------
+
+
+def _row_columns(td: TensorDictBase) -> Columns:
+    """Return the columns of all entries: texts first, lists of numbers last."""
+    found = list(entries(td))
+    own = {".".join(path) for path, value in found if not isinstance(value, CONTAINERS)}
+    readers = {
+        Text: _text_columns,
+        ChatHistory: _chat_columns,
+        History: _history_columns,
+        Tokens: _id_columns,
+        LogProbs: _log_prob_columns,
+        PerToken: _number_columns,
+        Masks: _mask_columns,
+    }
+    order = [Text, ChatHistory, History, None, Tokens, LogProbs, PerToken, Masks]
+    columns: Columns = {}
+    for kind in order:
+        for path, value in found:
+            if kind is None:
+                if not isinstance(value, CONTAINERS):
+                    columns[".".join(path)] = _plain_values(td, path, value)
+            elif isinstance(value, kind):
+                must_have_batch(td, path, value)
+                for name, values in readers[kind](td, path, value).items():
+                    # An entry that is called like a column of a container keeps its name: td["prompt"] next to Text.
+                    name = name if name not in own and name not in columns else f"{'.'.join(path)}.{name}"
+                    columns[name] = values
+    return columns
+
+
+def _named(path: Path, default: str, column: str) -> str:
+    """Return the name of a column of the container at `path`. Containers under another key than `default` keep it."""
+    return column if path == (default,) else f"{'.'.join(path)}_{column}"
+
+
+def _text_columns(td: TensorDictBase, path: Path, text: Text) -> Columns:
+    parts = [name for name in ("prompt", "response") if name in text.keys()] or ["full"]
+    shown = {"full": "text"}
+    return {_named(path, "text", shown.get(name, name)): _leaves(getattr(text, name), td) for name in parts}
+
+
+def _chat_columns(td: TensorDictBase, path: Path, chats: ChatHistory) -> Columns:
+    parts = ["full"] if "full" in chats.keys() else [name for name in ("prompt", "response") if name in chats.keys()]
+    shown = {"full": "messages", "prompt": "prompt_messages", "response": "response_messages"}
+    return {_named(path, "history", shown[name]): _messages(getattr(chats, name)) for name in parts}
+
+
+def _history_columns(td: TensorDictBase, path: Path, history: History) -> Columns:
+    return {"messages" if path == ("history",) else ".".join(path): _messages(history)}
+
+
+def _messages(history: History) -> list[Any]:
+    return [_plain([message.to_dict() for message in chat], "history") for chat in history.chats]
+
+
+def _id_columns(td: TensorDictBase, path: Path, tokens: Tokens) -> Columns:
+    ids, prompt_lengths = token_ids(td, path)
+    if prompt_lengths is None:
+        parts = {"": ids}
+    else:
+        zero = prompt_lengths.new_zeros(len(prompt_lengths))
+        parts = {"prompt_": ids.slice(zero, prompt_lengths), "response_": ids.slice(prompt_lengths, ids.lengths)}
+    columns: Columns = {}
+    for part, rows in parts.items():
+        columns[_named(path, "tokens", f"{part}ids")] = rows.tolist()
+        columns[_named(path, "tokens", f"{part}length")] = rows.lengths.tolist()
+    return columns
+
+
+def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Columns:
+    key = ".".join(path)
+    masks = masks_of(td, path)
+    name = "response" if "response" in log_probs.keys() else "full"
+    values = ragged(td, (*path, name), masks=masks).to("cpu")
+    numbers, before = values.tolist(), None
+    if "scored_mask" in log_probs.keys():
+        scored = ragged(td, (*path, "scored_mask"), masks=masks).to("cpu")
+        start = scored.lengths - values.lengths
+        numbers = _scored_only(values, scored.slice(start, scored.lengths))
+        before = scored.slice(start.new_zeros(len(start)), start)
+    columns: Columns = {key: numbers}
+    counted = [[number for number in row if number is not None] for row in numbers]
+    columns[f"{key}_sum"] = [math.fsum(row) if row else None for row in counted]
+    columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
+    if name == "response" and "prompt" in log_probs.keys() and before is not None and bool(before.values.any()):
+        columns[f"{key}_prompt"] = _scored_only(ragged(td, (*path, "prompt"), masks=masks).to("cpu"), before)
+    labels = provenances(log_probs)
+    if any(labels):
+        for attribute in next(label for label in labels if label is not None).to_dict():
+            found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]
+            columns[_named(path, "log_probs", attribute)] = found
+    return columns
+
+
+def _scored_only(values: Ragged, scored: Ragged) -> list[list[float | None]]:
+    pairs = zip(values.tolist(), scored.tolist(), strict=True)
+    return [[value if counts else None for value, counts in zip(*row, strict=True)] for row in pairs]
+
+
+def _number_columns(td: TensorDictBase, path: Path, numbers: PerToken) -> Columns:
+    return {".".join(path): ragged(td, (*path, "full"), masks=masks_of(td, path)).tolist()}
+
+
+def _mask_columns(td: TensorDictBase, path: Path, masks: Masks) -> Columns:
+    if "all_assistant_mask" not in masks.keys():
+        return {}
+    rows = ragged(td, (*path, "all_assistant_mask"), masks=path)
+    return {_named(path, "masks", "assistant_mask"): rows.tolist()}
+
+
+def _leaves(value: Any, td: TensorDictBase) -> list[Any]:
+    return flat(value) if td.batch_size else [value]
+
+
+# Plain data ----------------------------------------------------------------------------------------------------------
+
+
+def _plain_values(td: TensorDictBase, path: Path, value: Any) -> list[Any]:
+    """Return an entry that is no container as one plain value a row."""
+    name = ".".join(path)
+    dims = len(td.batch_size)
+    if isinstance(value, Tensor) and (why := unreadable(value)):
+        raise InvalidRequestError(f"{name} is {why}; leave it out: td.exclude({name!r})", field=name)
+    if isinstance(value, list):
+        return [_plain(row, name) for row in value]
+    if is_non_tensor(value):
+        return [_plain(one, name) for one in objects(value, dims)]
+    if not isinstance(value, Tensor):
+        return [_plain(value, name)] * math.prod(td.batch_size)
+    return [_plain(row, name) for row in (value.flatten(0, dims - 1) if dims else value[None])]
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value as str, int, float, bool, None, or lists and dicts of them.
+
+    Raises:
+        InvalidRequestError: it is something else; `field` is `name`.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return value if type(value) in (int, float) else (int if isinstance(value, int) else float)(value)
+    if isinstance(value, Tensor):
+        return value.item() if value.shape == (1,) else value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one, name) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, name) for one in value]
+    if hasattr(value, "__array__") and hasattr(value, "tolist"):
+        return _plain(value.tolist(), name)
+    raise InvalidRequestError(
+        f"{name} holds a {type(value).__name__}, which is not plain data; leave it out: td.exclude({name!r})",
+        field=name,
+    )
+
+
+# By token ------------------------------------------------------------------------------------------------------------
+
+
+def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
+    found = TokenColumns.of(td)
+    if found is None:
+        raise MissingKeyError('to_records(by="token") needs tokens, and this TensorDict has none', field="tokens")
+    ids, row_of = found.ids, found.ids.row_index
+    columns: Columns = {name: [values[row] for row in row_of.tolist()] for name, values in _index(td).items()}
+    columns["position"] = ids.positions.tolist()
+    if found.prompt_lengths is not None:
+        columns["part"] = ["response" if after else "prompt" for after in found.in_response().tolist()]
+    columns["id"] = ids.values.tolist()
+    if tokenizer is not None:
+        columns["token"] = pieces(columns["id"], tokenizer)
+    for key, (values, scored) in found.log_probs.items():
+        own = key == "log_probs"
+        columns["log_prob" if own else key] = _scored_only_flat(values, scored)
+        columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
+    if found.assistant is not None:
+        columns["assistant"] = found.assistant.values.tolist()
+    for key, values in found.numbers.items():
+        columns[key] = values.values.tolist()
+    return _records(columns)
+
+
+def _scored_only_flat(values: Ragged, scored: Ragged) -> list[float | None]:
+    pairs = zip(values.values.tolist(), scored.values.tolist(), strict=True)
+    return [value if counts else None for value, counts in pairs]
+
+
+def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Return the text of each id, decoded alone."""
+    text = {token: tokenizer.decode([token], skip_special_tokens=False) for token in dict.fromkeys(ids)}
+    return [text[token] for token in ids]
