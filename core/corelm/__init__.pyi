@@ -2,6 +2,9 @@ from ._version import __version__ as __version__
 from .backend.backend import Backend as Backend
 from .backend.registry import BackendInfo as BackendInfo
 from .backend.registry import list_backends as list_backends
+from .backend.streams import AnswerChunk as AnswerChunk
+from .backend.streams import AnswerStream as AnswerStream
+from .backend.streams import AsyncAnswerStream as AsyncAnswerStream
 from .batching.batcher import DynamicBatcher as DynamicBatcher
 from .containers.classes import ChatHistory as ChatHistory
 from .containers.classes import LogProbs as LogProbs

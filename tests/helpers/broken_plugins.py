@@ -288,6 +288,25 @@ class OneRowFailsAll(ToyBackend):
             raise RuntimeError(f"a row of {int(lengths.max())} does not fit {self.max_context}")
 
 
+class StreamsNothing(ToyBackend):
+    """It declares `streaming`, and hands nothing over before the end."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        return super().generate(replace(request, on_tokens=None))
+
+
+class StreamedRowsSwapped(ToyBackend):
+    """The tokens of a row are handed over as those of another row."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        tell, last = request.on_tokens, len(request.prompts) - 1
+        if tell is not None:
+            request = replace(request, on_tokens=lambda chunk: tell(replace(chunk, row=last - chunk.row)))
+        return super().generate(request)
+
+
 class OldWeights(ToyBackend):
     """New weights are accepted but not loaded."""
 

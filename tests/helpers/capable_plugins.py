@@ -105,5 +105,5 @@ class Modest(ToyBackend):
         super().__init__(*args)
         self.capabilities = replace(self.capabilities, seeds_are_costly=True, empty_prompt=True)
 
-    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
-        return super()._answer(prompt or [self.tokenizer.bos_token_id], seed, request)
+    def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
+        return super()._answer(row, prompt or [self.tokenizer.bos_token_id], seed, request)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from corelm import Backend
-from helpers.http_server import Reply, Request, json_reply
+from helpers.http_server import Reply, Request, event_stream, json_reply
 from helpers.tiny_models import tiny_tokenizer
 
 VOCAB, CONTEXT = 512, 64
@@ -46,6 +46,7 @@ class FakeVLLM:
         ignored: fields of a request that it ignores silently.
         spoil: changes a choice before it is sent.
         fault: returns a reply to send instead, or None.
+        pause: called with the number of each token before it is streamed.
         pages: what its GET routes return.
     """
 
@@ -54,6 +55,7 @@ class FakeVLLM:
         self.ignored: set[str] = set()
         self.spoil: Spoil = lambda choice: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
+        self.pause: Callable[[int], object] = lambda step: None
         self.pages: dict[str, Any] = {
             "/openapi.json": {
                 "paths": {"/v1/completions": {}},
@@ -91,7 +93,22 @@ class FakeVLLM:
             return json_reply({"detail": "Not Found"}, 404)
         choice = self._complete({name: value for name, value in request.body.items() if name not in self.ignored})
         self.spoil(choice)
-        return json_reply({"id": f"cmpl-{request.body['request_id']}", "choices": [choice]})
+        name = f"cmpl-{request.body['request_id']}"
+        if request.body.get("stream") and "stream" not in self.ignored:
+            return event_stream({"id": name, "choices": [part]} for part in self._parts(choice))
+        return json_reply({"id": name, "choices": [choice]})
+
+    def _parts(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield one part of a choice for each token, as the server streams them."""
+        last = len(choice["token_ids"]) - 1
+        for step, token in enumerate(choice["token_ids"]):
+            self.pause(step)
+            part = {"finish_reason": choice["finish_reason"] if step == last else None, "text": "", "logprobs": None}
+            if choice["logprobs"]:
+                part["logprobs"] = {label: values[step : step + 1] for label, values in choice["logprobs"].items()}
+            if step == 0:
+                part["prompt_token_ids"] = choice["prompt_token_ids"]
+            yield {**part, "token_ids": [token]}
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body["prompt"]

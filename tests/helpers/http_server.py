@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +45,23 @@ def raw(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
             handler.send_header(name, value)
         handler.end_headers()
         handler.wfile.write(body)
+
+    return write
+
+
+def event_stream(events: Iterable[Any], *, ends: bool = True) -> Reply:
+    """Send each event as it comes, and "[DONE]" at last unless `ends` is False; then close the connection."""
+
+    def write(handler: _Handler) -> None:
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        handler.end_headers()
+        for event in events:
+            handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            handler.wfile.flush()
+        if ends:
+            handler.wfile.write(b"data: [DONE]\n\n")
 
     return write
 

@@ -27,6 +27,7 @@ TRUE_ANSWERS = f"""
     test_a_bad_generation_never_reaches_the_caller
     test_generating_uses_the_new_weights
     test_eight_threads_at_once_each_get_their_own_answers
+    test_streamed_log_probs_are_true
 """
 
 
@@ -60,6 +61,7 @@ TABLE = {
     "FirstLogProbZeroed": f"""{TRUE_ANSWERS}
         test_processed_log_probs_are_those_of_the_truncated_distribution
         test_an_answer_ends_with_its_eos_and_keeps_it
+        test_the_chunks_of_a_stream_are_its_result
         test_sampling_and_scoring_agree_on_the_response""",
     "PadsCounted": f"""{TRUE_ANSWERS}
         test_greedy_takes_the_likeliest_token_at_every_step
@@ -87,6 +89,7 @@ TABLE = {
         test_an_answer_does_not_depend_on_the_other_rows
         test_an_answer_does_not_depend_on_the_number_of_samples
         test_asking_for_log_probs_changes_no_answer
+        test_streaming_changes_no_answer
         test_a_text_and_its_ids_are_the_same_prompt""",
     "SeedOfTheCall": """
         test_an_answer_does_not_depend_on_the_other_rows
@@ -120,6 +123,11 @@ TABLE = {
         test_an_answer_without_a_limit_fills_the_context""",
     "NeverStops": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
     "RaisesAndGoesOn": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
+    "StreamsNothing": "test_tokens_are_streamed_before_the_answer_ends",
+    "StreamedRowsSwapped": """
+        test_the_chunks_of_a_stream_are_its_result
+        test_streaming_changes_no_answer
+        test_streamed_log_probs_are_true""",
     "OldWeights": """
         test_generating_uses_the_new_weights
         test_scoring_uses_the_new_weights

@@ -18,6 +18,7 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
+from corelm.backend.streams import AnswerStreams
 from corelm.errors import BackendTimeoutError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
@@ -33,7 +34,7 @@ from corelm.spec.sampling import SamplingParams
 from corelm.validate import invalid, shown
 
 
-class Backend:
+class Backend(AnswerStreams):
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
     Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one

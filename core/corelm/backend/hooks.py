@@ -19,7 +19,7 @@ import pluggy
 import tenacity
 
 from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.retries import retrying, until
+from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.waits import call_for
 from corelm.errors import (
@@ -164,6 +164,7 @@ class EngineHooks:
         fill: Callable[[Any], Any] = lambda request: request,
         attended: Callable[[], bool] | None = None,
         failed: Callable[[CoreLMError], CoreLMError] = lambda error: error,
+        delivered: Callable[[], bool] = lambda: False,
     ) -> Any:
         """Call a hook and return what `finish` makes of its result.
 
@@ -175,6 +176,7 @@ class EngineHooks:
             attended: returns whether a caller still waits for the result; None if this thread does.
             failed: makes the caller's error from the one that the hook raised, while no other call can change the
                 weights.
+            delivered: returns whether a caller has been given part of the result. The call is then not tried again.
 
         Raises:
             BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
@@ -191,7 +193,7 @@ class EngineHooks:
         attempt = partial(self._attempt, hook, request, serve, end, attended)
         if self._retry is None or hook not in RETRIED:
             return attempt()
-        return until(end, self._retry)(attempt)
+        return until(end, unless(delivered, self._retry))(attempt)
 
     def close(self, patience: float = PATIENCE) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.

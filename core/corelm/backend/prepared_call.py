@@ -6,7 +6,8 @@ calls (`corelm.batching`): everything before and after the engine's part belongs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
+from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.seeds import seeds_of_call
 from corelm.backend.skipping import (
@@ -26,6 +28,7 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
+from corelm.errors import BackendClosedError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import no_inference_mode
@@ -48,6 +51,7 @@ class PreparedCall(Generic[R]):
         caller_rows: int64: the caller's row for each row of the request.
         rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
+        delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
     """
 
@@ -60,6 +64,7 @@ class PreparedCall(Generic[R]):
     caller_rows: Tensor
     rows: int
     tokens: int
+    delivery: Delivery | None = None
     on_caller_thread: bool = False
 
     def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
@@ -73,18 +78,38 @@ class PreparedCall(Generic[R]):
             with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        result: R = self.engine.hooks.call(
-            self.hook,
-            request,
-            self._checked,
-            attended=attended,
-            failed=lambda error: renumbered(error, self.caller_rows),
-        )
+        with delivering([self]) as delivered:
+            result: R = self.engine.hooks.call(
+                self.hook,
+                request,
+                self._checked,
+                attended=attended,
+                failed=lambda error: renumbered(error, self.caller_rows),
+                delivered=delivered,
+            )
         return result
 
     def _checked(self, result: Any) -> R:
         self.check(result, self.request)
         return self.finish(check_results.owned(result))
+
+
+@contextmanager
+def delivering(calls: Sequence[PreparedCall[Any]]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a caller has been given tokens, in the block in which the calls are made.
+
+    Raises:
+        BackendClosedError: all callers read along and have left.
+    """
+    deliveries = [call.delivery for call in calls if call.delivery is not None]
+    try:
+        waiting = [delivery.begin() for delivery in deliveries]
+        if len(waiting) == len(calls) and not any(waiting):
+            raise BackendClosedError("the caller has cancelled this request")
+        yield lambda: any(delivery.started for delivery in deliveries)
+    finally:
+        for delivery in deliveries:
+            delivery.end()
 
 
 @no_inference_mode()
@@ -99,8 +124,13 @@ def prepare_generation(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
+    on_tokens: Listener | None = None,
 ) -> PreparedCall[GenerateResult]:
-    """Check the arguments of `Backend.generate`, which documents them and the errors."""
+    """Check the arguments of `Backend.generate`, which documents them and the errors.
+
+    Args:
+        on_tokens: takes the tokens of the answers as they come.
+    """
     engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
     prompts = arguments.rows_of_ids(prompts, "prompts", engine)
@@ -119,6 +149,9 @@ def prepare_generation(
     if not capabilities.native_samples and sampling.num_samples is not None:
         prompts = prompts.repeat(samples)
         sampling = SamplingParams.make(sampling, num_samples=None)
+    delivery = None
+    if on_tokens is not None:
+        delivery = Delivery(on_tokens, answers.index.tolist(), capabilities.vocab_size, with_logprobs=mode != "none")
     request = GenerateRequest(
         prompts=prompts,
         sampling=sampling,
@@ -127,12 +160,15 @@ def prepare_generation(
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
         request_ids=tuple(names[row] for row in (served if capabilities.native_samples else answers).index.tolist()),
         timeout=engine.time_limit(timeout),
+        on_tokens=delivery if capabilities.streaming else None,
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:
         check_results.check_generation(batch, asked, capabilities, engine.tokenizer, engine.hooks.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
+        if delivery is not None:
+            delivery.compare(batch, engine.hooks.fault("generate"))
         if on_error == "raise":
             check_results.every_row_was_served(batch, samples, engine.name)
         batch = replace(
@@ -141,7 +177,10 @@ def prepare_generation(
             logprobs=None if logprobs == "none" else batch.logprobs,
             weight_versions=batch.weight_versions or (engine.weight_version,) * len(answers),
         )
-        return spread_answers(batch, answers, samples, problems, engine.weight_version) if problems else batch
+        batch = spread_answers(batch, answers, samples, problems, engine.weight_version) if problems else batch
+        if delivery is not None:
+            delivery.complete(batch)
+        return batch
 
     new, room = sampling.max_new_tokens, capabilities.max_context or 0
     sampled = len(answers) * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
@@ -155,6 +194,7 @@ def prepare_generation(
         caller_rows=served.index if capabilities.native_samples else answers.index // samples,
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
+        delivery=delivery,
     )
 
 

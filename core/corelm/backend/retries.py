@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import tenacity
 
@@ -40,3 +41,8 @@ def until(end: float | None, retry: tenacity.BaseRetrying) -> tenacity.BaseRetry
         return retry.stop(state) or time.monotonic() + state.upcoming_sleep >= end
 
     return retry.copy(stop=stop)
+
+
+def unless(delivered: Callable[[], bool], retry: tenacity.BaseRetrying) -> tenacity.BaseRetrying:
+    """Return a copy that repeats nothing once `delivered` returns True: a caller has been given part of the result."""
+    return retry.copy(retry=tenacity.retry_all(retry.retry, lambda state: not delivered()))

@@ -301,7 +301,7 @@ class Dispatcher:
             if batch[0].prepared is None:
                 self._give_turn(batch[0])
             else:
-                for call, result in bisect(batch, self._ask, self.engine.health):
+                for call, result in bisect(batch, self._ask, self.engine.health, QueuedCall.delivered):
                     self._answer(call, result)
         except BaseException as error:
             # Even a SystemExit raised by the engine becomes the requests' error and does not end the thread.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from corelm.backend.futures import own
-from corelm.backend.prepared_call import PreparedCall
+from corelm.backend.prepared_call import PreparedCall, delivering
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
@@ -60,18 +60,24 @@ def ask_together(
         calls[0].check(batch, request)
         return list(_parted(batch, calls))
 
-    parted: list[Result] = calls[0].engine.hooks.call(hook, request, finish, attended=attended, failed=_of_no_row)
+    with delivering(calls) as delivered:
+        parted: list[Result] = calls[0].engine.hooks.call(
+            hook, request, finish, attended=attended, failed=_of_no_row, delivered=delivered
+        )
     return parted
 
 
 def bisect(
-    calls: Sequence[Any], ask: Callable[[Sequence[Any]], list[Result]], healthy: Callable[[], bool]
+    calls: Sequence[Any],
+    ask: Callable[[Sequence[Any]], list[Result]],
+    healthy: Callable[[], bool],
+    delivered: Callable[[Any], bool] = lambda call: False,
 ) -> Iterator[tuple[Any, Result]]:
     """Yield each call with its result.
 
     A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others are
     served. Nothing is asked again if the error concerns all requests alike (see `_concerns_all`), or if the engine is
-    not healthy.
+    not healthy. A call whose caller has been given tokens is not asked again: the next answer may have others.
     """
     batches = [list(calls)]
     while batches:
@@ -80,8 +86,11 @@ def bisect(
             yield from zip(batch, ask(batch), strict=True)
         except Exception as error:
             if len(batch) > 1 and not _concerns_all(error) and healthy():
-                middle = len(batch) // 2
-                batches += [batch[middle:], batch[:middle]]
+                again = [call for call in batch if not delivered(call)]
+                yield from ((call, error) for call in batch if call not in again)
+                # Less than the whole batch is asked again together: the request at fault may have left with its error.
+                middle = len(again) // 2 if len(again) == len(batch) else 0
+                batches += filter(None, [again[middle:], again[:middle]])
                 continue
             yield from ((call, error) for call in batch)
             if isinstance(error, EngineError) and error.usable is False:
@@ -122,6 +131,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
             sampling=_unseeded(first.sampling),
             seeds=seeds,
             request_ids=names,
+            on_tokens=_shared_listener(requests),
         )
     return replace(
         first,
@@ -129,6 +139,30 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
         score_from=torch.cat([request.score_from for request in requests]),
         request_ids=names,
     )
+
+
+def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
+    """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
+    listeners = {request.on_tokens for request in requests if request.on_tokens is not None}
+    if not listeners:
+        return None
+    places = [
+        (request.on_tokens, row)
+        for request in requests
+        for row in range(len(request.prompts) * (request.sampling.num_samples or 1))
+    ]
+
+    def deliver(chunk: TokenChunk) -> None:
+        if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(places):
+            listener, row = places[chunk.row]
+            if listener is not None:
+                listener(replace(chunk, row=row))
+        else:
+            # It belongs to no row, so every request that listens finds it wrong.
+            for each in listeners:
+                each(chunk)
+
+    return deliver
 
 
 def _parted(batch: Any, calls: Sequence[PreparedCall[Any]]) -> Iterator[Result]:

@@ -38,6 +38,10 @@ class QueuedCall(Ticket):
     timer: Timer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
 
+    def delivered(self) -> bool:
+        """Return whether the caller has been given tokens before the result."""
+        return self.prepared is not None and self.prepared.delivery is not None and self.prepared.delivery.started
+
 
 def time_left(calls: Iterable[QueuedCall], now: float, name: str) -> float | None:
     """Return the seconds until the last of these calls times out; None for never.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 import torch
@@ -12,11 +11,13 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend.backend import Backend
+from corelm.backend.delivery import Listener
 from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepare_scoring
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError
 from corelm.opening.by_name import get_backend
+from corelm.policy.calls import PolicyCalls
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.description import describe
 from corelm.policy.inputs import InputReader, Part
@@ -41,7 +42,7 @@ _READ_BY_TORCHRL = frozenset(
 )
 
 
-class LLMPolicy(TensorDictModuleBase):
+class LLMPolicy(PolicyCalls, TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
 
     ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` do the same.
@@ -102,7 +103,12 @@ class LLMPolicy(TensorDictModuleBase):
 
     @no_inference_mode()
     def forward(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+        self,
+        tensordict: TensorDictBase,
+        *,
+        seed: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
     ) -> TensorDictBase:
         """Generate or score.
 
@@ -110,6 +116,7 @@ class LLMPolicy(TensorDictModuleBase):
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from torch's
                 generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
+            progress: show a bar with the finished answers and the tokens per second, if stderr is a terminal.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -120,24 +127,15 @@ class LLMPolicy(TensorDictModuleBase):
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
-        rows, call = self._prepare(tensordict, seed, timeout)
-        return self._finish(tensordict, rows, self.backend.run(call))
-
-    async def aforward(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
-    ) -> TensorDictBase:
-        """Generate or score as `forward` does, without ever blocking the event loop.
-
-        With `batching` no thread waits while the engine works. Cancelling the task takes its request out of the queue,
-        or aborts it in an engine that can abort.
-        """
-        rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
-        result = await asyncio.wrap_future(self.backend.submit(call))
-        return await asyncio.to_thread(self._finish, tensordict, rows, result)
+        with self._bar(progress) as bar:
+            rows, call = self._prepare(tensordict, seed, timeout, bar)
+            if bar is not None:
+                bar.expect(len(rows.ids) * (self.options.num_samples or 1))
+            return self._finish(tensordict, rows, self.backend.run(call))
 
     @no_inference_mode()
     def _prepare(
-        self, td: TensorDictBase, seed: int | None, timeout: float | None
+        self, td: TensorDictBase, seed: int | None, timeout: float | None, on_tokens: Listener | None = None
     ) -> tuple[InputRows, PreparedCall[Any]]:
         """Return the rows that were read and the call that asks the engine.
 
@@ -176,6 +174,7 @@ class LLMPolicy(TensorDictModuleBase):
             timeout=timeout,
             on_error=options.on_error,
             problems=rows.problems,
+            on_tokens=on_tokens,
         )
 
     @no_inference_mode()

@@ -25,6 +25,7 @@ from .records import Ragged as Ragged
 from .records import ScoreRequest as ScoreRequest
 from .records import ScoreResult as ScoreResult
 from .records import Side as Side
+from .records import TokenChunk as TokenChunk
 from .records import TokenizeRequest as TokenizeRequest
 from .records import TokenizeResult as TokenizeResult
 from .records import WeightUpdate as WeightUpdate

@@ -55,6 +55,8 @@ class Capabilities:
         stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a `TimeoutError`
             and the engine stops working on the request. Otherwise core ends the caller's wait in time, and the engine
             finishes the request while later calls wait.
+        streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
+            core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
         abort: the optional hook `abort` works.
 
@@ -78,6 +80,7 @@ class Capabilities:
     native_samples: bool = False
     concurrent_calls: bool = False
     stops_at_timeout: bool = False
+    streaming: bool = False
     update_weights: bool = False
     abort: bool = False
 

@@ -16,7 +16,7 @@ id 2 is EOS. In drawings, a dot is a pad.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
@@ -69,6 +69,28 @@ class TokenizeResult:
     offsets: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """New tokens of one answer, which a backend with `streaming` hands to ``GenerateRequest.on_tokens``.
+
+    The chunks of a row, joined, must be the beginning of its row of the `GenerateResult`, ids and log-probs. When the
+    call ends, core hands over what is missing of each row: its other tokens and its finish reason.
+
+    Attributes:
+        row: the row of the `GenerateResult`.
+        ids: the tokens that follow those of the last chunk of this row.
+        logprobs: one per id, of the distribution that the request names; not read with ``logprobs="none"``.
+        finish_reason: why the answer ended, in a chunk after which nothing is missing; None in the others.
+        text: leave it None. Core sets it to the text of a whole answer from an engine that returns `texts`.
+    """
+
+    row: int
+    ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    finish_reason: str | None = None
+    text: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """Sample one answer for every prompt.
@@ -88,6 +110,9 @@ class GenerateRequest:
         stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
+        on_tokens: takes the tokens of the answers as they are sampled; None unless the backend declares `streaming` and
+            the caller reads along. It returns at once, raises nothing that concerns the engine, and may be called on
+            any thread. The result is returned as always.
     """
 
     prompts: Ragged
@@ -97,6 +122,7 @@ class GenerateRequest:
     stop_ids: frozenset[int]
     request_ids: tuple[str, ...]
     timeout: float | None
+    on_tokens: Callable[[TokenChunk], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,9 +2,11 @@
 
 - `StopStrings`, `text_before_stop`, `skipped_texts`: which token completes a stop string, the text before it, and what
   the text of an answer leaves out.
+- `AnswerTexts`: the text of answers whose tokens arrive little by little.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
 - `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_finish_reason`: is this the answer that a row asked for?
 - `generate_result`, `score_result`, `RowFailure`: the result of a call, built from the outcome of each row.
+- `RowStreams`: streams the rows of an engine that reports each answer so far.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.

@@ -1,3 +1,5 @@
+from .answer_text import AnswerText as AnswerText
+from .answer_text import AnswerTexts as AnswerTexts
 from .checkpoints import local_checkpoint as local_checkpoint
 from .checkpoints import refuse_weights as refuse_weights
 from .checkpoints import shape_problems as shape_problems
@@ -17,6 +19,7 @@ from .http_errors import Aborted as Aborted
 from .http_errors import AccessError as AccessError
 from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
+from .http_events import Streamed as Streamed
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
@@ -30,6 +33,7 @@ from .row_results import RowAnswer as RowAnswer
 from .row_results import RowFailure as RowFailure
 from .row_results import generate_result as generate_result
 from .row_results import score_result as score_result
+from .row_streams import RowStreams as RowStreams
 from .stop_strings import StopStrings as StopStrings
 from .stop_strings import StopStringWatch as StopStringWatch
 from .stop_strings import skipped_texts as skipped_texts

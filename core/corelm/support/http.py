@@ -24,6 +24,7 @@ from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, 
 from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
+from corelm.support.http_events import Streamed, streamed_reply
 from corelm.support.http_exchange import Exchange, checked_url
 from corelm.support.redaction import Secrets
 from corelm.validate import count, invalid, positive
@@ -171,16 +172,19 @@ class HttpClient:
         names: Sequence[str],
         is_reply_to: IsReplyTo,
         timeout: float | None,
+        streamed: Streamed | None = None,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
-        The requests are retried, so repeating them must be safe.
+        The requests are retried, so repeating them must be safe. A request is not sent again after an event of its
+        reply.
 
         Args:
             names: the name that `abort` knows each request by; several may share one.
             is_reply_to: ``is_reply_to(payload, reply)`` returns whether the reply names the payload's request. Another
                 request's reply is dropped, and the request is sent again.
             timeout: seconds for all of them together, or None.
+            streamed: what to do with the events of replies that are streamed; None for replies in one piece.
 
         Returns:
             For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
@@ -195,7 +199,7 @@ class HttpClient:
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
         encoded = [_encoded(payload) for payload in payloads]
-        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout))
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
         """End the requests that have exactly these names now. Return when they have ended.
@@ -260,10 +264,11 @@ class HttpClient:
         names: Sequence[str],
         is_reply_to: IsReplyTo,
         timeout: float | None,
+        streamed: Streamed | None,
     ) -> list[Entry]:
         rows = [
-            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload)))
-            for payload, body in zip(payloads, bodies, strict=True)
+            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed))
+            for number, (payload, body) in enumerate(zip(payloads, bodies, strict=True))
         ]
         for name, row in zip(names, rows, strict=True):
             self._named.setdefault(name, set()).add(row)
@@ -289,28 +294,37 @@ class HttpClient:
         found = row.result()
         return PartialReply(found) if row in self._to_end and not isinstance(found, CoreLMError) else found
 
-    async def _row(self, path: str, body: bytes, is_reply: Callable[[Any], bool]) -> Entry:
+    async def _row(
+        self, path: str, body: bytes, is_reply: Callable[[Any], bool], number: int, streamed: Streamed | None
+    ) -> Entry:
+        send = partial(self._exchange.send, "POST", path, body)
+        if streamed is not None:
+            check = partial(self._check_reply, path, is_reply)
+            send = partial(streamed_reply, partial(self._exchange.events, path, body), check, number, streamed)
         try:
-            return await self._retrying.copy()(partial(self._once_admitted, path, body, is_reply))
+            return await self._retrying.copy()(partial(self._once_admitted, path, send, is_reply))
         except CoreLMError as error:
             return error
 
-    async def _once_admitted(self, path: str, body: bytes, is_reply: Callable[[Any], bool]) -> Any:
+    async def _once_admitted(self, path: str, send: Send, is_reply: Callable[[Any], bool]) -> Any:
         async with self._slots:
             task = asyncio.current_task()
             assert task is not None
             self._sent.add(task)
             try:
-                reply = await self._exchange.send("POST", path, body)
+                reply = await send()
             finally:
                 self._sent.discard(task)
+        self._check_reply(path, is_reply, reply)
+        return reply
+
+    def _check_reply(self, path: str, is_reply: Callable[[Any], bool], reply: Any) -> None:
         if not is_reply(reply):
             raise TransientError(
                 f"{self._exchange.where('POST', path)}: the reply does not name this request as the one that it "
                 "answers, so it was dropped; the server or a proxy mixes up its answers, or gives requests other ids",
                 usable=True,
             )
-        return reply
 
     async def _retried(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
         return await self._retrying.copy()(partial(self._exchange.send, method, path, body, expect_json))

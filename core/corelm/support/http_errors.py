@@ -19,7 +19,7 @@ from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.support.redaction import Secrets
 
 #: The request itself is at fault. The server may well answer another one.
-_REFUSED = frozenset({400, 404, 413, 422})
+REFUSED = frozenset({400, 404, 413, 422})
 #: The failure may pass, so the client sends the request again.
 _RETRIED = frozenset({429, 500, 502, 503, 504})
 #: The longest wait, in seconds, that a server's Retry-After is granted.
@@ -90,7 +90,7 @@ class ResponseReader:
             body: the beginning of its body.
         """
         said = f"{where}: status {status}: {self.message(body) or self._cut(phrase)}"
-        if status in _REFUSED:
+        if status in REFUSED:
             return InvalidRequestError(said)
         if status in _RETRIED:
             return TransientError(said, retry_after=_retry_after(headers.get("retry-after", "")), status=status)

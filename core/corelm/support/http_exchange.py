@@ -13,11 +13,12 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError
 from corelm.support.http_errors import ResponseReader, TransientError
+from corelm.support.http_events import event_data
 from corelm.support.redaction import Secrets
 from corelm.validate import invalid
 
@@ -94,9 +95,13 @@ class Exchange:
             EngineError: every other failure.
         """
         where = self.where(method, path)
+        return await self._guarded(where, self._reply(where, method, path, body, expect_json))
+
+    async def _guarded(self, where: str, reply: Awaitable[Any]) -> Any:
+        """Return what is awaited. Its errors become typed errors without secrets."""
         cause: Exception | None = None
         try:
-            return await self._reply(where, method, path, body, expect_json)
+            return await reply
         except CoreLMError as error:
             typed = error
         except Exception as error:
@@ -104,6 +109,15 @@ class Exchange:
             # A traceback prints the cause, too.
             cause = None if self._secrets.masked(repr(error)) != repr(error) else error
         raise self._secrets.masked_error(typed) from cause
+
+    async def events(self, path: str, body: bytes, take: Callable[[Any], object]) -> None:
+        """Post one request whose reply is a stream of events, and pass on each event, decoded from JSON.
+
+        Raises:
+            CoreLMError: the errors of `send`, or of `take`; a `TransientError` if the stream breaks off.
+        """
+        where = self.where("POST", path)
+        await self._guarded(where, self._events(where, path, body, take))
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -122,6 +136,29 @@ class Exchange:
         except (ValueError, RecursionError):
             seen = self._reader.message(self._beginning(content)) or "an empty body"
             raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from None
+
+    async def _events(self, where: str, path: str, body: bytes, take: Callable[[Any], object]) -> None:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        async with self._client.stream("POST", path, content=body, headers=headers) as response:
+            kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            if not response.is_success or kind != "text/event-stream":
+                # Also refuses a compressed reply.
+                seen = self._beginning(await self._body(where, response))
+                if not response.is_success:
+                    phrase = response.reason_phrase
+                    raise self._reader.error(where, response.status_code, phrase, response.headers, seen)
+                raise EngineError(f"{where}: not a stream of events, but {kind!r}: {self._reader.message(seen)}")
+            if response.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
+                await self._body(where, response)
+            try:
+                async for data in event_data(response.aiter_raw(), self._max_reply_bytes):
+                    take(json.loads(data))
+            except CoreLMError:
+                raise
+            except (ValueError, RecursionError) as error:
+                raise EngineError(f"{where}: {error}", usable=True) from None
+            except EOFError as error:
+                raise TransientError(f"{where}: {error}") from None
 
     async def _body(self, where: str, response: httpx.Response) -> bytearray:
         """Return the body, or of an error's body the beginning."""

@@ -15,6 +15,7 @@ from corelm.testing.sampled_logprobs import SampledLogProbPromises
 from corelm.testing.scored_fields import ScoredFieldPromises
 from corelm.testing.seeds import SeedPromises
 from corelm.testing.stopping import StoppingPromises
+from corelm.testing.streaming import StreamingPromises
 from corelm.testing.tokens import TokenPromises
 from corelm.testing.weights import WeightPromises
 
@@ -31,6 +32,7 @@ class BackendConformance(
     FieldPromises,
     ScoredFieldPromises,
     ChatPromises,
+    StreamingPromises,
     WeightPromises,
     FaultPromises,
     BadResultPromises,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend
-from helpers.http_server import FaultServer, Reply, Request, json_reply, raw
+from helpers.http_server import FaultServer, Reply, Request, event_stream, json_reply, raw
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 MAX_CONTEXT = 64
@@ -36,6 +36,7 @@ class FakeSGLang:
         fault: returns a reply to send instead, or None.
         model_info: the page ``/model_info``, without the weight label.
         server_info: the page ``/server_info``.
+        pause: called with the number of each token before it is streamed.
         requests: the bodies of all requests to ``/generate``.
         weight_updates: the bodies of all requests to load weights.
     """
@@ -46,6 +47,7 @@ class FakeSGLang:
         self.scaled, self.honours_seeds = True, False
         self.spoil: Callable[[dict[str, Any]], Any] = lambda reply: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
+        self.pause: Callable[[int], object] = lambda step: None
         self.model_info: dict[str, Any] = {
             "tokenizer_path": str(folder),
             "model_path": str(folder),
@@ -73,7 +75,17 @@ class FakeSGLang:
         self.requests.append(request.body)
         reply = self._generate(request.body)
         self.spoil(reply)
-        return json_reply(reply)
+        return event_stream(self._growing(reply)) if request.body.get("stream") else json_reply(reply)
+
+    def _growing(self, reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a reply as the server streams it: each event has the whole answer so far."""
+        meta, count = reply["meta_info"], len(reply["output_ids"])
+        for known in range(1, count):
+            self.pause(known - 1)
+            told = {**meta, "finish_reason": None, "output_token_logprobs": meta["output_token_logprobs"][:known]}
+            yield {**reply, "output_ids": reply["output_ids"][:known], "meta_info": told}
+        self.pause(count - 1)
+        yield reply
 
     def logprobs(self, token: int, temperature: float = 1.0) -> Tensor:
         """Return the log-probs of the token that follows `token`, float32[V]."""

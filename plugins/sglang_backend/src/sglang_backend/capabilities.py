@@ -85,6 +85,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         score=True,
         concurrent_calls=True,
         stops_at_timeout=True,
+        # Such a server sends deltas and not, as others do, the whole answer so far.
+        streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
         abort=True,
     )

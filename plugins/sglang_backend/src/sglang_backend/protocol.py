@@ -7,15 +7,19 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import (
+    ABORTED,
     RowAnswer,
     RowError,
     RowFailure,
+    RowStreams,
     StopStrings,
+    Streamed,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -29,6 +33,8 @@ from sglang_backend.sampling import parameters, safe_stops
 Payload = dict[str, Any]
 
 GENERATE = "/generate"
+#: How many characters of the server's own message an error repeats.
+_MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
 
@@ -58,22 +64,83 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
                 stop=stop,
             ),
             "return_logprob": request.logprobs != "none",
+            **({} if request.on_tokens is None else {"stream": True}),
         }
         for ids, seed in zip(request.prompts.tolist(), seeds, strict=True)
     ]
 
 
-def generation_result(request: GenerateRequest, entries: Sequence[Any], info: ServerInfo) -> GenerateResult:
-    """Return the answers in `entries`, which are in the order of `generation_requests`."""
+def generation_result(
+    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: RowStreams | None = None
+) -> GenerateResult:
+    """Return the answers in `entries`, which are in the order of `generation_requests`.
+
+    Args:
+        streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
+    """
     stops = StopStrings.of(request.sampling, info.tokenizer)
-    limits = [
-        _answer_limit(request, length, info.capabilities.max_context) for length in request.prompts.lengths.tolist()
-    ]
+    limits = _limits(request, info)
 
-    def outcome(entry: Any, limit: int) -> RowAnswer | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limit, stops, info))
+    def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
+        if entry is ABORTED and streams is not None:
+            return streams.aborted(row)
+        return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limits[row], stops, info))
 
-    return generate_result(request, list(map(outcome, entries, limits)))
+    return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
+
+
+def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams, Streamed]:
+    """Return what streams the rows of a request, and what the client does with their events.
+
+    Each event of a server is a reply with the whole answer so far.
+    """
+    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
+    limits = _limits(request, info)
+
+    def tell(row: int, reply: Any) -> None:
+        # A reply that does not fit its request is left to `generation_result`, which says why.
+        with suppress(RowError):
+            ids, meta = reply["output_ids"], reply["meta_info"]
+            if meta.get("finish_reason") is not None:
+                streams.end(row, _answer(reply, False, request, limits[row], stops, info))
+                return
+            if request.logprobs == "none":
+                streams.tell(row, ids, lambda first, end: [])
+                return
+            # The server may add a token to one of the lists before it sends the other.
+            reported = meta.get("output_token_logprobs") or []
+            known = ids[: len(reported)]
+            streams.tell(row, known, lambda first, end: _reported(reported[first:end], known[first:end], info))
+
+    return streams, Streamed(_last_event, tell)
+
+
+def _last_event(reply: Any, event: Any) -> Any:
+    """Return an event, which replaces the earlier ones; see `Streamed`.
+
+    Raises:
+        InvalidRequestError: the event says that the server refused the request.
+        EngineError: the event says that the request failed.
+    """
+    finish = event["meta_info"].get("finish_reason") or {}
+    status = finish.get("status_code")
+    if status is None:
+        return event
+    # Without streaming the server would send this status.
+    said = f"the server reports status {status}: {str(finish.get('message'))[:_MESSAGE_LENGTH]}"
+    raise InvalidRequestError(said) if status == 400 else EngineError(said)
+
+
+def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
+    """Return the most tokens that each answer may have."""
+    context = info.capabilities.max_context
+    return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
+
+
+def _reported(reported: Sequence[Any], ids: Sequence[int], info: ServerInfo) -> list[float]:
+    """Return the log-probs that a reply reports for these tokens."""
+    _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
+    return checked_logprobs([value for value, *_ in reported], len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -153,9 +220,7 @@ def _answer(
         _check_weights(meta, info.weight_label)
     logprobs: list[float] = []
     if request.logprobs != "none":
-        reported = meta.get("output_token_logprobs") or []
-        _check_echo(reported, ids, vocab_size, "output_token_logprobs")
-        logprobs = checked_logprobs([value for value, *_ in reported], len(ids))
+        logprobs = _reported(meta.get("output_token_logprobs") or [], ids, info)
     end = _end(ids, request.stop_ids, stops)
     reason = checked_finish_reason(
         reason,

@@ -20,7 +20,7 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
-from corelm.support import Deadline, HttpClient, InFlight, local_checkpoint, raise_if_none_was_served
+from corelm.support import Deadline, HttpClient, InFlight, Streamed, local_checkpoint, raise_if_none_was_served
 from sglang_backend import protocol
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
 from sglang_backend.protocol import Payload
@@ -66,8 +66,11 @@ class SGLangServer:
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self.info)
-        entries = self._post_all(payloads, request.request_ids, request.timeout)
-        return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info))
+        streams = streamed = None
+        if request.on_tokens is not None:
+            streams, streamed = protocol.row_streams(request, self.info)
+        entries = self._post_all(payloads, request.request_ids, request.timeout, streamed)
+        return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = protocol.scoring_requests(request)
@@ -111,7 +114,13 @@ class SGLangServer:
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 
-    def _post_all(self, payloads: Sequence[Payload], names: Sequence[str], timeout: float | None) -> list[Any]:
+    def _post_all(
+        self,
+        payloads: Sequence[Payload],
+        names: Sequence[str],
+        timeout: float | None,
+        streamed: Streamed | None = None,
+    ) -> list[Any]:
         """Return the entry of every payload; see `HttpClient.post_each`.
 
         Raises:
@@ -119,11 +128,14 @@ class SGLangServer:
             TimeoutError: the server took longer than `timeout` seconds.
         """
         deadline = Deadline(timeout)
-        entries = self._post_each(payloads, names, deadline)
+        entries = self._post_each(payloads, names, deadline, streamed)
         duplicates = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if duplicates:
+            if streamed is not None:
+                tell = streamed.tell
+                streamed = replace(streamed, tell=lambda number, reply: tell(duplicates[number], reply))
             repeated = self._post_each(
-                [payloads[row] for row in duplicates], [names[row] for row in duplicates], deadline
+                [payloads[row] for row in duplicates], [names[row] for row in duplicates], deadline, streamed
             )
             for row, entry in zip(duplicates, repeated, strict=True):
                 entries[row] = entry
@@ -137,12 +149,19 @@ class SGLangServer:
     def _answers(self, path: str, timeout: float | None) -> bool:
         return self._client.answers(path, min(_HEALTH_TIMEOUT, timeout or _HEALTH_TIMEOUT))
 
-    def _post_each(self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline) -> list[Any]:
+    def _post_each(
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
+    ) -> list[Any]:
         """Post every payload under a new id of the server's, by which `abort` finds it."""
         with self._in_flight.named(names) as rids:
             identified = [{**payload, "rid": rid} for payload, rid in zip(payloads, rids, strict=True)]
             return self._client.post_each(
-                protocol.GENERATE, identified, names=rids, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+                protocol.GENERATE,
+                identified,
+                names=rids,
+                is_reply_to=protocol.is_reply_to,
+                timeout=deadline.left(),
+                streamed=streamed,
             )
 
     def _new_weight_label(self, version: str) -> str:

@@ -39,5 +39,6 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         gradients=True,
         per_answer_seeds=True,
         stops_at_timeout=True,
+        streaming=True,
         update_weights=True,
     )

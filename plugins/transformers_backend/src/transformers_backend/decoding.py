@@ -6,7 +6,7 @@ here, so nothing in it can change what was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.spec import GenerateRequest, GenerateResult, Ragged
+from corelm.errors import EngineError
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, TokenChunk
 from corelm.support import Deadline
 from transformers_backend.batches import Grouping
 from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
@@ -91,6 +92,9 @@ class Decoder:
     ) -> Iterator[tuple[PromptBatch, SampledAnswers]]:
         """Yield the answers batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
         decoded in another way.
+
+        Raises:
+            EngineError: they are wrong, and the tokens were streamed to a caller, from whom they cannot be taken back.
         """
         way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
         done: list[Tensor] = []
@@ -102,6 +106,12 @@ class Decoder:
             with self._accelerated():
                 found = self._decode(batch, self.way, request, deadline, keep_raw=check)
             if check and not self._confirmed(self.way, batch, found):
+                if request.on_tokens is not None:
+                    raise EngineError(
+                        "the streamed log-probs turned out to be others than those of the model's own forward; "
+                        "ask again, the next call decodes in a slower way",
+                        usable=True,
+                    )
                 left = ~torch.isin(prompts.rows, torch.cat([torch.empty(0, dtype=torch.int64), *done]))
                 yield from self._answers(prompts.select(left.nonzero()[:, 0]), request, deadline)
                 return
@@ -210,6 +220,8 @@ class Decoder:
             raw = (log_softmax_at(growing.logits, token),) if keep_raw else ()
             steps.append((alive, token, logprob, *raw))
             ended = ending(token)
+            if request.on_tokens is not None:
+                _hand_over(request.on_tokens, batch.rows[alive], token, logprob, ended)
             if ended:
                 stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
                 if len(ended) == len(alive):
@@ -231,6 +243,15 @@ class Decoder:
 def _columns(prompts: Tensor, answers: Tensor) -> int:
     """Return the width of a batch of prompts padded on the left and their answers, given their lengths, int64[rows]."""
     return int(prompts.max() + answers.max())
+
+
+def _hand_over(
+    on_tokens: Callable[[TokenChunk], None], rows: Tensor, ids: Tensor, logprobs: Tensor, ended: Mapping[int, bool]
+) -> None:
+    """Hand over one token of each row. `ended` has the rows that it ended, False for a length limit."""
+    for place, (row, token, logprob) in enumerate(zip(rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True)):
+        reason = {None: None, True: "stop", False: "length"}[ended.get(place)]
+        on_tokens(TokenChunk(row=row, ids=[token], logprobs=[logprob], finish_reason=reason))
 
 
 def _without(gone: Collection[int], rows: int) -> Tensor:

@@ -94,6 +94,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls,
         stops_at_timeout=True,
+        streaming=True,
         update_weights=checkpoint is not None,
         abort=abort,
     )
@@ -221,6 +222,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         score=fields is None or fields >= SCORING_FIELDS,
         concurrent_calls=True,
         stops_at_timeout=True,
+        streaming=_honours(fields, "stream"),
         update_weights=routes >= WEIGHT_ROUTES,
         abort=True,
     )

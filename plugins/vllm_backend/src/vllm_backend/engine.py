@@ -7,8 +7,9 @@ import gc
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
 ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
+
+#: Takes the number of a request and one of its outputs.
+OnOutput = Callable[[int, Any], None]
 
 #: Seconds that the engine's process gets to shut down before it is killed.
 _SHUTDOWN_GRACE = 30.0
@@ -47,7 +51,8 @@ class InProcessEngine(ABC):
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         requests = protocol.generation_requests(request, self._info)
-        outputs = self.run(requests, request.request_ids, request.timeout)
+        on_output = protocol.on_output(request, self.tokenizer)
+        outputs = self.run(requests, request.request_ids, request.timeout, on_output)
         return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -74,7 +79,11 @@ class InProcessEngine(ABC):
 
     @abstractmethod
     def run(
-        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+        self,
+        requests: Sequence[VLLMRequest | RowFailure],
+        names: Sequence[str],
+        timeout: float | None,
+        on_output: OnOutput | None = None,
     ) -> list[RowOutput]:
         """Return the output of every request, in order; failures are returned as they are.
 
@@ -82,6 +91,7 @@ class InProcessEngine(ABC):
             requests: what to run.
             names: the name of each request, for `abort`.
             timeout: seconds for all of them together, or None.
+            on_output: takes the number of a request and each of its outputs, the last included.
 
         Raises:
             TimeoutError: it took longer than `timeout` seconds.
@@ -142,13 +152,17 @@ class AsyncEngine(InProcessEngine):
         return cls(loop, llm, info)
 
     def run(
-        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+        self,
+        requests: Sequence[VLLMRequest | RowFailure],
+        names: Sequence[str],
+        timeout: float | None,
+        on_output: OnOutput | None = None,
     ) -> list[RowOutput]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._require_usable()
         try:
-            return self.loop.run(self.serve(requests, names), timeout)
+            return self.loop.run(self.serve(requests, names, on_output), timeout)
         except TimeoutError:
             raise timeout_error(timeout) from None
         except Exception as error:
@@ -158,11 +172,16 @@ class AsyncEngine(InProcessEngine):
                 raise EngineError(DEAD, usable=False) from error
             raise
 
-    async def serve(self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str]) -> list[RowOutput]:
+    async def serve(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], on_output: OnOutput | None = None
+    ) -> list[RowOutput]:
         """Do what `run` does, on the event loop and without a timeout."""
         ids = [str(next(self._numbers)) for _ in requests]
         self.in_flight.update(zip(ids, names, strict=True))
-        tasks = [asyncio.create_task(self._answer(*each)) for each in zip(requests, ids, strict=True)]
+        tasks = [
+            asyncio.create_task(self._answer(request, name, None if on_output is None else partial(on_output, number)))
+            for number, (request, name) in enumerate(zip(requests, ids, strict=True))
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -196,7 +215,9 @@ class AsyncEngine(InProcessEngine):
         with collecting_garbage():
             self.llm = None
 
-    async def _answer(self, request: VLLMRequest | RowFailure, request_id: str) -> RowOutput:
+    async def _answer(
+        self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None
+    ) -> RowOutput:
         """Return the engine's final output for one request. If this is cancelled, vLLM aborts the request."""
         from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
@@ -205,11 +226,12 @@ class AsyncEngine(InProcessEngine):
         if request_id in self._aborted:
             return ABORTED_EARLY
         try:
-            outputs = [output async for output in self.llm.generate(request.prompt, request.params, request_id)]
+            async for output in self.llm.generate(request.prompt, request.params, request_id):
+                if on_output is not None:
+                    on_output(output)
         except (VLLMClientError, GracefulHTTPError) as error:
             return RowFailure(str(error))
-        # The parameters ask for the final output only.
-        return outputs[-1]
+        return output
 
     def _load_folder(self, folder: Path) -> None:
         self.loop.run(self._load_on_loop(str(folder)))

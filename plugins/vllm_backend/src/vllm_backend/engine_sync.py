@@ -15,7 +15,7 @@ from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest
 from corelm.support import RowFailure
 from vllm_backend.capabilities import ModelInfo, read_model
-from vllm_backend.engine import DEAD, InProcessEngine, collecting_garbage, timeout_error
+from vllm_backend.engine import DEAD, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 #: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
@@ -64,11 +64,15 @@ class SyncEngine(InProcessEngine):
             return cls(thread, llm, info, stack.pop_all())
 
     def run(
-        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], timeout: float | None
+        self,
+        requests: Sequence[VLLMRequest | RowFailure],
+        names: Sequence[str],
+        timeout: float | None,
+        on_output: OnOutput | None = None,
     ) -> list[RowOutput]:
         self._require_usable()
         caller_left = Event()
-        future = self.thread.submit(self._serve, requests, caller_left)
+        future = self.thread.submit(self._serve, requests, caller_left, on_output)
         try:
             return future.result(None if timeout is None else min(timeout, TIMEOUT_MAX))
         except FutureTimeout:
@@ -88,7 +92,9 @@ class SyncEngine(InProcessEngine):
         with collecting_garbage():
             self.llm = None
 
-    def _serve(self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event) -> list[RowOutput]:
+    def _serve(
+        self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event, on_output: OnOutput | None
+    ) -> list[RowOutput]:
         """Run the requests, on the thread that owns vLLM. Abort those that are unfinished when the caller has left."""
         from vllm.exceptions import VLLMClientError
 
@@ -107,6 +113,8 @@ class SyncEngine(InProcessEngine):
                         unfinished[request_id] = number
             while unfinished and not caller_left.is_set():
                 for output in self.llm.step():
+                    if on_output is not None:
+                        on_output(unfinished[output.request_id], output)
                     if output.finished:
                         outputs[unfinished.pop(output.request_id)] = output
             self.llm.abort_request(list(unfinished))

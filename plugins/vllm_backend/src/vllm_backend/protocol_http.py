@@ -7,15 +7,19 @@ reply does not fit fails alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, SamplingParams, ScoreRequest, ScoreResult
 from corelm.support import (
+    ABORTED,
     RowAnswer,
     RowError,
     RowFailure,
+    RowStreams,
     StopStrings,
+    Streamed,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -67,26 +71,85 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     min_tokens = _min_tokens(request, info)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": 0}
+    explicit = EXPLICIT | {"stream": request.on_tokens is not None}
     payloads = []
     for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
         limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
         fields = parameters(sampling, request.stop_ids, limit, seed)
-        payloads.append({**fields, "min_tokens": min_tokens, **EXPLICIT, **logprobs, "prompt": prompt})
+        payloads.append({**fields, "min_tokens": min_tokens, **explicit, **logprobs, "prompt": prompt})
     check_raw(request)
     return payloads
 
 
 def generation_result(
-    request: GenerateRequest, payloads: Sequence[Payload], entries: Sequence[Any], info: ServerInfo
+    request: GenerateRequest,
+    payloads: Sequence[Payload],
+    entries: Sequence[Any],
+    info: ServerInfo,
+    streams: RowStreams | None = None,
 ) -> GenerateResult:
-    """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
+    """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them.
 
+    Args:
+        streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
+    """
     stops = StopStrings.of(request.sampling, info.tokenizer)
 
-    def outcome(entry: Any, payload: Payload) -> RowAnswer | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _row_answer(reply, aborted, payload, request, stops, info))
+    def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
+        if entry is ABORTED and streams is not None:
+            return streams.aborted(row)
+        return row_outcome(
+            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops, info)
+        )
 
-    return generate_result(request, list(map(outcome, entries, payloads)))
+    return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
+
+
+def joined(reply: Any, event: Any) -> Any:
+    """Return the completion that a streamed reply has become with one more event; see `Streamed`.
+
+    Raises:
+        RowError: the event is not part of a completion with one choice.
+    """
+    if isinstance(event, dict) and event.get("choices") == []:
+        # The usage, which a server may be set to send.
+        return reply
+    choice = only_choice(event)
+    if reply is None:
+        return event
+    whole = only_choice(reply)
+    if "token_ids" in whole:
+        whole["token_ids"] += choice.get("token_ids") or []
+    if isinstance(whole.get("logprobs"), dict):
+        new = choice.get("logprobs") or {}
+        for name in ("tokens", "token_logprobs"):
+            whole["logprobs"][name] += new.get(name) or []
+    for name in ("finish_reason", "stop_reason"):
+        whole[name] = choice.get(name)
+    return reply
+
+
+def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: ServerInfo) -> tuple[RowStreams, Streamed]:
+    """Return what streams the rows of a request, and what the client does with their events."""
+    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
+    seen = [0] * len(payloads)
+
+    def tell(row: int, reply: Any) -> None:
+        # A reply that does not fit its request is left to `generation_result`, which says why.
+        with suppress(RowError):
+            choice = only_choice(reply)
+            if choice.get("finish_reason") in ("stop", "length"):
+                streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
+            elif choice.get("finish_reason") is None:
+                # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
+                ids, payload = choice["token_ids"], payloads[row]
+                new = checked_ids(
+                    ids[seen[row] :], vocab_size=info.capabilities.vocab_size, limit=payload["max_tokens"] - seen[row]
+                )
+                seen[row] += len(new)
+                streams.tell(row, ids, lambda first, end: _logprobs_between(choice, ids, request, first, end))
+
+    return streams, Streamed(joined, tell)
 
 
 def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], info: ServerInfo) -> None:
@@ -120,12 +183,26 @@ def _row_answer(
     choice = only_choice(reply)
     ids = _answer_ids(choice, payload, info)
     reason = _finish_reason(choice, ids, payload, aborted, stops)
-    logprobs = [] if request.logprobs == "none" else _sampled_logprobs(choice, ids)
-    if request.logprobs == "processed" and request.sampling.greedy:
-        # The greedy token has probability 1. vLLM returns its log-prob at temperature 1.
-        logprobs = [0.0] * len(ids)
+    logprobs = _logprobs_of(choice, ids, request)
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
     return RowAnswer(ids[:length], logprobs[:length], reason)
+
+
+def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[float]:
+    if request.logprobs == "none":
+        return []
+    logprobs = _sampled_logprobs(choice, ids)
+    # The greedy token has probability 1. vLLM returns its log-prob at temperature 1.
+    return [0.0] * len(ids) if request.logprobs == "processed" and request.sampling.greedy else logprobs
+
+
+def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> list[float]:
+    """Return the log-probs of the tokens from number `first` to the one before number `end`."""
+    if request.logprobs == "none":
+        return []
+    logprobs = _logprobs(choice)
+    part = {"logprobs": {name: logprobs[name][first:end] for name in ("tokens", "token_logprobs")}}
+    return _logprobs_of(part, ids[first:end], request)
 
 
 def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:

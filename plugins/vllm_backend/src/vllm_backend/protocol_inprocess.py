@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from corelm.support import (
     RowAnswer,
     RowError,
     RowFailure,
+    RowStreams,
     StopStrings,
     checked_logprobs,
     generate_result,
@@ -64,6 +66,7 @@ def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMR
                 logprobs=None if request.logprobs == "none" else 0,
                 # Decoding takes time, and only stop strings need the text.
                 detokenize=bool(sampling.stop),
+                streams=request.on_tokens is not None,
             )
         )
     check_raw(request)
@@ -89,17 +92,44 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     ended = bool(ids) and (ids[-1] in request.stop_ids or stops.occurs_in(ids))
     if reason == "stop" and not ended and not request.sampling.engine_kwargs:
         raise unspelt_stop(completion.stop_reason)
-    logprobs: list[float] = []
-    if request.logprobs != "none" and ids:
-        flat = completion.logprobs
-        # Indexing `flat` itself would build a dictionary for every token.
-        logprobs = checked_logprobs([flat.logprobs[start] for start in flat.start_indices[: len(ids)]], len(ids))
+    logprobs = _answer_logprobs(completion, request, 0, len(ids))
+    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    return RowAnswer(ids[:length], logprobs[:length], reason)
+
+
+def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> list[float]:
+    """Return the log-probs of the tokens from number `first` to the one before number `end`."""
+    if request.logprobs == "none" or first == end:
+        return []
+    flat = completion.logprobs
+    # Indexing `flat` itself would build a dictionary for every token.
+    logprobs = checked_logprobs([flat.logprobs[start] for start in flat.start_indices[first:end]], end - first)
     if request.logprobs == "processed" and request.sampling.greedy:
         # The greedy token has probability 1. vLLM returns its log-prob at temperature 1, which shows whether the logits
         # were finite.
-        logprobs = [0.0] * len(ids)
-    length = answer_length(ids, stops) if reason == "stop" else len(ids)
-    return RowAnswer(ids[:length], logprobs[:length], reason)
+        return [0.0] * len(logprobs)
+    return logprobs
+
+
+def on_output(request: GenerateRequest, tokenizer: Any) -> Callable[[int, Any], None] | None:
+    """Return a function that streams what is new in vLLM's outputs; None for a request that does not stream.
+
+    It takes the number of a row and an output, which has the row's whole answer so far. A last output that is no valid
+    answer is left to `generation_result`, which says why.
+    """
+    if request.on_tokens is None:
+        return None
+    streams, stops = RowStreams(request, tokenizer), StopStrings.of(request.sampling, tokenizer)
+
+    def tell(row: int, output: Any) -> None:
+        completion = output.outputs[0]
+        with suppress(RowError):
+            if output.finished:
+                streams.end(row, _row_answer(output, request, stops))
+            else:
+                streams.tell(row, completion.token_ids, functools.partial(_answer_logprobs, completion, request))
+
+    return tell
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -156,14 +186,15 @@ def _outcome(output: RowOutput, parse: Callable[[Any], T]) -> T | RowFailure:
         return RowFailure(str(error))
 
 
-def _vllm_request(ids: list[int], **values: Any) -> VLLMRequest | RowFailure:
+def _vllm_request(ids: list[int], *, streams: bool = False, **values: Any) -> VLLMRequest | RowFailure:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     kind, refusal = _sampling_params_class()
+    output_kind = RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY
     try:
         # The parameters belong to this request alone, so vLLM need not copy them deeply.
-        params = kind(**values, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+        params = kind(**values, flat_logprobs=True, output_kind=output_kind, skip_clone=True)
     except refusal as error:
         return RowFailure(str(error))
     return VLLMRequest(tokens_input(ids), params)

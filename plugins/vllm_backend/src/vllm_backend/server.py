@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import Deadline, InFlight, local_checkpoint, opening_within, raise_if_none_was_served
+from corelm.support import Deadline, InFlight, Streamed, local_checkpoint, opening_within, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
@@ -130,8 +130,13 @@ class VLLMServer:
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self._info)
-        entries, version = self._post(payloads, request.request_ids, request.timeout)
-        result = self._client.secrets.masked_result(protocol.generation_result(request, payloads, entries, self._info))
+        streams = streamed = None
+        if request.on_tokens is not None:
+            streams, streamed = protocol.row_streams(request, payloads, self._info)
+        entries, version = self._post(payloads, request.request_ids, request.timeout, streamed)
+        result = self._client.secrets.masked_result(
+            protocol.generation_result(request, payloads, entries, self._info, streams)
+        )
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -177,7 +182,11 @@ class VLLMServer:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def _post(
-        self, payloads: Sequence[Payload], names: Sequence[str], timeout: float | None
+        self,
+        payloads: Sequence[Payload],
+        names: Sequence[str],
+        timeout: float | None,
+        streamed: Streamed | None = None,
     ) -> tuple[list[Any], str | None]:
         """Return an entry for every payload, and the server's weight version where it is not the backend's.
 
@@ -195,7 +204,12 @@ class VLLMServer:
                 for payload, request_id in zip(payloads, ids, strict=True)
             ]
             entries = self._client.post_each(
-                protocol.COMPLETIONS, requests, names=ids, is_reply_to=protocol.is_reply_to, timeout=deadline.left()
+                protocol.COMPLETIONS,
+                requests,
+                names=ids,
+                is_reply_to=protocol.is_reply_to,
+                timeout=deadline.left(),
+                streamed=streamed,
             )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm import Capabilities, Provenance, Ragged, SamplingParams, hookimpl
-from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, WeightUpdate
 from corelm.support import RowAnswer, StopStrings, generate_result, refuse_weights, shape_problems, shapes_of
 from toy_backend.model import Bigram
 from toy_backend.tokenizer import ByteTokenizer
@@ -35,6 +35,7 @@ class ToyBackend:
             logits=True,
             gradients=True,
             per_answer_seeds=True,
+            streaming=True,
             update_weights=True,
         )
 
@@ -53,10 +54,10 @@ class ToyBackend:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         prompts = request.prompts.tolist()
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
-        answers = [self._answer(prompt, seed, request) for prompt, seed in zip(prompts, seeds.tolist(), strict=True)]
+        answers = [self._answer(row, prompts[row], seed, request) for row, seed in enumerate(seeds.tolist())]
         return generate_result(request, answers)
 
-    def _answer(self, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
+    def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         sampling, generator = request.sampling, torch.Generator().manual_seed(seed)
         stop_strings = StopStrings.of(sampling, self.tokenizer).watch()
         ids: list[int] = []
@@ -67,6 +68,8 @@ class ToyBackend:
             token = int(torch.multinomial(sampled_from.exp(), 1, generator=generator))
             ids.append(token)
             logprobs.append(float(reported[token]))
+            if request.on_tokens is not None:
+                request.on_tokens(TokenChunk(row=row, ids=[token], logprobs=logprobs[-1:]))
             if token in request.stop_ids or stop_strings.completed_by(token):
                 return RowAnswer(ids, logprobs, "stop")
         return RowAnswer(ids, logprobs, "length")

@@ -1,0 +1,347 @@
+"""`AnswerStream` and `AsyncAnswerStream`: answers that are read while the engine samples them.
+
+The engine's thread puts the chunks of a call into a queue, and the reader takes them out and decodes their text. The
+queue has no limit: a slow reader costs memory, a few hundred bytes a token, and never makes the engine or other callers
+wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from corelm.backend.delivery import Listener
+from corelm.backend.engine import OpenEngine
+from corelm.backend.futures import in_thread, uninterrupted
+from corelm.backend.prepared_call import PreparedCall, prepare_generation
+from corelm.errors import BackendClosedError
+from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
+from corelm.spec.sampling import SamplingParams
+from corelm.support.answer_text import AnswerText, AnswerTexts
+from corelm.validate import invalid
+
+T = TypeVar("T")
+#: Prepares a call whose tokens go to a listener, and returns it with a function that makes the stream's result of its.
+Prepare = Callable[[Listener], tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], T]]]
+
+#: Seconds that closing a stream waits for the engine to let go of the request, and seconds until the engine is told
+#: again: an abort that reaches it before the request does is lost.
+_PATIENCE, _REMINDER = 1.0, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerChunk:
+    """New tokens of one answer.
+
+    Attributes:
+        row: the answer's row, counted in C order over the batch; with `num_samples`, the answers to one prompt follow
+            each other.
+        text: the text that is new and certain. It may be empty: half a character, or what may be the beginning of a
+            stop string, waits for the next tokens. The texts of a row, joined, are the text of the answer.
+        ids: the new tokens.
+        logprobs: one per id, of the distribution that was asked for; empty if none were asked for.
+        finish_reason: why the answer ended, in its last chunk; None in the others.
+    """
+
+    row: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str | None = None
+
+
+class Caller(Protocol):
+    """What a stream needs of a backend."""
+
+    @property
+    def engine(self) -> OpenEngine: ...
+
+    def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
+
+
+class AnswerStream(Generic[T], Iterator[AnswerChunk]):
+    """The chunks of the answers to one call, as they come: an iterator and a context manager.
+
+    Leaving the ``with`` block early, `close`, or dropping the stream aborts the request in an engine that can abort.
+    Another engine finishes the answers, and they are dropped.
+    """
+
+    def __init__(self, backend: Caller, prepare: Prepare[T]) -> None:
+        self._ended = False
+        self._result: T | None = None
+        self._request: _Request | None = None
+        self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
+        call, self._finish = prepare(self._events.put)
+        self._request = _Request(backend, call, self._events.put)
+
+    @property
+    def result(self) -> T:
+        """The result of the whole call, once the last chunk has been read.
+
+        Raises:
+            InvalidRequestError: the stream was not read to its end.
+        """
+        return _result(self._result)
+
+    def __iter__(self) -> AnswerStream[T]:
+        return self
+
+    def __next__(self) -> AnswerChunk:
+        if self._ended or self._request is None:
+            raise StopIteration
+        try:
+            event = self._events.get()
+            if event is not None:
+                return self._request.chunk(event)
+            self._result = self._finish(self._request.answer())
+        except BaseException:
+            # For example a KeyboardInterrupt, or an error of the engine.
+            self._ended = True
+            self._request.leave()
+            raise
+        self._ended = True
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the request if it is under way, and wait up to a second until an engine that can abort has let go of it.
+
+        Chunks that were not read are dropped. Closing twice is fine.
+        """
+        self._ended = True
+        if self._request is not None:
+            self._request.close()
+
+    def __enter__(self) -> AnswerStream[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        _drop(self._request)
+
+
+class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
+    """The chunks of the answers to one call, as they come: an asynchronous iterator and context manager.
+
+    The request is made when the first chunk is asked for. No thread waits for the chunks. Leaving the ``async with``
+    block early, `aclose`, cancelling the task, or dropping the stream aborts the request in an engine that can abort.
+    Another engine finishes the answers, and they are dropped.
+    """
+
+    def __init__(self, backend: Caller, prepare: Prepare[T]) -> None:
+        self._ended = False
+        self._result: T | None = None
+        self._request: _Request | None = None
+        self._backend, self._prepare = backend, prepare
+        self._events: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+
+    @property
+    def result(self) -> T:
+        """The result of the whole call, once the last chunk has been read.
+
+        Raises:
+            InvalidRequestError: the stream was not read to its end.
+        """
+        return _result(self._result)
+
+    def __aiter__(self) -> AsyncAnswerStream[T]:
+        return self
+
+    async def __anext__(self) -> AnswerChunk:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            if self._request is None:
+                self._request = await self._begin()
+            event = await self._events.get()
+            if event is not None:
+                return self._request.chunk(event)
+            self._result = await asyncio.to_thread(self._finish, self._request.answer())
+        except BaseException:
+            # For example a CancelledError, or an error of the engine.
+            self._ended = True
+            if self._request is not None:
+                self._request.leave()
+            raise
+        self._ended = True
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the request if it is under way, as `AnswerStream.close` does."""
+        self._ended = True
+        if self._request is not None and self._request.under_way:
+            await asyncio.to_thread(self._request.close)
+
+    async def __aenter__(self) -> AsyncAnswerStream[T]:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        _drop(self._request)
+
+    async def _begin(self) -> _Request:
+        # `tell` must not refer to the stream: the engine would keep it alive after its reader has dropped it.
+        loop, put = asyncio.get_running_loop(), self._events.put_nowait
+
+        def tell(event: TokenChunk | None) -> None:
+            # A loop that is closed has no reader any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(put, event)
+
+        call, self._finish = await asyncio.to_thread(self._prepare, tell)
+        return _Request(self._backend, call, tell)
+
+
+class AnswerStreams(ABC):
+    """The methods of a backend that stream."""
+
+    engine: OpenEngine
+
+    @abstractmethod
+    def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
+
+    def stream(
+        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
+    ) -> AnswerStream[GenerateResult]:
+        """Start `generate`, with the same arguments, and return an iterator over the tokens as they come.
+
+        After the last chunk, ``stream.result`` is what `generate` returns. Use it as a context manager if you may leave
+        early. An engine without the capability `streaming` gives each answer in one chunk when the call has ended. A
+        call is not retried (``get_backend(retry=…)``) after its first chunk.
+
+        Raises:
+            InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while reading.
+            CapabilityError: as for `generate`, and raised here.
+        """
+        return AnswerStream(self, partial(self._plan, prompts, sampling, options))
+
+    def astream(
+        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
+    ) -> AsyncAnswerStream[GenerateResult]:
+        """Return what `stream` does for ``async for``. All errors are raised while reading."""
+        return AsyncAnswerStream(self, partial(self._plan, prompts, sampling, options))
+
+    def _plan(
+        self, prompts: Any, sampling: Any, options: Mapping[str, Any], listener: Listener
+    ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], GenerateResult]]:
+        call = prepare_generation(self.engine, prompts, sampling, on_tokens=listener, **options)
+        return call, lambda result: result
+
+
+class _Request:
+    """A call under way whose tokens are read. None is put after its last chunk."""
+
+    def __init__(
+        self,
+        backend: Caller,
+        call: PreparedCall[GenerateResult],
+        put: Callable[[TokenChunk | None], object],
+    ) -> None:
+        assert call.delivery is not None and isinstance(call.request, GenerateRequest)
+        self._engine, self._delivery, self._names = backend.engine, call.delivery, call.request.request_ids
+        self._new_text = AnswerTexts(call.request.sampling, backend.engine.tokenizer).answer
+        self._texts: dict[int, AnswerText] = {}
+        self._future: Future[Any]
+        self._aborting = threading.Event()
+        done = self._done = threading.Event()
+        outcome = self._outcome = list[tuple[Any, BaseException | None]]()
+
+        def tell_end(future: Future[Any]) -> None:
+            # The reader's thread leaves the future alone: an interrupt can leave the lock of a future locked.
+            error = BackendClosedError("the request was cancelled") if future.cancelled() else future.exception()
+            outcome.append((None if error else future.result(), error))
+            done.set()
+            put(None)
+
+        def start() -> None:
+            self._future = backend.submit(call)
+            self._future.add_done_callback(tell_end)
+
+        try:
+            uninterrupted(start)
+        except BaseException:
+            # For example a KeyboardInterrupt, after which no reader is left.
+            self._delivery.leave()
+            if self._delivery.under_way:
+                self._abort()
+            raise
+
+    @property
+    def under_way(self) -> bool:
+        return not self._done.is_set() or self._delivery.under_way
+
+    def chunk(self, event: TokenChunk) -> AnswerChunk:
+        """Return a chunk with its text."""
+        answer = self._texts.get(event.row) or self._texts.setdefault(event.row, self._new_text())
+        text = answer.add(event.ids, event.finish_reason, event.text)
+        return AnswerChunk(
+            row=event.row,
+            text=text,
+            ids=tuple(event.ids),
+            logprobs=tuple(event.logprobs),
+            finish_reason=event.finish_reason,
+        )
+
+    def answer(self) -> GenerateResult:
+        """Return the result of the call, which has ended, or raise its error."""
+        result: GenerateResult
+        (result, error) = self._outcome[0]
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            # The error's traceback refers to this frame.
+            del error
+
+    def leave(self) -> None:
+        """End the request without waiting."""
+        self._delivery.leave()
+        if not self._done.is_set():
+            uninterrupted(self._future.cancel)
+
+    def close(self) -> None:
+        """End the request, and wait for an engine that can abort."""
+        self.leave()
+        end = time.monotonic() + _PATIENCE
+        while self._engine.capabilities.abort and self._delivery.under_way and time.monotonic() < end:
+            if not self._delivery.ended.wait(_REMINDER):
+                self._abort()
+
+    def _abort(self) -> None:
+        if self._engine.capabilities.abort and not self._aborting.is_set():
+            self._aborting.set()
+            # On a thread, because it may take long.
+            in_thread(self._abort_now, f"corelm-{self._engine.name}-abort")
+
+    def _abort_now(self) -> None:
+        try:
+            self._engine.abort(self._names)
+        finally:
+            self._aborting.clear()
+
+
+def _result(result: T | None) -> T:
+    if result is None:
+        raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
+    return result
+
+
+def _drop(request: _Request | None) -> None:
+    """End the request of a stream that its reader has dropped."""
+    if request is not None and request.under_way:
+        # On a thread, because the garbage collector may call this at any point of any code. At exit no thread starts.
+        with suppress(RuntimeError):
+            in_thread(request.leave, "corelm-stream-end")

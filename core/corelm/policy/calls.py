@@ -1,0 +1,102 @@
+"""`PolicyCalls`: the ways to call an `LLMPolicy` other than `forward`: without blocking, and token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from corelm import validate
+from corelm.backend.backend import Backend
+from corelm.backend.delivery import Listener
+from corelm.backend.prepared_call import PreparedCall
+from corelm.backend.streams import AnswerStream, AsyncAnswerStream
+from corelm.policy.options import PolicyOptions
+from corelm.policy.progress import AnswerBar, answer_bar
+from corelm.policy.rows import InputRows
+from corelm.spec.records import GenerateResult, ScoreResult
+
+
+class PolicyCalls:
+    """Calls that are made of the two halves of `LLMPolicy.forward`."""
+
+    backend: Backend
+    options: PolicyOptions
+
+    async def aforward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        seed: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> TensorDictBase:
+        """Generate or score as `forward` does, without ever blocking the event loop.
+
+        With `batching` no thread waits while the engine works. Cancelling the task takes its request out of the queue,
+        or aborts it in an engine that can abort.
+        """
+        with self._bar(progress) as bar:
+            rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar)
+            if bar is not None:
+                bar.expect(len(rows.ids) * (self.options.num_samples or 1))
+            result = await asyncio.wrap_future(self.backend.submit(call))
+            return await asyncio.to_thread(self._finish, tensordict, rows, result)
+
+    def stream(
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+    ) -> AnswerStream[TensorDictBase]:
+        """Start to generate, and return an iterator over the tokens of the answers, with text and log-probs.
+
+        Each `AnswerChunk` says which row of the flattened batch it belongs to. After the last chunk, ``stream.result``
+        is the TensorDict that calling the policy returns. Use the stream as a context manager if you may leave early::
+
+            with policy.stream(td, seed=7) as stream:
+                for chunk in stream:
+                    print(chunk.text, end="", flush=True)
+            stream.result["history"].full
+
+        Args:
+            tensordict: what `forward` reads.
+            seed: as for `forward`.
+            timeout: as for `forward`. The time that you take to read does not count.
+
+        Raises:
+            CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
+        """
+        return AnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+
+    def astream(
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+    ) -> AsyncAnswerStream[TensorDictBase]:
+        """Return what `stream` does for ``async for``, without ever blocking the event loop.
+
+        The request is made, and all errors are raised, while reading. Cancelling the task ends the request.
+        """
+        return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+
+    def _plan(
+        self, tensordict: TensorDictBase, seed: int | None, timeout: float | None, listener: Listener
+    ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
+        if not self.options.generate:
+            raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
+        rows, call = self._prepare(tensordict, seed, timeout, listener)
+        return call, partial(self._finish, tensordict, rows)
+
+    def _bar(self, progress: bool) -> AbstractContextManager[AnswerBar | None]:
+        if progress and not self.options.generate:
+            raise validate.invalid("progress", "the bar counts answers, and this policy scores; leave it out")
+        return answer_bar(progress)
+
+    @abstractmethod
+    def _prepare(
+        self, td: TensorDictBase, seed: int | None, timeout: float | None, on_tokens: Listener | None = None
+    ) -> tuple[InputRows, PreparedCall[Any]]: ...
+
+    @abstractmethod
+    def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase: ...

@@ -1,0 +1,64 @@
+"""`RowStreams`: hands the tokens of rows to ``request.on_tokens``, for engines that report each row's answer so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from corelm.spec.records import GenerateRequest, TokenChunk
+from corelm.support.row_results import RowAnswer
+from corelm.support.stop_strings import StopStrings
+
+#: Returns the log-probs of the tokens from number `first` to the one before number `end`.
+LogProbs = Callable[[int, int], Sequence[float]]
+
+
+class RowStreams:
+    """Remembers what was handed over of each row, and hands over what is new.
+
+    After a stop id or a stop string, it hands over nothing before `end`: an engine may notice the end of an answer a
+    few tokens late, and the plugin then drops these tokens.
+
+    Args:
+        request: the request; its `on_tokens` is not None.
+        tokenizer: decodes the ids in which stop strings are searched.
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
+        assert request.on_tokens is not None
+        self._on_tokens, self._stop_ids = request.on_tokens, request.stop_ids
+        stops, rows = StopStrings.of(request.sampling, tokenizer), len(request.prompts)
+        self._watches = [stops.watch() for _ in range(rows)]
+        self._over = [False] * rows
+        self._told: list[tuple[list[int], list[float]]] = [([], []) for _ in range(rows)]
+
+    def tell(self, row: int, ids: Sequence[int], logprobs: LogProbs) -> None:
+        """Hand over the new tokens of a row that goes on.
+
+        Args:
+            row: the row.
+            ids: all tokens of its answer so far.
+            logprobs: returns the log-probs of some of them.
+        """
+        start = end = len(self._told[row][0])
+        while end < len(ids) and not self._over[row]:
+            self._over[row] = self._watches[row].completed_by(ids[end]) or ids[end] in self._stop_ids
+            end += 1
+        if end > start:
+            self._hand_over(row, ids[start:end], logprobs(start, end))
+
+    def end(self, row: int, answer: RowAnswer) -> None:
+        """Hand over what is missing of a row's answer."""
+        start = len(self._told[row][0])
+        self._hand_over(row, answer.ids[start:], answer.logprobs[start:], answer.finish_reason)
+
+    def aborted(self, row: int) -> RowAnswer:
+        """Return the answer of a row whose request was aborted and returned nothing: what was handed over."""
+        ids, logprobs = self._told[row]
+        return RowAnswer(ids, logprobs, "abort")
+
+    def _hand_over(self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None = None) -> None:
+        known_ids, known_logprobs = self._told[row]
+        known_ids += ids
+        known_logprobs += logprobs
+        self._on_tokens(TokenChunk(row=row, ids=ids, logprobs=logprobs, finish_reason=reason))

@@ -1,0 +1,325 @@
+"""`Backend.stream` and `astream`: chunks as they come, the same result, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from dataclasses import replace
+
+import pytest
+
+from corelm import AnswerChunk, Backend
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.spec import TokenChunk
+from helpers.batching_fakes import LONG, POISON, wait_until
+from helpers.fakes import fake
+from helpers.interrupts import interrupt_everywhere
+from helpers.streaming_fakes import Dripping, dripping, engine_of
+
+FOUR = {"max_new_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """Assert that each test ends the threads that it started."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    wait_until(lambda: not {each for each in threading.enumerate() if each.name.startswith("corelm")} - before)
+
+
+def said(chunks):
+    return [(chunk.row, chunk.ids, chunk.logprobs, chunk.text, chunk.finish_reason) for chunk in chunks]
+
+
+# Reading to the end --------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_yields_tokens_as_the_engine_samples_them():
+    backend = dripping(0)
+    with backend.stream([[3], [10]], FOUR) as stream:
+        for step in range(4):
+            engine_of(backend).allow(1)
+            assert said([next(stream), next(stream)]) == [
+                (0, (3,), (-float(step),), "3", None),
+                (1, (10,), (-float(step),), "a", None),
+            ]
+        assert said(stream) == [(0, (), (), "", "length"), (1, (), (), "", "length")]
+    engine_of(backend).allow(None)
+    assert stream.result.ids.tolist() == backend.generate([[3], [10]], FOUR).ids.tolist() == [[3] * 4, [10] * 4]
+    assert list(stream) == []
+
+
+def test_an_engine_that_does_not_stream_gives_each_answer_in_one_piece():
+    backend = fake()
+    stream = backend.stream([[3], [10]], FOUR)
+    assert said(stream) == [
+        (0, (3,) * 4, (-1.0,) * 4, "3333", "length"),
+        (1, (10,) * 4, (-1.0,) * 4, "aaaa", "length"),
+    ]
+    assert stream.result.finish_reasons == ("length", "length")
+    assert backend.engine.plugin.requests[0].on_tokens is None
+
+
+def test_chunks_carry_no_log_probs_if_none_were_asked_for():
+    assert {chunk.logprobs for chunk in dripping().stream([[3]], FOUR, logprobs="none")} == {()}
+
+
+def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
+    stream = dripping().stream([[3], [99], [10]], {**FOUR, "num_samples": 2}, on_error="skip")
+    chunks = list(stream)
+    assert {row: [c.ids for c in chunks if c.row == row and c.ids] for row in range(6)} == {
+        **{row: [(3,)] * 4 for row in (0, 1)},
+        **{row: [] for row in (2, 3)},
+        **{row: [(10,)] * 4 for row in (4, 5)},
+    }
+    assert [c.finish_reason for c in chunks if c.row in (2, 3)] == ["error", "error"]
+    assert "vocabulary" in stream.result.errors[2]
+
+
+def test_nothing_but_skipped_rows_is_a_stream_of_their_ends():
+    assert said(dripping().stream([[99]], FOUR, on_error="skip")) == [(0, (), (), "", "error")]
+    assert list(dripping().stream([], FOUR)) == []
+
+
+def test_an_engines_own_texts_are_streamed():
+    backend = fake(lambda batch: replace(batch, texts=("own",)))
+    assert [chunk.text for chunk in backend.stream([[3]], FOUR)] == ["own"]
+
+
+def test_a_stream_has_no_result_before_its_end():
+    with dripping().stream([[3]], FOUR) as stream:
+        next(stream)
+        with pytest.raises(InvalidRequestError, match="read it to its end"):
+            _ = stream.result
+    with pytest.raises(InvalidRequestError, match="read it to its end"):
+        _ = stream.result
+
+
+def test_a_slow_reader_keeps_no_other_caller_waiting():
+    backend = dripping()
+    with backend.stream([[3]], FOUR) as stream:
+        next(stream)
+        assert backend.generate([[5]], FOUR, timeout=LONG).ids.tolist() == [[5] * 4]
+        assert len(list(stream)) == 4
+
+
+# Mistakes of callers and plugins -------------------------------------------------------------------------------------
+
+
+def test_a_bad_request_is_refused_when_the_stream_is_made():
+    with pytest.raises(InvalidRequestError) as caught:
+        dripping().stream([[3], [99]], FOUR)
+    assert caught.value.rows == (1,)
+    with pytest.raises(CapabilityError):
+        dripping().stream([[3]], {"top_k": 5})
+
+
+@pytest.mark.parametrize(
+    "bend, message",
+    [
+        (lambda chunk: replace(chunk, ids=[7]), "row 0: handed 4 tokens to on_tokens that are not the 4 it returned"),
+        (lambda chunk: replace(chunk, logprobs=[-9.0]), "row 0: handed other log-probs to on_tokens"),
+        (lambda chunk: replace(chunk, ids=[3, 3], logprobs=[-1.0, -1.0]), "row 0: handed 8 tokens"),
+        (lambda chunk: replace(chunk, row=1), "row 1 is not one of the 1 rows"),
+        (lambda chunk: replace(chunk, row="0"), "row '0' is not one of the 1 rows"),
+        (lambda chunk: replace(chunk, ids=[99]), "row 0: id 99 is not an int in the vocabulary of 16"),
+        (lambda chunk: replace(chunk, logprobs=[float("nan")]), r"row 0: a log-prob of \[nan\]"),
+        (lambda chunk: replace(chunk, logprobs=[]), "row 0: 0 log-probs for 1 ids"),
+        (lambda chunk: replace(chunk, finish_reason="length"), "row 0: got more after its last chunk"),
+        (lambda chunk: replace(chunk, finish_reason="done"), "finish reason 'done' is not one of"),
+        (lambda chunk: {"row": 0}, "expected a TokenChunk, got a dict"),
+    ],
+)
+def test_chunks_that_are_not_the_result_fail_the_call(bend, message):
+    backend = dripping(None, bend)
+    with pytest.raises(EngineError, match=message) as caught:
+        list(backend.stream([[3]], FOUR))
+    assert caught.value.usable and "hook generate" in str(caught.value)
+    assert backend.generate([[3]], FOUR).ids.tolist() == [[3] * 4]
+
+
+def test_a_finish_reason_that_is_not_the_results_fails_the_call():
+    def bend(chunk: TokenChunk) -> TokenChunk:
+        return replace(chunk, finish_reason="stop" if chunk.logprobs == [-3.0] else None)
+
+    with pytest.raises(EngineError, match="finish reason 'stop' in on_tokens, 'length' in the result"):
+        list(dripping(None, bend).stream([[3]], FOUR))
+
+
+def test_a_listener_that_fails_does_not_reach_the_engine():
+    engine = Dripping()
+    backend = Backend.from_plugin(engine, "dripping")
+    heard = []
+
+    def listener(chunk):
+        heard.append(chunk)
+        raise KeyError("mine")
+
+    with pytest.raises(InvalidRequestError, match="on_tokens: it raised KeyError") as caught:
+        backend.submit_generate([[3]], FOUR, on_tokens=listener).result(LONG)
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.field == "on_tokens"
+    assert len(heard) == 1 and engine.taken == 4
+
+
+# Errors after some chunks --------------------------------------------------------------------------------------------
+
+
+def test_an_error_after_some_chunks_is_raised_and_not_retried():
+    engine = Dripping()
+    backend = Backend.from_plugin(engine, "dripping", retry=3)
+    stream = backend.stream([[POISON]], FOUR)
+    assert next(stream).ids == (POISON,)
+    with pytest.raises(EngineError, match="poisoned"):
+        next(stream)
+    assert len(engine.calls) == 1 and list(stream) == []
+
+
+def test_an_error_before_the_first_chunk_is_retried():
+    engine = Dripping()
+    engine.fails_after = 0
+    backend = Backend.from_plugin(engine, "dripping", retry=3)
+    with pytest.raises(EngineError, match="poisoned"):
+        list(backend.stream([[POISON]], FOUR))
+    assert len(engine.calls) == 3
+
+
+def test_a_timeout_ends_a_stream_with_its_own_error():
+    backend = dripping(1)
+    stream = backend.stream([[3]], FOUR, timeout=0.2)
+    assert next(stream).ids == (3,)
+    with pytest.raises(BackendTimeoutError):
+        next(stream)
+    assert list(stream) == []
+    engine_of(backend).allow(None)
+
+
+# Leaving early -------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_block_aborts_the_request():
+    backend = dripping(1, abort=True)
+    with backend.stream([[3], [5]], FOUR, request_ids=["a", "b"]) as stream:
+        next(stream)
+    assert engine_of(backend).aborted == {"a", "b"} and list(stream) == []
+    stream.close()
+    engine_of(backend).allow(None)
+    assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
+
+
+def test_an_engine_that_cannot_abort_finishes_alone():
+    backend = dripping(1)
+    with backend.stream([[3]], FOUR) as stream:
+        next(stream)
+    assert engine_of(backend).taken == 1
+    engine_of(backend).allow(None)
+    assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
+
+
+def test_a_stream_that_is_dropped_is_aborted():
+    backend = dripping(1, abort=True)
+    stream = backend.stream([[3]], FOUR, request_ids=["a"])
+    next(stream)
+    del stream
+    wait_until(lambda: engine_of(backend).aborted == {"a"})
+
+
+def test_an_error_of_the_readers_ends_the_request():
+    backend = dripping(1, abort=True)
+    with pytest.raises(KeyError), backend.stream([[3]], FOUR) as stream:
+        for _ in stream:
+            raise KeyError("the reader's own")
+    assert engine_of(backend).aborted
+
+
+def test_an_interrupt_at_any_point_of_reading_ends_the_request():
+    backend = dripping(abort=True)
+
+    def read() -> None:
+        with backend.stream([[3]], {"max_new_tokens": 2, "ignore_eos": True}) as stream:
+            for _ in stream:
+                pass
+
+    for _ in interrupt_everywhere(read, step=7):
+        assert backend.generate([[5]], FOUR, timeout=LONG).ids.tolist() == [[5] * 4]
+
+
+# Asynchronously ------------------------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_stream_yields_the_same():
+    async def read(backend: Backend) -> tuple[list[AnswerChunk], list[list[int]]]:
+        stream = backend.astream([[3], [10]], FOUR)
+        chunks = [chunk async for chunk in stream]
+        assert [chunk async for chunk in stream] == []
+        return chunks, stream.result.ids.tolist()
+
+    for backend in (dripping(), fake()):
+        chunks, ids = asyncio.run(read(backend))
+        with backend.stream([[3], [10]], FOUR) as stream:
+            assert said(chunks) == said(stream) and ids == stream.result.ids.tolist()
+
+
+def test_a_bad_request_is_refused_when_an_asynchronous_stream_is_read():
+    async def read() -> None:
+        async for _ in dripping().astream([[99]], FOUR):
+            pass
+
+    with pytest.raises(InvalidRequestError, match="row 0"):
+        asyncio.run(read())
+
+
+def test_cancelling_the_task_aborts_the_request():
+    backend = dripping(1, abort=True)
+
+    async def read() -> None:
+        async for _ in backend.astream([[3]], FOUR, request_ids=["a"]):
+            pass
+
+    async def run() -> None:
+        task = asyncio.create_task(read())
+        while engine_of(backend).taken < 1:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    wait_until(lambda: engine_of(backend).aborted == {"a"})
+
+
+def test_leaving_an_asynchronous_block_aborts_the_request():
+    backend = dripping(1, abort=True)
+
+    async def read() -> None:
+        async with backend.astream([[3]], FOUR, request_ids=["a"]) as stream:
+            async for _ in stream:
+                break
+
+    asyncio.run(read())
+    assert engine_of(backend).aborted == {"a"}
+
+
+def test_a_loop_that_was_closed_hears_nothing_more():
+    backend = dripping(1)
+
+    async def read() -> None:
+        async for _ in backend.astream([[3]], FOUR):
+            return
+
+    asyncio.run(read())
+    engine_of(backend).allow(None)
+    assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
+
+
+def test_many_asynchronous_streams_at_once_each_get_their_own_tokens():
+    backend = fake(concurrent_calls=True)
+
+    async def read(token: int) -> list[int]:
+        return [i async for chunk in backend.astream([[token]], FOUR) for i in chunk.ids]
+
+    async def run() -> list[list[int]]:
+        return await asyncio.gather(*(read(token) for token in range(3, 12)))
+
+    assert asyncio.run(run()) == [[token] * 4 for token in range(3, 12)]

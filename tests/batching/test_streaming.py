@@ -1,0 +1,149 @@
+"""Streams of callers that share the engine's calls: each gets the tokens of its own rows, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from corelm import Backend
+from corelm.batching import DynamicBatcher, Limits
+from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, QueueFullError
+from helpers.batching_fakes import LONG, POISON, ids, wait_until
+from helpers.streaming_fakes import Dripping
+
+FOUR = {"max_new_tokens": 4, "ignore_eos": True, "seed": 1}
+
+
+class Shared:
+    """A batcher in front of a `Dripping` engine that is held in a first call, so that what follows shares the next."""
+
+    def __init__(self, **capabilities: object) -> None:
+        self.engine = Dripping(0, **capabilities)
+        self.batcher = DynamicBatcher(Backend.from_plugin(self.engine, "dripping"), Limits(batching_timeout=0.05))
+
+    def __enter__(self) -> Shared:
+        self.first = self.batcher.submit_generate([[3]], FOUR)
+        self.engine.wait_for_calls(1)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.allow(None)
+        self.batcher.close()
+        assert not self.batcher.dispatcher.threads() and not self.batcher.dispatcher.pending
+
+    def go(self) -> None:
+        self.engine.allow(None)
+        assert ids(self.first) == [[3] * 4]
+
+
+def by_row(chunks):
+    return {row: [c.ids for c in chunks if c.row == row and c.ids] for row in {c.row for c in chunks}}
+
+
+def test_each_caller_gets_the_tokens_of_its_own_rows():
+    with Shared() as shared:
+        one = shared.batcher.stream([[4], [5]], FOUR)
+        plain = shared.batcher.submit_generate([[6]], FOUR)
+        other = shared.batcher.stream([[7]], FOUR, on_error="skip")
+        shared.go()
+        assert by_row(list(one)) == {0: [(4,)] * 4, 1: [(5,)] * 4}
+        assert by_row(list(other)) == {0: [(7,)] * 4}
+        assert one.result.ids.tolist() == [[4] * 4, [5] * 4] and ids(plain) == [[6] * 4]
+        assert len(shared.engine.calls) == 2, "the callers did not share a call"
+
+
+def test_a_call_without_a_reader_is_sent_without_on_tokens():
+    with Shared() as shared:
+        both = [shared.batcher.submit_generate([[token]], FOUR) for token in (4, 5)]
+        shared.go()
+        assert [ids(each) for each in both] == [[[4] * 4], [[5] * 4]]
+        assert [call.on_tokens for call in shared.engine.calls] == [None, None]
+
+
+def test_a_failure_after_some_chunks_fails_those_who_were_given_some_and_serves_the_others():
+    with Shared() as shared:
+        reader = shared.batcher.stream([[4]], FOUR)
+        bad = shared.batcher.submit_generate([[POISON]], FOUR)
+        plain = shared.batcher.submit_generate([[6]], FOUR)
+        shared.go()
+        assert next(reader).ids == (4,)
+        with pytest.raises(EngineError, match="poisoned"):
+            next(reader)
+        assert ids(plain) == [[6] * 4]
+        with pytest.raises(EngineError, match="poisoned"):
+            bad.result(LONG)
+
+
+def test_a_failure_before_the_first_chunk_leaves_the_bad_request_alone():
+    with Shared() as shared:
+        shared.engine.fails_after = 0
+        reader = shared.batcher.stream([[4]], FOUR)
+        bad = shared.batcher.stream([[POISON]], FOUR)
+        shared.go()
+        assert by_row(list(reader)) == {0: [(4,)] * 4}
+        with pytest.raises(EngineError, match="poisoned"):
+            list(bad)
+
+
+def test_a_reader_that_leaves_is_aborted_and_the_others_go_on():
+    with Shared(abort=True) as shared:
+        leaving = shared.batcher.stream([[4]], FOUR, request_ids=["leaving"])
+        staying = shared.batcher.stream([[5]], FOUR, request_ids=["staying"])
+        shared.engine.allow(5)
+        assert next(leaving).ids == (4,)
+        leaving.close()
+        wait_until(lambda: shared.engine.aborted == {"leaving"})
+        shared.go()
+        assert by_row(list(staying)) == {0: [(5,)] * 4}
+
+
+def test_a_reader_that_leaves_the_queue_is_not_sent():
+    with Shared(abort=True) as shared:
+        stream = shared.batcher.stream([[4]], FOUR)
+        stream.close()
+        shared.go()
+        shared.batcher.generate([[5]], FOUR)
+        assert [call.prompts.tolist() for call in shared.engine.calls] == [[[3]], [[5]]]
+
+
+def test_a_timeout_in_the_queue_is_raised_while_reading():
+    with Shared() as shared:
+        stream = shared.batcher.stream([[4]], FOUR, timeout=0.1)
+        with pytest.raises(BackendTimeoutError):
+            next(stream)
+        shared.go()
+
+
+def test_a_closed_batcher_streams_nothing():
+    with Shared() as shared:
+        shared.go()
+        shared.batcher.close()
+        with pytest.raises(BackendClosedError):
+            shared.batcher.stream([[4]], FOUR)
+
+
+def test_a_full_queue_refuses_a_stream():
+    engine = Dripping(0)
+    with DynamicBatcher(Backend.from_plugin(engine, "dripping"), Limits(max_queue=1, on_full="raise")) as batcher:
+        first = batcher.submit_generate([[3]], FOUR)
+        engine.wait_for_calls(1)
+        second = batcher.stream([[4]], FOUR)
+        with pytest.raises(QueueFullError):
+            batcher.stream([[5]], FOUR)
+        engine.allow(None)
+        assert ids(first) == [[3] * 4] and len(list(second)) == 5
+
+
+def test_tasks_share_calls_and_each_reads_its_own():
+    engine = Dripping()
+
+    async def read(batcher: DynamicBatcher, token: int) -> list[int]:
+        return [i async for chunk in batcher.astream([[token]], FOUR) for i in chunk.ids]
+
+    async def run(batcher: DynamicBatcher) -> list[list[int]]:
+        return await asyncio.gather(*(read(batcher, token) for token in range(3, 11)))
+
+    with DynamicBatcher(Backend.from_plugin(engine, "dripping")) as batcher:
+        assert asyncio.run(run(batcher)) == [[token] * 4 for token in range(3, 11)]
+    assert len(engine.calls) < 8

@@ -1,0 +1,85 @@
+"""Answers that are streamed step by step: the same tokens and log-probs as without streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from corelm import Backend, DynamicBatcher
+from corelm.errors import EngineError
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
+
+Open = Callable[..., Backend]
+
+PROMPTS = random_rows(5, 33, 5, 12)
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("logprobs", ["none", "raw", "processed"])
+def test_streamed_answers_are_those_of_generate(open_model: Open, logprobs: str) -> None:
+    sampling = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 40, "seed": 3, "num_samples": 2}
+    backend = open_model(tiny_model(), max_batch_tokens=120)
+    expected = backend.generate(PROMPTS, sampling, logprobs=logprobs)
+    stream = backend.stream(PROMPTS, sampling, logprobs=logprobs)
+    chunks = list(stream)
+    for row, ids in enumerate(expected.ids.tolist()):
+        own = [chunk for chunk in chunks if chunk.row == row]
+        assert [i for chunk in own for i in chunk.ids] == ids and len(own) == len(ids)
+        assert own[-1].finish_reason == expected.finish_reasons[row]
+        assert "".join(chunk.text for chunk in own) == tiny_tokenizer().decode(ids, skip_special_tokens=True)
+        found = torch.tensor([value for chunk in own for value in chunk.logprobs])
+        wanted = torch.zeros(0) if expected.logprobs is None else expected.logprobs.split()[row]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_row_of_a_batch_ends_before_the_others(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    free = backend.generate(PROMPTS, {"max_new_tokens": 12, "seed": 3, "ignore_eos": True}).ids.tolist()
+    sampling = {"max_new_tokens": 12, "seed": 3, "ignore_eos": True, "stop_token_ids": [free[1][2]]}
+    chunks = list(backend.stream(PROMPTS, sampling))
+    ends = {chunk.row: at for at, chunk in enumerate(chunks) if chunk.finish_reason}
+    assert ends[1] < ends[0] and chunks[ends[1]].finish_reason == "stop"
+
+
+def test_beams_come_in_one_piece(open_model: Open) -> None:
+    stream = open_model(tiny_model()).stream(PROMPTS[:2], {"max_new_tokens": 4, "num_beams": 2}, logprobs="none")
+    assert [chunk.row for chunk in stream] == [0, 1]
+    assert stream.result.ids.lengths.max() <= 4
+
+
+def test_streams_share_a_batch(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    sampling = {"max_new_tokens": 8, "seed": 5}
+    alone = [backend.generate([prompt], sampling).ids.tolist()[0] for prompt in PROMPTS]
+    with DynamicBatcher(backend) as batcher:
+        streams = [batcher.stream([prompt], sampling) for prompt in PROMPTS]
+        assert [[i for chunk in stream for i in chunk.ids] for stream in streams] == alone
+        assert batcher.state().batches < len(PROMPTS)
+
+
+def test_wrong_tokens_that_were_streamed_fail_the_call_and_the_next_one_is_right(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_model(tiny_model())
+    sampling = {"max_new_tokens": 40, "seed": 5}
+    expected = backend.generate(PROMPTS[:1], sampling).ids.tolist()
+    backend = open_model(tiny_model())
+    decoder = backend.engine.plugin.decoder
+    confirmed = decoder._confirmed
+
+    def refuted(way, batch, found):
+        decoder._self_test.settle(way, int((batch.prompts.lengths + found.ids.lengths).max()), "other numbers")
+        monkeypatch.setattr(decoder, "_confirmed", confirmed)
+        return False
+
+    monkeypatch.setattr(decoder, "_confirmed", refuted)
+    with pytest.raises(EngineError, match="the next call decodes in a slower way") as caught:
+        list(backend.stream(PROMPTS[:1], sampling))
+    assert caught.value.usable
+    assert [i for chunk in backend.stream(PROMPTS[:1], sampling) for i in chunk.ids] == expected[0]

@@ -1,0 +1,156 @@
+"""`policy.stream` and `policy.astream`: text, ids and log-probs as they come, then what the policy returns."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import io
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError
+from helpers.toy_prompts import QUESTIONS, chat
+
+SAMPLING = {"max_new_tokens": 24, "temperature": 0.8}
+
+
+def conversations(count: int = 3) -> TensorDict:
+    return TensorDict(history=History.from_chats([chat(question) for question in QUESTIONS[:count]]))
+
+
+def assert_equal(one: TensorDict, other: TensorDict) -> None:
+    assert one["text"].response == other["text"].response
+    assert corelm.ragged(one, ("tokens", "full")).tolist() == corelm.ragged(other, ("tokens", "full")).tolist()
+    assert corelm.ragged(one, ("log_probs", "full")).tolist() == corelm.ragged(other, ("log_probs", "full")).tolist()
+    assert list(one["finish_reason"]) == list(other["finish_reason"])
+
+
+def test_a_chat_is_printed_as_it_is_written(backend, capsys):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING)
+    with policy.stream(conversations(1), seed=7) as stream:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+    result = policy(conversations(1), seed=7)
+    assert capsys.readouterr().out == result["text"].response[0]
+    assert stream.result["history"].full.to_chats() == result["history"].full.to_chats()
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_the_result_is_what_the_policy_returns(backend, batching):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, batching=batching)
+    stream = policy.stream(conversations(), seed=7)
+    chunks = list(stream)
+    assert_equal(stream.result, policy(conversations(), seed=7))
+    for row, text in enumerate(stream.result["text"].response):
+        own = [chunk for chunk in chunks if chunk.row == row]
+        assert "".join(chunk.text for chunk in own) == text and len(own) > 2
+        assert [i for chunk in own for i in chunk.ids] == stream.result["tokens"].response[row].tolist()
+        assert [v for chunk in own for v in chunk.logprobs] == stream.result["log_probs"].response[row].tolist()
+        assert own[-1].finish_reason == stream.result["finish_reason"][row]
+    policy.cleanup_batching()
+
+
+def test_samples_are_rows_of_the_flattened_batch(backend):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
+    stream = policy.stream(conversations(2), seed=7)
+    chunks = list(stream)
+    texts = stream.result.reshape(-1)["text"].response
+    assert ["".join(c.text for c in chunks if c.row == row) for row in range(4)] == list(texts)
+
+
+def test_the_tensordict_is_written_when_the_stream_has_ended(backend):
+    td = conversations(1)
+    with LLMPolicy(backend, sampling_params=SAMPLING).stream(td, seed=7) as stream:
+        next(stream)
+        assert "text" not in td.keys()
+        list(stream)
+    assert stream.result is td and "text" in td.keys()
+
+
+def test_a_stop_string_is_never_shown(backend):
+    free = LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), seed=7)["text"].response
+    stop = [text[3:5] for text in free if len(text) > 6]
+    policy = LLMPolicy(backend, sampling_params={**SAMPLING, "stop": stop})
+    stream = policy.stream(conversations(), seed=7)
+    chunks = list(stream)
+    assert "stop" in stream.result["finish_reason"]
+    for row, text in enumerate(stream.result["text"].response):
+        assert "".join(chunk.text for chunk in chunks if chunk.row == row) == text
+        assert not any(string in text for string in stop)
+
+
+def test_an_asynchronous_stream_is_the_same(backend):
+    policy = LLMPolicy(backend, sampling_params=SAMPLING)
+
+    async def read():
+        async with policy.astream(conversations(), seed=7) as stream:
+            return [chunk async for chunk in stream], stream.result
+
+    chunks, result = asyncio.run(read())
+    expected = policy.stream(conversations(), seed=7)
+    assert chunks == list(expected)
+    assert_equal(result, expected.result)
+
+
+def test_bad_rows_are_refused_at_once_or_skipped(backend):
+    td = TensorDict(tokens=torch.tensor([[5, 6], [5, 10**6]]), batch_size=[2])
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING, inplace=False)
+    with pytest.raises(InvalidRequestError, match="row 1"):
+        policy.stream(td)
+    stream = policy.replace(on_error="skip").stream(td)
+    assert [chunk.finish_reason for chunk in stream if chunk.row == 1] == ["error"]
+    assert "vocabulary" in stream.result["errors"][1]
+
+
+def test_a_policy_that_scores_streams_nothing(backend):
+    policy = LLMPolicy(backend, input_mode="text", generate=False)
+    with pytest.raises(InvalidRequestError, match="this policy scores; call it instead"):
+        policy.stream(TensorDict(text=["a"]))
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_counts_answers_and_leaves_no_thread(backend, monkeypatch):
+    import threading
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
+    result = policy(conversations(), seed=7, progress=True)
+    shown = sys.stderr.getvalue()
+    assert "6/6" in shown and "answer" in shown
+    assert_equal(result.reshape(-1), policy(conversations(), seed=7).reshape(-1))
+    asyncio.run(policy.aforward(conversations(), seed=7, progress=True))
+    assert {each for each in threading.enumerate() if "tqdm" in each.name} <= before
+
+
+def test_progress_writes_nothing_where_stderr_is_no_terminal(backend, capsys):
+    LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_says_what_to_install_and_refuses_scoring(backend, monkeypatch):
+    imported = builtins.__import__
+
+    def without_tqdm(name, *args, **kwargs):
+        if name == "tqdm":
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_tqdm)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(InvalidRequestError, match="pip install tqdm"):
+        LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), progress=True)
+    with pytest.raises(InvalidRequestError, match="progress: the bar counts answers"):
+        LLMPolicy(backend, input_mode="text", generate=False)(TensorDict(text=["a"]), progress=True)
