@@ -139,7 +139,7 @@ def test_the_summary_counts_finish_reasons_and_tokens(files):
     answers = rows(files[1])
     reasons = {reason: sum(row["finish_reason"] == reason for row in answers) for reason in ("stop", "length")}
     (line,) = re.findall(r"^finish reasons: (.*)$", said, re.MULTILINE)
-    assert line == ", ".join(f"{reason} {count}" for reason, count in reasons.items() if count)
+    assert set(line.split(", ")) == {f"{reason} {count}" for reason, count in reasons.items() if count}
     tokens = sum(row["tokens"] for row in answers)
     assert re.search(rf"^{tokens} tokens sampled in \d+\.\d s, [\d,]+ tokens/s$", said, re.MULTILINE)
 
