@@ -6,12 +6,16 @@ python examples/demo.py [--output demo-output] [--steps 200] [--seed 0]
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
+from transformers.utils.logging import disable_progress_bar
 
 import corelm
 from corelm import History, LLMPolicy
@@ -30,13 +34,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="training steps of the tiny model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    console = Console()
+    console = Console(highlight=False)
+    terminal = sys.stderr.isatty()
+    if not terminal:
+        # A log cannot show the bars that transformers draws while it loads and saves a model.
+        disable_progress_bar()
 
     path = options.output / "tiny-model"
     if (path / "config.json").exists():
         console.print(f"Using the model in {path}.")
     else:
-        build_tiny(path, steps=options.steps, seed=options.seed)
+        build_tiny(path, steps=options.steps, seed=options.seed, progress=terminal)
 
     with corelm.get_backend("transformers", path, dtype="float32") as backend:
         policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 32, "temperature": 0.7}, inplace=False)
@@ -46,6 +54,7 @@ def main() -> None:
         second = policy(TensorDict(history=history), seed=options.seed + 1)
         for turn, questions, result in ((1, FIRST, first), (2, SECOND, second)):
             console.print(table(f"turn {turn}", questions, result))
+            console.print(masks(result, row=0), soft_wrap=False)
         console.print(f"These log-probs are {second['log_probs'].provenance}\n")
 
         scored = policy.replace(generate=False)(TensorDict(history=second["history"].full))
@@ -54,24 +63,30 @@ def main() -> None:
 
 
 def table(title: str, questions: list[str], result: TensorDictBase) -> Table:
-    """Return a table of the result, one row per conversation."""
-    out = Table(title=title, title_justify="left")
-    for name, justify in (("question", "left"), ("answer", "left"), ("tokens", "right"), ("mean log-prob", "right")):
-        out.add_column(name, justify=justify)
-    out.add_column("finish")
-    out.add_column("masks: ·prompt a=assistant R=response", overflow="fold")
-    tokens, masks = result["tokens"], result["masks"]
+    """Return a table of the result, one row per conversation. It fits 80 columns."""
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    out.add_column("question")
+    out.add_column("answer")
+    for name in ("tokens", "mean log-prob", "finish"):
+        out.add_column(name, justify="right", no_wrap=True)
+    tokens = result["tokens"]
     for row, question in enumerate(questions):
-        marks = zip(masks.all_assistant_mask[row].tolist(), masks.all_response_mask[row].tolist(), strict=True)
         out.add_row(
-            question,
-            result["text"].response[row],
+            Text(question),
+            Text(result["text"].response[row]),
             f"{len(tokens.prompt[row])} + {len(tokens.response[row])}",
             f"{result['log_probs'].response[row].mean():.3f}",
             result["finish_reason"][row],
-            "".join("R" if response else "a" if assistant else "·" for assistant, response in marks),
         )
     return out
+
+
+def masks(result: TensorDictBase, row: int) -> Text:
+    """Return the masks of one conversation, one character per token."""
+    found = result["masks"]
+    marks = zip(found.all_assistant_mask[row].tolist(), found.all_response_mask[row].tolist(), strict=True)
+    drawn = "".join("R" if response else "a" if assistant else "·" for assistant, response in marks)
+    return Text(f"  masks of row {row} (· prompt, a the assistant's, R sampled now):\n  {drawn}\n", overflow="fold")
 
 
 def compare(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -> None:
@@ -81,7 +96,7 @@ def compare(console: Console, sampled: TensorDictBase, scored: TensorDictBase) -
     while_sampling = corelm.ragged(sampled, ("log_probs", "full")).values[mask]
     afterwards = corelm.ragged(scored, ("log_probs", "full")).values[mask]
     largest = float((while_sampling - afterwards).abs().max())
-    out = Table(title="scored again", title_justify="left")
+    out = Table(title="scored again", title_justify="left", box=SIMPLE_HEAD)
     for name in ("", "while sampling", "scored afterwards"):
         out.add_column(name, justify="right")
     for at in torch.linspace(0, len(while_sampling) - 1, 5).long().tolist():

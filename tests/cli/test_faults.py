@@ -50,7 +50,7 @@ def test_a_resumed_run_gets_past_a_prompt_that_failed(files):
     generate(files, backend="faulty")
     write_rows(files[0], texts("one", "poison", "three", "four"))
     result = generate(files, backend="faulty")
-    assert result.exit_code == 1 and "2 answers written, 1 already present, 1 lines failed" in result.stderr
+    assert result.exit_code == 1 and "2 answers written, 1 already present, 1 line failed" in result.stderr
     assert [row["id"] for row in rows(files[1])] == ["one", "three", "four"]
     assert [fault["id"] for fault in faults(files)] == ["poison"]
 

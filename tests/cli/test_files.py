@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from corelm.cli.lines import LineError
 from corelm.cli.output import AnswersFile, ErrorsFile
-from corelm.cli.prompts import LineError
 from helpers.command_line import LINES, generate, rows, write_prompts, write_rows
 
 
@@ -95,7 +95,7 @@ def test_a_bad_line_is_reported_and_the_rest_are_answered(files, bad):
     (fault,) = rows(files[1].with_name("answers.errors.jsonl"))
     assert result.exit_code == 1
     assert fault["line"] == 7 and BAD[bad] in fault["error"]
-    assert f"line 7: {fault['error']}" in result.stderr and "1 lines failed (see " in result.stderr
+    assert f"line 7: {fault['error']}" in result.stderr and "1 line failed (see " in result.stderr
     assert [row["id"] for row in rows(files[1])] == [1, "chat", "sea", 10, "bird", "last"]
 
 
@@ -306,7 +306,7 @@ def test_an_output_cut_off_anywhere_can_be_continued(files, name):
     for cut in range(1, len(whole)):
         files[1].write_bytes(whole[:cut])
         with AnswersFile.open(files[1], settings) as answers:
-            assert answers.done == ({(name, 0)} if cut == len(whole) - 1 else set())
+            assert len(answers) == (1 if cut == len(whole) - 1 else 0)
             answers.write([answer])
         assert files[1].read_bytes() == whole
 

@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 
 from helpers.command_line import LINES, rows, write_prompts, write_rows
-from helpers.processes import PATIENCE, wait_until
+from helpers.processes import PATIENCE, heed_interrupts, wait_until
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     return write_prompts(tmp_path)
-
-
-def heed_interrupts() -> None:
-    """Undo for a child what a shell does to background processes: they ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def command(files: tuple[Path, Path], *more: object) -> list[str]:
@@ -40,9 +35,15 @@ def test_an_interrupted_run_says_how_to_continue(files):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=PATIENCE)
     assert run.returncode == 130
-    assert said.endswith("interrupted\nRun the same command again to continue with the remaining prompts.\n")
+    written = len(rows(files[1]))
+    assert f"\ninterrupted\n{written:,} answer" in "\n" + said and "written, 0 already present" in said
+    assert said.endswith("\nRun the same command again to continue with the remaining lines.\n")
     assert [row["line"] for row in rows(files[1])] == list(range(1, len(rows(files[1])) + 1))
-    assert sorted(path.name for path in files[1].parent.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
+    assert sorted(path.name for path in files[1].parent.iterdir()) == [
+        "answers.jsonl",
+        "answers.settings.json",
+        "prompts.jsonl",
+    ]
 
 
 def test_an_interrupt_while_libraries_are_imported_ends_the_command_quietly(files, tmp_path):
@@ -71,7 +72,7 @@ except KeyboardInterrupt:
 
 def test_a_full_disk_leaves_whole_answers_and_the_run_goes_on_later(files):
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
 
     full = subprocess.run(command(files, "--batch-size", 1), capture_output=True, text=True, preexec_fn=limit)
     assert full.returncode == 2 and f"File too large: '{files[1]}'" in full.stderr and "to continue" in full.stderr

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from corelm import SamplingParams
-from corelm.cli.settings import recorded_options, recorded_settings
-from helpers.command_line import generate, rows, write_prompts
+from corelm.cli.settings import recorded_options, recorded_sampling
+from helpers.command_line import generate, settings_of, write_prompts
 
 KEY = "sk-hush"
 
@@ -38,7 +38,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("options", SECRET, ids=lambda options: next(iter(options)))
 def test_a_secret_is_not_saved(options):
-    settings = recorded_settings(SamplingParams(), options, backend="toy")
+    settings = [recorded_options(options), recorded_sampling(SamplingParams(engine_kwargs=options))]
     assert KEY not in str(settings) and "123456789" not in str(settings)
 
 
@@ -91,7 +91,7 @@ class Accepting(ToyBackend):
     assert result.exit_code == 2 and "was made with options" in result.stderr
     for path in files[1].parent.glob("answers*"):
         assert KEY not in path.read_text()
-    assert rows(files[1])[0]["settings"]["options"]["headers"]["Authorization"] == "***"
+    assert settings_of(files[1])["settings"]["options"]["headers"]["Authorization"] == "***"
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,13 @@ def test_an_option_that_is_not_what_it_seems_is_refused(files, option, message):
     assert not files[1].exists()
 
 
-def test_settings_are_json(files):
-    assert json.loads(json.dumps(recorded_settings(SamplingParams(stop=("a",), seed=1), {}), allow_nan=False))
+def test_settings_are_json():
+    sampling = SamplingParams(stop=("a",), stop_token_ids=(3,), seed=1, engine_kwargs={"x": [1]})
+    saved = recorded_sampling(sampling)
+    assert json.loads(json.dumps(saved, allow_nan=False)) == saved
+
+
+def test_a_sampling_parameter_of_the_engine_is_never_left_out():
+    """The name of an engine option may say that it is a secret. A parameter under this name still changes answers."""
+    made = [recorded_sampling(SamplingParams(engine_kwargs={"stop_at_token": value})) for value in (5, 6)]
+    assert made[0] != made[1] and made[0] != recorded_sampling(SamplingParams())

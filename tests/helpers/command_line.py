@@ -11,6 +11,9 @@ from typer.testing import CliRunner, Result
 
 from corelm.cli.app import app
 
+#: Input and output; "-" is the standard input or output.
+Files = tuple[Path | str, Path | str]
+
 CHAT = [{"role": "user", "content": "Where is the cat?"}]
 LINES: list[Any] = [
     {"prompt": "The cat"},
@@ -66,9 +69,10 @@ class Faulty(ToyBackend):
 """
 
 
-def corelm_command(*arguments: object) -> Result:
+def corelm_command(*arguments: object, stdin: str | None = None) -> Result:
     # The output must not depend on the terminal.
-    return CliRunner(env={"FORCE_COLOR": None, "COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
+    runner = CliRunner(env={"FORCE_COLOR": None, "COLUMNS": "200"})
+    return runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
 def write_prompts(folder: Path) -> tuple[Path, Path]:
@@ -82,11 +86,19 @@ def write_rows(path: Path, lines: Iterable[Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def generate(files: tuple[Path, Path], *more: object, backend: str = "toy") -> Result:
+def generate(
+    files: tuple[Path | str, Path | str], *more: object, backend: str = "toy", stdin: str | None = None
+) -> Result:
     source, target = files
     always = ("--backend", backend, "--input", source, "--output", target, "--max-new-tokens", 9)
-    return corelm_command("generate", *always, *more)
+    return corelm_command("generate", *always, *more, stdin=stdin)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def settings_of(output: Path) -> dict[str, Any]:
+    """Return the object in the settings file of an output."""
+    found: dict[str, Any] = json.loads(output.with_name(f"{output.stem}.settings.json").read_text(encoding="utf-8"))
+    return found

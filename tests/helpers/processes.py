@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -22,6 +23,11 @@ def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> boo
             return False
         pause.wait(0.02)
     return True
+
+
+def heed_interrupts() -> None:
+    """Undo for a child what a shell does to background processes: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def runs(pid: int) -> bool:

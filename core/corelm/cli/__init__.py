@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,10 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f'the corelm command needs {" and ".join(missing)}: pip install "core[cli]"')
+    if sys.stderr is None or not sys.stderr.isatty():
+        # Engines load with progress bars, whose frames fill a log. Their libraries read these variables.
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     with interrupt_ends_process():
         from corelm.cli.app import app
 

@@ -1,39 +1,40 @@
-"""The commands and their flags. The work is done in `listing` and `answering`.
+"""The commands. What they do is in `listing`, `job` and `chat`; the flags that several of them have are in `flags`.
 
 This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import interrupt_ends_process, listing, strict_json
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
+from corelm.cli import flags, interrupt_ends_process, listing
+from corelm.cli.streams import Messages, Stream, standard_output, tell
+from corelm.cli.summary import Summary
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.spec.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from corelm.cli.job import EngineChoice, Job
 
 #: Exit codes: some lines failed; the command was refused, or a file failed; the engine failed; Ctrl-C, as in a shell.
 SOME_FAILED, REFUSED, ENGINE_FAILED, INTERRUPTED = 1, 2, 3, 130
-#: Arguments of `corelm.get_backend` itself, which never reach an engine, and what to do instead.
-NOT_OPTIONS = {
-    "name": "use --backend",
-    "model": "use --model",
-    "wrappers": "they are Python objects; call corelm.get_backend from Python",
-    "retry": "use --retry",
-    "timeout": "use --timeout",
-}
 
 app = typer.Typer(
-    help="Sample from any language-model engine, chosen by name.",
+    help="Sample from any language-model engine, chosen by name, or score with it.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -65,168 +66,280 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the installed backends without importing them."""
-    try:
+    with _typed_exits():
         listing.show(as_json)
         sys.stdout.flush()
-    except OSError as error:
-        _tell(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
 
 
-@app.command()
+@app.command(cls=flags.GroupedCommand)
+@flags.sampling_flags()
 def generate(
-    backend: Annotated[str, typer.Option(help="Name of the backend, as listed by `corelm backends`.")],
-    input: Annotated[
-        Path, typer.Option(help="JSONL file with the prompts, in the format described above; - is the standard input.")
-    ],
-    output: Annotated[
-        Path, typer.Option(help="JSONL file to append answers to. Prompts it already answers are skipped.")
-    ],
-    model: Annotated[str | None, typer.Option(help="Path of the model, or a name that the engine knows.")] = None,
-    base_url: Annotated[str | None, typer.Option(help="URL of a running server to use instead of a model.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Option for the engine, as KEY=VALUE; VALUE is JSON or text. Can be repeated. Options are saved with "
-            "every answer, without secrets: an option called a key, token, password or the like is left out, and texts "
-            "inside JSON are saved as a fingerprint."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer. Default: 256.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the top probability.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Can be repeated.")] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Make answers reproducible: each depends only on the seed and its prompt's line number."),
-    ] = None,
-    num_samples: Annotated[int | None, typer.Option(help="Answers per prompt, each on its own line.")] = None,
-    retry: Annotated[int | None, typer.Option(min=1, help="Attempts per engine call, including the first.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Time limit of each engine call, in seconds.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts to send to the engine at a time.")] = 16,
+    backend: flags.BackendName,
+    input: flags.Input,
+    output: flags.Output,
+    sampling: dict[str, Any],
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
         LogProbsOption,
         typer.Option(
             help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
-            "(processed)."
+            "(processed).",
+            rich_help_panel=flags.FILES,
         ),
     ] = LogProbsOption.none,
-    return_tokens: Annotated[bool, typer.Option("--return-tokens", help="Write the ids of every answer.")] = False,
+    return_tokens: flags.ReturnTokens = False,
+    copy_input: flags.CopyInput = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
 
-    Each input line is a JSON object with either `prompt` (a text) or `messages`
-    (a conversation, optionally with `tools` for the chat template). `id`
-    identifies the line and defaults to its line number; `metadata` is copied to
+    Each input line is a JSON object with either `prompt` (a text) or `messages` (a conversation, optionally with
+    `tools` for the chat template). `id` identifies the line and defaults to its line number; `metadata` is copied to
     the answer.
 
-    Exit code 1: some lines failed. For the output answers.jsonl, they are listed
-    in answers.errors.jsonl. 2: the command was refused, or a file could not be
-    read or written. 3: the engine failed. 130: interrupted.
-    """
-    # The help shows these line breaks, so they fit into a terminal of 80 columns.
-    with interrupt_ends_process():
-        from corelm.cli.answering import Job
+    With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
 
-    sampling = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "stop": stop or None,
-        "seed": seed,
-        "num_samples": num_samples,
-    }
-    options = _options(option or [])
-    if base_url is not None:
-        if "base_url" in options:
-            raise typer.BadParameter("base_url is given more than once", param_hint="--base-url")
-        options["base_url"] = base_url
-    try:
-        failed = Job(
-            # On the command line, a dash usually means the standard input.
-            source=Path("/dev/stdin") if str(input) == "-" else input,
-            target=output,
-            backend=backend,
-            model=model,
-            options=options,
-            sampling={name: value for name, value in sampling.items() if value is not None},
-            batch_size=batch_size,
+    For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
+    answers.settings.json. Answers with other settings are refused in the same file.
+
+    Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
+    command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
+    """
+    engine = _engine(backend, model, base_url, option, retry, timeout)
+    with interrupt_ends_process():
+        from corelm.cli.generating import Generator
+        from corelm.cli.job import Job
+        from corelm.cli.prompts import Prompt, read_prompt
+        from corelm.cli.settings import recorded_sampling
+
+    with _typed_exits():
+        params = SamplingParams.make(sampling)
+    written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input}
+    job: Job[Prompt] = Job(
+        source=_file(input),
+        target=_file(output),
+        engine=engine,
+        settings={"command": "generate", **_recorded(engine), **written, **recorded_sampling(params)},
+        read=read_prompt,
+        worker=lambda opened: Generator(
+            engine=opened,
+            sampling=params,
             log_probs=log_probs.value,
             return_tokens=return_tokens,
-            retry=retry,
-            timeout=timeout,
-        ).run(Console(file=cast(IO[str], Messages()), highlight=False))
-    except KeyboardInterrupt:
-        _tell("interrupted", output)
-        raise typer.Exit(INTERRUPTED) from None
-    except (EngineError, BackendTimeoutError) as error:
-        _tell(f"error: {error}", output)
-        raise typer.Exit(ENGINE_FAILED) from error
-    except OSError as error:
-        _tell(f"error: {error}", output)
-        raise typer.Exit(REFUSED) from error
-    except CoreLMError as error:
-        _tell(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
-    raise typer.Exit(SOME_FAILED if failed else 0)
+            copy_input=copy_input,
+        ),
+        samples=params.num_samples or 1,
+        batch_size=batch_size,
+    )
+    _run(job, as_json)
 
 
-class Messages:
-    """The standard error at the time of construction, as a file that can always be written to.
+@app.command(cls=flags.GroupedCommand)
+def score(
+    backend: flags.BackendName,
+    input: flags.Input,
+    output: flags.Output,
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    batch_size: flags.BatchSize = 16,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
+    ] = 1.0,
+    per_token: Annotated[
+        bool,
+        typer.Option(
+            "--per-token",
+            help="Write `log_probs`, the log-probability of each token that is counted, as well as their sum.",
+            rich_help_panel=flags.FILES,
+        ),
+    ] = False,
+    return_tokens: flags.ReturnTokens = False,
+    copy_input: flags.CopyInput = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Score every line of a JSONL file. If interrupted, run it again to continue.
 
-    Messages that cannot be shown are dropped: a run goes on when the program or the terminal that shows them is gone.
+    Each input line is a JSON object with one of: `prompt` and `completion` (or `response`), or `prompt` and a list of
+    `completions`; `messages`, a conversation whose assistant's turns are scored; `messages` and a completion or
+    several, each scored as the assistant's next turn; `text`, scored after its first token. `tools`, `id` and
+    `metadata` are as in `corelm generate`, whose output can be scored if it was made with --copy-input.
+
+    Each output line has `log_prob`, the sum of the log-probabilities of the tokens that count, and `tokens`, their
+    number; for `completions`, both are lists. The token that ends a turn of a conversation counts as well.
+
+    Prompt and completion are tokenized together, as in lm-eval: whitespace at the end of the prompt belongs to the
+    completion, and the completion begins after as many tokens as the prompt has alone.
+
+    Files and exit codes are those of `corelm generate`.
     """
+    engine = _engine(backend, model, base_url, option, retry, timeout)
+    with interrupt_ends_process():
+        from corelm.cli.completions import ToScore, read_to_score
+        from corelm.cli.job import Job
+        from corelm.cli.scoring import Scorer
 
-    def __init__(self) -> None:
-        # While a progress bar is shown, rich replaces sys.stderr with a file that writes to the bar's console, and thus
-        # to this object.
-        self._file = sys.stderr
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "rich_proxied_file":
-            # A console writes to the file of this name and not to this object, where failures are dropped.
-            raise AttributeError(name)
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.flush()
-
-
-def _tell(message: str, output: Path | None = None) -> None:
-    """Print a message to stderr, and how to continue if the output has answers already."""
-    # A message may repeat foreign text. Its further lines are indented, so that none passes for a message of ours.
-    print(printable(message, keep="\n").replace("\n", "\n  "), file=Messages())
-    if output is not None and output.is_file() and output.stat().st_size:
-        print("Run the same command again to continue with the remaining prompts.", file=Messages())
+    written = {"per_token": per_token, "return_tokens": return_tokens, "copy_input": copy_input}
+    job: Job[ToScore] = Job(
+        source=_file(input),
+        target=_file(output),
+        engine=engine,
+        settings={"command": "score", **_recorded(engine), **written, "temperature": temperature},
+        read=read_to_score,
+        worker=lambda opened: Scorer(
+            engine=opened,
+            temperature=temperature,
+            per_token=per_token,
+            return_tokens=return_tokens,
+            copy_input=copy_input,
+        ),
+        batch_size=batch_size,
+    )
+    _run(job, as_json)
 
 
-def _options(pairs: list[str]) -> dict[str, Any]:
-    """Return ``{"dtype": "bfloat16", "seed": 1}`` for ``["dtype=bfloat16", "seed=1"]``; values may be JSON."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key.isidentifier():
-            raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--option")
-        if key in NOT_OPTIONS:
-            raise typer.BadParameter(f"{key} is not an engine option; {NOT_OPTIONS[key]}", param_hint="--option")
-        if key in options:
-            raise typer.BadParameter(f"{key} is given more than once", param_hint="--option")
+@app.command(cls=flags.GroupedCommand)
+@flags.sampling_flags("num_samples")
+def chat(
+    backend: flags.BackendName,
+    sampling: dict[str, Any],
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    system: Annotated[str | None, typer.Option(help="System prompt: the first message of the conversation.")] = None,
+) -> None:
+    """Chat with a model on the terminal. Each line is a question; the conversation is kept.
+
+    /reset forgets the conversation, but not the system prompt. /exit or Ctrl-D ends the chat. Ctrl-C drops the question
+    that is being answered; otherwise it ends the chat.
+
+    If the standard input is a pipe, each of its lines is a question as well, and only the answers are printed to the
+    standard output.
+
+    Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
+    interrupted.
+    """
+    engine = _engine(backend, model, base_url, option, retry, timeout)
+    with interrupt_ends_process():
+        from corelm.cli.chat import Conversation, run
+        from corelm.policy.policy import LLMPolicy
+
+    with _typed_exits(), standard_output() as stdout:
         try:
-            options[key] = strict_json.loads(value)
-        except (ValueError, RecursionError) as error:
-            if value.startswith(("{", "[")):
-                raise typer.BadParameter(f"{key} is not valid JSON: {error}", param_hint="--option") from error
-            options[key] = value
-    return options
+            params = SamplingParams.make(sampling)
+            with engine.open() as opened:
+                policy = LLMPolicy(opened, sampling_params=params, return_log_probs=False, return_masks=False)
+                complete = run(Conversation(policy=policy, system=system, seed=params.seed), stdout)
+        except KeyboardInterrupt:
+            print(file=Messages())
+            tell("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if complete else SOME_FAILED)
+
+
+# What the commands share ----------------------------------------------------------------------------------------------
+
+
+def _engine(
+    backend: str,
+    model: str | None,
+    base_url: str | None,
+    option: list[str] | None,
+    retry: int | None,
+    timeout: float | None,
+) -> EngineChoice:
+    options = flags.engine_options(option, base_url)
+    with interrupt_ends_process():
+        from corelm.cli.job import EngineChoice
+
+    return EngineChoice(backend=backend, model=model, options=options, retry=retry, timeout=timeout)
+
+
+def _recorded(engine: EngineChoice) -> dict[str, Any]:
+    """Return the settings that say which engine made the answers."""
+    from corelm.cli.settings import recorded_options
+
+    return {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+
+
+def _file(path: Path) -> Path | None:
+    """Return None for a dash, which is the standard input or output."""
+    return None if str(path) == "-" else path
+
+
+def _run(job: Job[Any], as_json: bool) -> None:
+    """Run a job, say what it did, and exit."""
+    from corelm.cli.output import errors_path
+
+    summary = Summary(
+        command=job.settings["command"],
+        output=job.target,
+        errors=None if job.target is None else errors_path(job.target),
+        settings=job.settings,
+    )
+    with _typed_exits(), ExitStack() as stack:
+        # What engines print must not get among the answers, or into the JSON.
+        stdout = stack.enter_context(standard_output()) if job.target is None or as_json else None
+        code = _run_to_the_end(job, summary, stdout)
+        if summary.status != "refused":
+            for line in summary.lines():
+                tell(line)
+        exists = job.target is not None and summary.written + summary.present > 0
+        if exists and summary.status in ("failed", "interrupted"):
+            again = "Run the same command again" + (" with the same input" if job.source is None else "")
+            tell(f"{again} to continue with the remaining lines.")
+        if as_json:
+            told = json.dumps(summary.to_dict(), ensure_ascii=False) + "\n"
+            if job.target is None or stdout is None:
+                print(told, end="", file=Messages(), flush=True)
+            else:
+                stdout.write(told.encode(errors="backslashreplace"))
+    raise typer.Exit(code)
+
+
+def _run_to_the_end(job: Job[Any], summary: Summary, stdout: Stream | None) -> int:
+    """Run a job and return the exit code. How it ended is in the summary, and an error was printed."""
+    from corelm.cli.output import count_rows
+
+    try:
+        job.run(Console(file=cast(IO[str], Messages()), highlight=False), summary, stdout)
+    except KeyboardInterrupt:
+        if job.target is not None and summary.status == "running":
+            # The interrupt may have come after answers were written and before they were counted.
+            summary.written = count_rows(job.target) - summary.present
+        summary.status = "interrupted"
+        tell("interrupted")
+        return INTERRUPTED
+    except (CoreLMError, OSError) as error:
+        code = _code(error)
+        if summary.status == "running" or code == ENGINE_FAILED:
+            summary.status = "failed"
+        summary.error = str(error)
+        tell(f"error: {error}")
+        return code
+    summary.status = "finished"
+    return SOME_FAILED if summary.failed else 0
+
+
+@contextmanager
+def _typed_exits() -> Iterator[None]:
+    """Print an error as one message, and exit with its code."""
+    try:
+        yield
+    except (CoreLMError, OSError) as error:
+        tell(f"error: {error}")
+        raise typer.Exit(_code(error)) from error
+
+
+def _code(error: Exception) -> int:
+    # A timeout of an engine is an OSError, too.
+    return ENGINE_FAILED if isinstance(error, (EngineError, BackendTimeoutError)) else REFUSED

@@ -1,34 +1,91 @@
-"""The output of ``corelm generate``: a file that answers are appended to, and a file for the lines that failed.
+"""The output of ``corelm generate`` and ``corelm score``: answers, and the lines that failed.
 
-A file is emptied or removed only if this command wrote every line in it.
+Both go into files that are appended to, or answers go to a stream. A file is emptied or removed only if this command
+wrote every line in it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from corelm.cli.line_file import LineFile, OutputError, locked
-from corelm.cli.prompts import Id, LineError, Prompt
+from corelm.cli.lines import Id, L, Line, LineError
+from corelm.cli.settings_file import SettingsFile
+from corelm.cli.streams import Stream
 
 #: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
 ANSWER = (b'{"id": ', b', "line": ', b', "prompt_hash": "')
 FAILED = (b'{"line": ', b', "id": ', b', "error": "')
 
 
-class AnswersFile:
-    """The open output file and the answers in it. Create one with `open`.
+class Answers:
+    """The answers that exist, and where further ones are written."""
 
-    Attributes:
-        done: (id, sample) of every answer in the file.
-    """
+    def __init__(self) -> None:
+        #: The digest of what was asked, for each id and sample number.
+        self._digests: dict[Id, dict[int, str]] = {}
 
-    def __init__(self, file: LineFile, settings: Mapping[str, Any]) -> None:
-        self.done: set[tuple[Id, int]] = set()
-        self._digests: dict[Id, str] = {}
+    def __len__(self) -> int:
+        return sum(map(len, self._digests.values()))
+
+    def unanswered(self, lines: Iterable[L | LineError], samples: int) -> tuple[list[L], list[LineError]]:
+        """Return the lines that still need one of `samples` answers, and the line errors.
+
+        A line whose id already has answers to something else becomes a line error.
+        """
+        waiting, errors = [], []
+        for line in lines:
+            if isinstance(line, LineError):
+                errors.append(line)
+                continue
+            made = self._digests.get(line.id, {})
+            if line.sample is not None:
+                made = {number: digest for number, digest in made.items() if number == line.sample}
+            wanted = range(samples) if line.sample is None else [line.sample]
+            if any(digest != line.digest for digest in made.values()):
+                conflict = f"{self} has answers to another prompt under the id {line.id!r}"
+                errors.append(LineError(line.line, line.id, f"{conflict}; use another id or another --output"))
+            elif not made.keys() >= {*wanted}:
+                waiting.append(line)
+        return waiting, errors
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Write the rows that were not written yet, and return them."""
+        new = [row for row in rows if row.get("sample", 0) not in self._digests.get(row["id"], {})]
+        if new:
+            self._append(new)
+        for row in new:
+            self._note(row)
+        return new
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+
+class AnswersStream(Answers):
+    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        self._stream.write(b"".join(map(_line, rows)))
+
+
+class AnswersFile(Answers):
+    """The open output file and the answers in it. Create one with `open`."""
+
+    def __init__(self, file: LineFile, settings: SettingsFile) -> None:
+        super().__init__()
         self._file, self._settings = file, settings
         self._read()
 
@@ -38,56 +95,64 @@ class AnswersFile:
         """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
 
         Raises:
-            OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open.
-                The file is unchanged.
+            OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open,
+                or another program made the file for the settings. All files are unchanged.
         """
         with locked(path, keep_empty=path.exists()) as file:
-            yield cls(file, settings)
+            yield cls(file, SettingsFile(settings_path(path), settings))
 
-    def unanswered(
-        self, lines: Iterable[Prompt | LineError], samples: Iterable[int]
-    ) -> tuple[list[Prompt], list[LineError]]:
-        """Return the prompts that still need answers, and the line errors.
+    def __str__(self) -> str:
+        return str(self._file.path)
 
-        A prompt whose id already has answers to a different prompt becomes a line error.
-        """
-        prompts, errors = [], []
-        for line in lines:
-            if isinstance(line, LineError):
-                errors.append(line)
-            elif self._digests.get(line.id, line.digest) != line.digest:
-                conflict = f"{self._file.path} has answers to another prompt under the id {line.id!r}"
-                errors.append(LineError(line.line, line.id, f"{conflict}; use another id or another --output"))
-            elif any((line.id, sample) not in self.done for sample in samples):
-                prompts.append(line)
-        return prompts, errors
-
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the rows that are not in the file yet. They survive a crash of this process."""
-        new = {key: row for row in rows if (key := (row["id"], row.get("sample", 0))) not in self.done}
-        self._file.append(_line({**row, "settings": self._settings}) for row in new.values())
-        self.done.update(new)
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        settings = self._settings
+        if not len(self):
+            # Before the first answer, so that no answer is ever without its settings.
+            settings.save(rows[0].get("provenance"))
+        kept = [
+            {name: value for name, value in row.items() if name != "provenance" or value != settings.provenance}
+            for row in rows
+        ]
+        self._file.append(_line({**row, "settings": settings.fingerprint}) for row in kept)
 
     def _read(self) -> None:
         for number, line in enumerate(self._file.read(ANSWER), 1):
-            self._add(number, line)
-
-    def _add(self, number: int, line: bytes) -> None:
-        where, instead = f"{self._file.path}, line {number},", "use another --output"
-        try:
-            row = json.loads(line)
-            key, made, digest = (row["id"], row.get("sample", 0)), dict(row["settings"]), row["prompt_hash"]
-            self.done.add(key)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise OutputError(f"{where} is not an answer; {instead}") from error
-        for name in sorted({*made, *self._settings}):
-            was, now = made.get(name), self._settings.get(name)
-            if was != now:
-                raise OutputError(f"{where} was made with {name} {was!r}, but {name} is now {now!r}; {instead}")
-        self._digests[row["id"]] = digest
+            where = f"{self}, line {number},"
+            try:
+                row = json.loads(line)
+                made = row["settings"]
+                self._note(row)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise OutputError(f"{where} is not an answer; use another --output") from error
+            if not self._settings.holds_for(made):
+                self._settings.refuse_answers_of(made, where)
 
 
-class ErrorsFile:
+class Errors:
+    """The lines that failed.
+
+    Attributes:
+        failed: numbers of the lines that failed in this run.
+        suspects: ids of the lines that the engine was answering when it failed in an earlier run, in the order in which
+            that happened.
+    """
+
+    def __init__(self) -> None:
+        self.failed: set[int] = set()
+        self.suspects: list[Id] = []
+
+    def add(self, error: LineError) -> None:
+        """Note a line that failed."""
+        self.failed.add(error.line)
+
+    def tried(self, line: Line | LineError) -> None:
+        """Drop what an earlier run noted about a line."""
+
+    def finished(self) -> None:
+        """Drop everything that earlier runs noted: this run tried every line."""
+
+
+class ErrorsFile(Errors):
     """The open errors file, next to the output. Create one with `open`.
 
     It lists the lines that failed in the last run, and is removed if no line failed. After a run that did not finish,
@@ -95,15 +160,11 @@ class ErrorsFile:
 
     Attributes:
         path: where the file is.
-        failed: numbers of the lines that failed in this run.
-        suspects: ids of the lines that the engine was answering when it failed in an earlier run, in the order in which
-            that happened.
     """
 
     def __init__(self, file: LineFile) -> None:
+        super().__init__()
         self.path = file.path
-        self.failed: set[int] = set()
-        self.suspects: list[Id] = []
         self._file = file
         self._earlier: dict[tuple[int, Id | None], bytes] = {}
         self._written: list[bytes] = []
@@ -132,11 +193,11 @@ class ErrorsFile:
         if error.engine_failed:
             row["engine_failed"] = True
         self.tried(error)
-        self.failed.add(error.line)
+        super().add(error)
         self._written.append(_line(row))
         self._file.append(self._written[-1:])
 
-    def tried(self, line: Prompt | LineError) -> None:
+    def tried(self, line: Line | LineError) -> None:
         """Drop what an earlier run noted about a line."""
         self._earlier.pop((line.line, line.id), None)
 
@@ -172,24 +233,38 @@ def errors_path(output: Path) -> Path:
     return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
-def check_paths(source: Path, target: Path) -> None:
-    """Check that both output files are regular files or new, and that neither is the input.
+def count_rows(path: Path) -> int:
+    """Return the number of answers in a file."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def settings_path(output: Path) -> Path:
+    """Return ``answers.settings.json`` for ``answers.jsonl``; any other name gets ``.settings.json`` appended."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.settings.json")
+
+
+def check_paths(source: os.stat_result | None, target: Path) -> None:
+    """Check that all output files are regular files or new, that they are different, and that none is the input.
+
+    Args:
+        source: the open input file; None if it is not a file.
 
     Raises:
-        OutputError: one of them is not a regular file, or is the input, or both are one file.
+        OutputError: one of them is not a regular file, or is the input, or two are one file.
     """
-    errors = errors_path(target)
-    _check_path(source, target, "the output")
-    _check_path(source, errors, "the output's errors file")
-    if target.exists() and errors.exists() and target.samefile(errors):
-        raise OutputError(f"{errors}, the output's errors file, is the output itself; use another --output")
-
-
-def _check_path(source: Path, path: Path, what: str) -> None:
-    if path.exists() and path.samefile(source):
-        raise OutputError(f"{path} is both {what} and the input; use another --output")
-    if path.exists() and not path.is_file():
-        raise OutputError(f"{path}, {what}, is not a regular file; use another --output")
+    others = {errors_path(target): "the output's errors file", settings_path(target): "the output's settings file"}
+    for path, what in {target: "the output", **others}.items():
+        if source is not None and path.exists() and os.path.samestat(path.stat(), source):
+            raise OutputError(f"{path} is both {what} and the input; use another --output")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path}, {what}, is not a regular file; use another --output")
+    for path, what in others.items():
+        if target.exists() and path.exists() and target.samefile(path):
+            raise OutputError(f"{path}, {what}, is the output itself; use another --output")
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

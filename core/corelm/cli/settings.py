@@ -1,4 +1,4 @@
-"""The settings saved with every answer, without the secrets among the engine options.
+"""The settings saved for the answers of a file, without the secrets among the engine options.
 
 A run compares these settings with those of the answers in the output, so a setting that may change an answer must be
 recognised, even where its value must not be saved.
@@ -7,11 +7,12 @@ recognised, even where its value must not be saved.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.sampling import FIELDS, SamplingParams
 
 #: Written instead of a secret.
 HIDDEN = "***"
@@ -26,17 +27,25 @@ _TOKENIZER_TOKEN = re.compile(r"(.*_)?(bos|eos|pad|unk|sep|cls|mask)_token")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]*@")
 
 
-def recorded_settings(sampling: SamplingParams, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the settings saved with every answer, in JSON types. One file holds answers of one setting."""
-    settings: dict[str, Any] = {
-        **more,
-        "options": recorded_options(options),
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        **sampling.engine_parameters(),
+def recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that may change an answer, in JSON types: all that are not at their default, and two more.
+
+    More samples do not change the first ones, so their number is left out.
+    """
+    default = SamplingParams()
+    always, never = ("max_new_tokens", "temperature"), ("num_samples", "do_sample", "engine_kwargs")
+    settings = {
+        name: getattr(sampling, name)
+        for name in FIELDS
+        if name not in never and (name in always or getattr(sampling, name) != getattr(default, name))
     }
-    if sampling.seed is not None:
-        settings["seed"] = sampling.seed
+    if sampling.engine_kwargs:
+        # Nothing is left out here: `stop_at_token` is no secret, and changes answers.
+        kept = recorded_options(sampling.engine_kwargs)
+        settings["engine_kwargs"] = {
+            name: kept[name] if name in kept else _fingerprint(json.dumps(value, default=repr))
+            for name, value in sampling.engine_kwargs.items()
+        }
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 

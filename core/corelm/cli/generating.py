@@ -1,0 +1,93 @@
+"""What ``corelm generate`` asks the engine for: answers, and which fields of them it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from corelm.backend.check_requests import prompt_problems
+from corelm.backend.seeds import answer_seeds
+from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm.cli.lines import LineError
+from corelm.cli.prompts import Prompt
+from corelm.policy.outputs import answer_texts
+from corelm.spec.message import Message
+from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
+
+#: Prompts that every working engine can answer.
+HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
+HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
+
+
+@dataclass(kw_only=True)
+class Generator(Worker[Prompt]):
+    """Answers prompts.
+
+    With a seed, an answer depends only on the seed, the line number and the sample number: not on the batch size, and
+    not on what was answered before. That is why one seed per answer is passed to the backend; a policy would number the
+    rows of each batch.
+
+    Attributes:
+        sampling: how to sample.
+        log_probs: which log-probs to add to the rows.
+        return_tokens: whether to add the ids.
+    """
+
+    sampling: SamplingParams
+    log_probs: Literal["none", "raw", "processed"]
+    return_tokens: bool
+
+    def ask(self, lines: list[Prompt]) -> Outcome:
+        return self._ask(lines, self.sampling)
+
+    def ask_harmless(self, *, chat: bool) -> bool:
+        short = SamplingParams.make(self.sampling, max_new_tokens=1, min_new_tokens=0, num_samples=None)
+        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
+        _, ids, _ = self._tokenize(lines)
+        self._ask(lines, short)
+        return len(ids) > len(prompt_problems(Ragged.from_list(ids), self.engine.capabilities, short))
+
+    def _ask(self, prompts: list[Prompt], sampling: SamplingParams) -> Outcome:
+        prompts, ids, errors = self._tokenize(prompts)
+        samples = sampling.num_samples or 1
+        seeds = None
+        if sampling.seed is not None and not sampling.greedy:
+            seeds = answer_seeds(sampling.seed, [prompt.line for prompt in prompts], samples)
+        batch = self.engine.generate(
+            Ragged.from_list(ids), sampling, logprobs=self.log_probs, seeds=seeds, on_error="skip"
+        )
+        texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
+        log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
+        provenance = self.engine.provenance(batch, sampling)
+        rows: list[dict[str, Any]] = []
+        for index, text in enumerate(texts):
+            prompt, sample = prompts[index // samples], index % samples
+            problem = None
+            if reasons[index] == "error":
+                problem = (batch.errors[index] if batch.errors else "") or "the engine gave no reason"
+            elif reasons[index] == "abort":
+                problem = "the engine aborted the answer"
+            if problem is not None:
+                where = "" if samples == 1 else f"sample {sample}: "
+                errors.append(LineError(prompt.line, prompt.id, where + problem))
+                continue
+            row = self.row(prompt, **({} if sampling.num_samples is None else {"sample": sample}))
+            row |= {"response": text, "finish_reason": reasons[index], "tokens": len(tokens[index])}
+            if self.return_tokens:
+                row["token_ids"] = tokens[index]
+            if log_probs is not None:
+                row["log_probs"] = log_probs[index]
+                row["provenance"] = provenance_of_row(provenance, index)
+            rows.append(row)
+        return rows, errors
+
+    def _tokenize(self, prompts: list[Prompt]) -> tuple[list[Prompt], list[list[int]], list[LineError]]:
+        """Return the prompts that were tokenized, their ids, and an error for each other prompt."""
+        texts = {at: prompt.text for at, prompt in enumerate(prompts) if prompt.text is not None}
+        chats = {at: prompt.chat for at, prompt in enumerate(prompts) if prompt.chat is not None}
+        rendered = render_chats(self.engine, chats, {at: prompts[at].tools for at in chats}, prompt=True)
+        encoded = self.engine.tokenize(list(texts.values())).ids.tolist()
+        ids = {**rendered.ids, **dict(zip(texts, encoded, strict=True))}
+        errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in rendered.problems.items()]
+        return [prompts[at] for at in sorted(ids)], [ids[at] for at in sorted(ids)], errors

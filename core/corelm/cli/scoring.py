@@ -1,0 +1,192 @@
+"""What ``corelm score`` asks the engine for: log-probs of given tokens, and which fields of them it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from corelm.backend.backend import Backend
+from corelm.backend.check_requests import sequence_problems
+from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm.cli.completions import ToScore
+from corelm.cli.lines import LineError
+from corelm.spec.message import Chat, Message
+from corelm.tensors.ragged import Ragged
+
+#: Lines that every working engine can score.
+HARMLESS_TEXT = ToScore(line=0, id=0, digest="", asked={}, text="Hello, hello")
+HARMLESS_CHAT = ToScore(
+    line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"), Message("assistant", "Hello"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorable:
+    """A sequence of token ids, and which of its tokens count."""
+
+    ids: list[int]
+    counted: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The tokens of a sequence that count, with their log-probs."""
+
+    ids: list[int]
+    log_probs: list[float]
+    provenance: dict[str, Any]
+
+
+#: The sequences of a line, or why there are none.
+Encoded = list[Scorable] | str
+
+_TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
+
+
+@dataclass(kw_only=True)
+class Scorer(Worker[ToScore]):
+    """Scores texts, completions and conversations.
+
+    Attributes:
+        temperature: the logits are divided by it.
+        per_token: whether to add the log-prob of every token that counts.
+        return_tokens: whether to add the ids of the tokens that count.
+    """
+
+    temperature: float = 1.0
+    per_token: bool = False
+    return_tokens: bool = False
+
+    def ask_harmless(self, *, chat: bool) -> bool:
+        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
+        ids = [each.ids for found in self._encode(lines) if not isinstance(found, str) for each in found]
+        self.ask(lines)
+        return len(ids) > len(sequence_problems(Ragged.from_list(ids), self.engine.capabilities))
+
+    def ask(self, lines: list[ToScore]) -> Outcome:
+        encoded = self._encode(lines)
+        errors = {at: found for at, found in enumerate(encoded) if isinstance(found, str)}
+        sequences = [(at, each) for at, found in enumerate(encoded) if not isinstance(found, str) for each in found]
+        if not sequences:
+            return [], _line_errors(lines, errors)
+        batch = self.engine.score_logprobs(
+            Ragged.from_list([each.ids for _, each in sequences]),
+            temperature=self.temperature,
+            score_from=[each.counted.index(True) for _, each in sequences],
+            on_error="skip",
+        )
+        provenance = self.engine.provenance(batch)
+        made: dict[int, list[_Scored]] = {}
+        for row, ((at, each), log_probs) in enumerate(zip(sequences, batch.logprobs.tolist(), strict=True)):
+            if batch.errors and batch.errors[row]:
+                errors.setdefault(at, batch.errors[row])
+            scored = _Scored(
+                list(compress(each.ids, each.counted)),
+                list(compress(log_probs, each.counted)),
+                provenance_of_row(provenance, row),
+            )
+            made.setdefault(at, []).append(scored)
+        for at, parts in made.items():
+            if any(part.provenance != parts[0].provenance for part in parts):
+                errors.setdefault(at, "the weights of the engine changed while it scored this line; run it again")
+        rows = [self._row(lines[at], parts) for at, parts in made.items() if at not in errors]
+        return rows, _line_errors(lines, errors)
+
+    def _row(self, line: ToScore, parts: list[_Scored]) -> dict[str, Any]:
+        fields: dict[str, list[Any]] = {
+            "log_prob": [math.fsum(part.log_probs) for part in parts],
+            "tokens": [len(part.ids) for part in parts],
+        }
+        if self.return_tokens:
+            fields["token_ids"] = [part.ids for part in parts]
+        if self.per_token:
+            fields["log_probs"] = [part.log_probs for part in parts]
+        values = {name: each[0] if line.single else each for name, each in fields.items()}
+        return self.row(line, **values, provenance=parts[0].provenance)
+
+    # Lines to ids -----------------------------------------------------------------------------------------------------
+
+    def _encode(self, lines: list[ToScore]) -> list[Encoded]:
+        """Return the sequences of every line."""
+        found: dict[int, Encoded] = {}
+        texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
+        for at, ids in zip(texts, self.engine.tokenize(list(texts.values())).ids.tolist(), strict=True):
+            found[at] = [_after(ids, 1)] if len(ids) > 1 else _TOO_SHORT
+        continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
+        pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
+        wholes = iter(encode_completions(self.engine, pairs))
+        for at in continued:
+            found[at] = _all(_completion(*next(wholes)) for _ in lines[at].completions)
+        found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
+        return [found[at] for at in range(len(lines))]
+
+    def _encode_chats(self, lines: dict[int, ToScore]) -> dict[int, Encoded]:
+        wholes: list[tuple[int, Chat]] = []
+        for at, line in lines.items():
+            chat = line.chat or ()
+            wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
+        prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
+        tools = {at: line.tools for at, line in lines.items()}
+        before = render_chats(self.engine, prompts, tools, prompt=True)
+        after = render_chats(
+            self.engine,
+            {key: chat for key, (_, chat) in enumerate(wholes)},
+            {key: tools[at] for key, (at, _) in enumerate(wholes)},
+            prompt=False,
+        )
+        found: dict[int, list[Scorable | str]] = {at: [] for at in lines}
+        for key, (at, _) in enumerate(wholes):
+            problem = before.problems.get(at) or after.problems.get(key)
+            found[at].append(problem or _turns(after.ids[key], after.assistant[key], before.ids.get(at, [])))
+        return {at: _all(each) for at, each in found.items()}
+
+
+def encode_completions(backend: Backend, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+    """Return, for each (prompt, completion), the ids of both together and the position at which the completion begins.
+
+    As in lm-eval, whitespace at the end of a prompt belongs to the completion, both are tokenized together, and the
+    completion begins after as many tokens as the prompt has alone.
+    """
+    wholes = backend.tokenize([prompt + completion for prompt, completion in pairs]).ids.tolist()
+    starts = backend.tokenize([prompt.rstrip() for prompt, _ in pairs]).ids.lengths.tolist()
+    return list(zip(wholes, starts, strict=True))
+
+
+def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:
+    return [LineError(lines[at].line, lines[at].id, what) for at, what in errors.items()]
+
+
+def _completion(ids: list[int], start: int) -> Scorable | str:
+    if start == 0:
+        return "prompt: it has no tokens, and only a token after another one has a log-prob; give a longer one"
+    if start >= len(ids):
+        return f"completion: prompt and completion together have {len(ids)} tokens, and the prompt alone has {start}"
+    return _after(ids, start)
+
+
+def _turns(ids: list[int], assistant: list[bool], prompt: list[int]) -> Scorable | str:
+    """Return a conversation with the assistant's tokens after `prompt` counted."""
+    if ids[: len(prompt)] != prompt:
+        return "messages: the chat template changes the conversation when the completion is added, so they do not join"
+    # No log-prob exists for the first token.
+    counted = [mine and position >= max(len(prompt), 1) for position, mine in enumerate(assistant)]
+    return Scorable(ids, counted) if any(counted) else "messages: no turn of the assistant to score"
+
+
+def _after(ids: list[int], start: int) -> Scorable:
+    return Scorable(ids, [position >= start for position in range(len(ids))])
+
+
+def _all(found: Iterable[Scorable | str]) -> Encoded:
+    """Return all sequences of a line, or the first problem."""
+    sequences: list[Scorable] = []
+    problem = None
+    for each in found:
+        if isinstance(each, str):
+            problem = problem or each
+        else:
+            sequences.append(each)
+    return problem or sequences

@@ -1,0 +1,260 @@
+"""``corelm chat`` over a pipe, and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from helpers.command_line import corelm_command
+from helpers.processes import PATIENCE, heed_interrupts
+
+#: An answer is one line.
+ALWAYS = ("--max-new-tokens", 9, "--seed", 3, "--stop", "\n")
+
+#: A plugin that tells what it was asked, never ends an answer to "slow", and fails for "poison" and "plague".
+TELLING = """
+import os, time
+from toy_backend import ToyBackend
+import corelm
+
+class Telling(ToyBackend):
+    dead = False
+
+    @corelm.hookimpl
+    def generate(self, request):
+        (prompt,) = [bytes(min(i, 255) for i in row) for row in request.prompts.tolist()]
+        with open(os.environ["ASKED"], "ab") as file:
+            file.write(prompt.replace(b"\\n", b"/") + b"\\n")
+        last = prompt.rpartition(b"user")[2]
+        if b"slow" in last:
+            print("SLOW", flush=True)
+            time.sleep(600)
+        self.dead |= b"plague" in last
+        if self.dead or b"poison" in last:
+            raise RuntimeError("internal error")
+        return super().generate(request)
+
+    @corelm.hookimpl
+    def health(self, request):
+        return not self.dead
+"""
+
+
+@pytest.fixture
+def telling(tmp_path: Path, fabricate: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file that lists what the engine was asked."""
+    module = f"telling_{tmp_path.name}"
+    fabricate("telling", "1", {"telling": f"{module}:Telling"}, {module: TELLING}, site="telling")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "telling"), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path / "asked"
+
+
+def talk(questions: str, *more: object, backend: str = "toy") -> Any:
+    return corelm_command("chat", "--backend", backend, *ALWAYS, *more, stdin=questions)
+
+
+# ---------------------------------------------------------------- over a pipe
+
+
+def test_every_line_is_answered_in_one_conversation():
+    result = talk("Where is the cat?\n\nIs the tea hot?\n")
+    assert result.exit_code == 0, result.output
+    with corelm.get_backend("toy") as backend:
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 9, "stop": ["\n"]})
+        history = History.from_chats([[{"role": "user", "content": "Where is the cat?"}]])
+        first = policy(TensorDict(history=history), seed=3)
+        history = first["history"].full.append([{"role": "user", "content": "Is the tea hot?"}])
+        second = policy(TensorDict(history=history), seed=4)
+    assert result.stdout == "".join(f"{each['text'].response[0]}\n" for each in (first, second))
+
+
+def test_the_history_and_the_system_prompt_reach_the_engine(telling):
+    result = talk("one\ntwo\n/reset\nthree\n/exit\nnever\n", "--system", "Be brief.", backend="telling")
+    assert result.exit_code == 0, result.output
+    asked = telling.read_text(errors="replace").splitlines()
+    assert len(asked) == len(result.stdout.splitlines()) == 3
+    assert all("Be brief." in each for each in asked)
+    assert "one" in asked[1] and "two" in asked[1]
+    assert "one" not in asked[2] and "two" not in asked[2] and "three" in asked[2]
+
+
+def test_a_question_that_fails_is_dropped_and_the_rest_are_answered(telling):
+    result = talk("one\npoison\ntwo\n", backend="telling")
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
+    assert "error: " in result.stderr and "internal error" in result.stderr
+    assert "poison" not in telling.read_text(errors="replace").splitlines()[-1]
+
+
+def test_an_engine_that_is_gone_ends_the_chat(telling):
+    result = talk("one\nplague\ntwo\n", backend="telling")
+    assert result.exit_code == 3 and len(result.stdout.splitlines()) == 1
+    assert len(telling.read_text(errors="replace").splitlines()) == 2
+
+
+def test_a_prompt_that_is_too_long_does_not_end_the_chat():
+    result = talk(f"{'x' * 600}\nIs the tea hot?\n")
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1 and "error: " in result.stderr
+
+
+def test_an_unknown_command_is_not_a_question(telling):
+    result = talk("/rest\n /slash\n", backend="telling")
+    assert result.exit_code == 1 and "/rest is not a command (/reset: forget the conversation; /exit:" in result.stderr
+    (asked,) = telling.read_text(errors="replace").splitlines()
+    assert "/slash" in asked
+
+
+def test_bytes_that_are_not_text_are_an_error_of_their_line():
+    run = subprocess.run(
+        [sys.executable, "-m", "corelm", "chat", "--backend", "toy", *map(str, ALWAYS)],
+        input=b"caf\xe9\nIs the tea hot?\n",
+        capture_output=True,
+    )
+    assert run.returncode == 1 and len(run.stdout.splitlines()) == 1
+    assert b"error: " in run.stderr and b"Traceback" not in run.stderr
+
+
+def test_an_answer_that_was_cut_says_so():
+    assert (
+        "(ended early: length; --max-new-tokens sets the longest answer)" in talk("Hi\n", "--max-new-tokens", 1).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--num-samples", 2], 2, "No such option"),
+        (["--n", 2], 2, "No such option"),
+        (["--top-p", 1.5], 2, "top_p"),
+        (["--option", "max_contxt=5"], 2, "max_context"),
+    ],
+)
+def test_a_refused_chat_says_why(more, code, message):
+    result = talk("Hi\n", *more)
+    assert result.exit_code == code and message in result.stderr
+
+
+def test_ctrl_c_ends_a_chat_over_a_pipe(telling):
+    words = [sys.executable, "-m", "corelm", "chat", "--backend", "telling"]
+    run = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
+    assert run.stdin is not None and run.stderr is not None
+    run.stdin.write("slow\n")
+    run.stdin.flush()
+    # What the engine prints goes to the standard error.
+    while "SLOW" not in run.stderr.readline():
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    printed, said = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, printed) == (130, "") and "interrupted" in said and "Traceback" not in said
+
+
+# ---------------------------------------------------------------- on a terminal
+
+
+class Terminal:
+    """A person's terminal with a chat in it."""
+
+    def __init__(self, *more: object) -> None:
+        self._ours, theirs = pty.openpty()
+        words = [sys.executable, "-m", "corelm", "chat", "--backend", "telling", "--max-new-tokens", "9", "--seed", "3"]
+        environment = {**os.environ, "TERM": "dumb", "COLUMNS": "200"}
+        self.run = subprocess.Popen(
+            [*words, *map(str, more)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            # Ctrl-C reaches the processes of the terminal's own session.
+            preexec_fn=_own_terminal,
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.run.poll() is None:
+            self.run.kill()
+            self.run.wait()
+        os.close(self._ours)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until(self, text: str) -> str:
+        """Read until the text is shown; return what was shown before it, from the last call on."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{text!r} was not shown: {self.shown!r}"
+            try:
+                self.shown += os.read(self._ours, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"the chat ended: {self.shown!r}") from None
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    heed_interrupts()
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_person_is_prompted_and_ctrl_d_ends_the_chat(telling):
+    with Terminal() as terminal:
+        terminal.until("> ")
+        terminal.type("one\n")
+        terminal.until("one")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.run.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_drops_the_question_that_is_being_answered(telling):
+    with Terminal() as terminal:
+        terminal.until("> ")
+        terminal.type("one\n")
+        terminal.until("> ")
+        terminal.type("slow\n")
+        terminal.until("SLOW")
+        terminal.type("\x03")
+        terminal.until("the question is dropped")
+        terminal.until("> ")
+        terminal.type("two\n")
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.run.wait(PATIENCE) == 0
+    last = telling.read_text(errors="replace").splitlines()[-1]
+    assert "one" in last and "two" in last and "slow" not in last
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(telling):
+    with Terminal() as terminal:
+        terminal.until("> ")
+        terminal.type("\x03")
+        terminal.until("interrupted")
+        assert terminal.run.wait(PATIENCE) == 130
