@@ -120,6 +120,7 @@ TABLE = {
         test_an_answer_without_a_limit_fills_the_context""",
     "NeverStops": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
     "RaisesAndGoesOn": "test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so",
+    "OwnerUnheard": "test_the_owner_may_say_that_the_weights_have_changed",
     "OldWeights": """
         test_generating_uses_the_new_weights
         test_scoring_uses_the_new_weights

@@ -40,4 +40,5 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         per_answer_seeds=True,
         stops_at_timeout=True,
         update_weights=True,
+        abort=True,
     )
