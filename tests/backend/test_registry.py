@@ -203,7 +203,7 @@ def test_a_failed_import_chains_its_cause(fabricate, source, cause):
     ("change", "message"),
     [
         (('requires_api = ">=1,<2"', "pass"), "no requires_api"),
-        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, but this core has 1\.0"),
+        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, but this core has 1\.1"),
         (('">=1,<2"', '"one"'), "requires_api is 'one', expected a version range"),
         (('">=1,<2"', "1"), "requires_api is 1, expected a version range"),
         (("def generate", "def genrate"), r"lacks the required hook generate\(self, request\)"),

@@ -263,7 +263,7 @@ def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
     gate = Gate()
     backend = fake(gate)
     close = backend.engine.hooks.close
-    monkeypatch.setattr(backend.engine.hooks, "close", lambda: close(patience=0.1))
+    monkeypatch.setattr(backend.engine.hooks, "close", lambda **options: close(patience=0.1, **options))
     with pytest.raises(ZeroDivisionError), backend:
         leave_a_call_behind(backend, gate)
         raise ZeroDivisionError

@@ -315,6 +315,16 @@ class OldWeights(ToyBackend):
         return True
 
 
+class OwnerUnheard(ToyBackend):
+    """It takes every update for one with weights, as plugins did before owners could say that theirs had changed."""
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        if request.by_owner:
+            raise AttributeError("'NoneType' object has no attribute 'items'")
+        return super().update_weights(request)
+
+
 class NeverStops(ToyBackend):
     """Declares that it stops at a timeout, and works on to the end."""
 

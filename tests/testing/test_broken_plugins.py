@@ -128,6 +128,7 @@ TABLE = {
         test_the_chunks_of_a_stream_are_its_result
         test_streaming_changes_no_answer
         test_streamed_log_probs_are_true""",
+    "OwnerUnheard": "test_the_owner_may_say_that_the_weights_have_changed",
     "OldWeights": """
         test_generating_uses_the_new_weights
         test_scoring_uses_the_new_weights

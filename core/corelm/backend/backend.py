@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from corelm.backend import arguments, check_results
+from corelm.backend.aborts import Aborts
 from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
@@ -22,28 +22,22 @@ from corelm.backend.streams import AnswerStreams
 from corelm.errors import BackendTimeoutError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
-from corelm.spec.records import (
-    ContainerRequest,
-    GenerateResult,
-    ScoreResult,
-    TokenizeRequest,
-    TokenizeResult,
-    WeightUpdate,
-)
+from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
-from corelm.validate import invalid, shown
 
 
 class Backend(AnswerStreams):
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
+
+    If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine can.
 
     Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one
     thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
     process cannot use it: open the engine in the process that needs it.
 
     A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a thread with
-    the caller's context variables, gradient mode, autocast and CUDA device, and finishes the call alone; scoring with
-    gradients stays on the caller's thread and ends when the engine does.
+    the caller's context variables, gradient mode, autocast and CUDA device, and finishes alone; scoring with gradients
+    stays on the caller's thread.
 
     `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
     wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
@@ -57,6 +51,7 @@ class Backend(AnswerStreams):
 
     def __init__(self, engine: OpenEngine) -> None:
         self.engine = engine
+        self._aborts = Aborts(engine.abort, f"corelm-{engine.name}-abort")
 
     @classmethod
     def from_plugin(cls, plugin: Any, name: str, **options: Any) -> Backend:
@@ -82,7 +77,11 @@ class Backend(AnswerStreams):
 
     @property
     def weight_version(self) -> str:
-        """The label of the weights in force, "0" until the first update."""
+        """The label of the weights in force, "0" until they first change.
+
+        It changes with `update_weights` and `weights_changed`. If the engine runs a model that its owner trains in
+        place, and notices that (see its README), it counts up with each change.
+        """
         return self.engine.weight_version
 
     @property
@@ -125,22 +124,25 @@ class Backend(AnswerStreams):
         """Start a prepared call and return its future at once. This backend makes the call on a new thread.
 
         Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
-        is dropped. A request that is cancelled before its turn is not sent.
-
-        Args:
-            block: whether this thread may wait for room in a queue, where there is one.
+        is dropped. One that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue.
 
         Raises:
             EngineError: the system has no room for a thread.
         """
         future: Future[R] = Future()
-        run = partial(call.run, attended=lambda: not future.done())
-        in_thread(run, f"corelm-{self.name}", future)
+        ended = threading.Event()
+
+        def run() -> R:
+            try:
+                return call.run(attended=lambda: not future.done())
+            finally:
+                ended.set()
 
         def abort(done: Future[R]) -> None:
             if done.cancelled():
-                in_thread(lambda: self.engine.abort(call.request.request_ids), f"corelm-{self.name}-abort")
+                self._aborts.add(call.request.request_ids, lambda: not ended.is_set())
 
+        in_thread(run, f"corelm-{self.name}", future)
         if self.capabilities.abort:
             future.add_done_callback(abort)
         return future
@@ -341,17 +343,18 @@ class Backend(AnswerStreams):
             EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
                 rows that follow get a label that no weights had before, until an update succeeds.
         """
-        self.engine.require("update_weights", "its weights cannot be changed")
-        if version is not None and not isinstance(version, str):
-            raise invalid("version", f"expected a str, got {shown(version)}")
-        if isinstance(weights, (str, os.PathLike)):
-            request = WeightUpdate(version="", drain=drain, path=Path(weights))
-        elif isinstance(weights, Mapping):
-            request = WeightUpdate(version="", drain=drain, state_dict=weights)
-        else:
-            raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
+        return self.engine.update_weights(weights, version, drain)
 
-        return self.engine.update_weights(request, version)
+    def weights_changed(self, version: str | None = None) -> str:
+        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
+
+        Use it for changes that the engine cannot notice. It waits for the calls under way, and the engine empties its
+        caches.
+
+        Args:
+            version: the label of these weights; None counts up from the last label.
+        """
+        return self.engine.weights_changed(version)
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
@@ -369,7 +372,7 @@ class Backend(AnswerStreams):
         """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine.
 
         An engine that takes one call at a time finishes that call first, as long as its caller waits for it: give calls
-        a timeout to bound this.
+        a timeout to bound this. If no caller waits for it any more, an engine that can abort ends it.
 
         Raises:
             BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The backend is
@@ -390,4 +393,6 @@ class Backend(AnswerStreams):
 
     def _end(self, well: bool) -> None:
         """Close at the end of a ``with`` block, which ended `well` if it raised nothing."""
+        if not well:
+            self.engine.hooks.close(abort=True)
         self.close()

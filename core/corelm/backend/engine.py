@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tenacity
+from torch import Tensor
 
 from corelm.backend.hooks import EngineHooks
+from corelm.backend.program_end import at_program_end, end_as_interrupted, interrupted, patience
 from corelm.backend.waits import seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
-from corelm.validate import shown
+from corelm.validate import invalid, shown
 
 
 class OpenEngine:
@@ -35,7 +41,8 @@ class OpenEngine:
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
-        weight_version: the label of the weights in force, "0" until the first update. Assigning it remembers the label.
+        weight_version: the label of the weights in force, "0" until they first change. Assigning it gives the weights
+            that label.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -56,9 +63,8 @@ class OpenEngine:
         self.name = name
         self.model_name = model_name
         self.timeout = None if timeout is None else seconds("timeout", timeout)
-        self._weight_version = "0"
-        self._used_versions = {"0"}
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
+        _open.add(self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -86,27 +92,40 @@ class OpenEngine:
 
     @property
     def weight_version(self) -> str:
-        return self._weight_version
+        if not (self.hooks.closed or self.hooks.elsewhere or self.hooks.under_way):
+            self.hooks.weights.look()
+        return self.hooks.weights.label
 
     @weight_version.setter
     def weight_version(self, label: str) -> None:
-        self._used_versions.add(label)
-        self._weight_version = label
+        self.hooks.weights.put(label)
 
-    def next_weight_version(self, given: str | None = None) -> str:
-        """Return a label for new weights: it counts up from the last one, past every label that was used before.
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None, drain: bool
+    ) -> str:
+        """Load new weights and return their label. Arguments and errors are those of `Backend.update_weights`."""
+        self.require("update_weights", "its weights cannot be changed")
+        if isinstance(weights, (str, os.PathLike)):
+            return self._update(WeightUpdate(version="", drain=drain, path=Path(weights)), version)
+        if isinstance(weights, Mapping):
+            return self._update(WeightUpdate(version="", drain=drain, state_dict=weights), version)
+        raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
 
-        Args:
-            given: a label that is about to be used, and is passed over as well.
-        """
-        label = self.weight_version
-        while label in self._used_versions or label == given:
-            # A label that the caller has chosen need not be a number, or may be longer than Python reads.
-            label = str(int(label) + 1) if label.isdecimal() and len(label) < 19 else f"{label}+1"
-        return label
+    def weights_changed(self, version: str | None) -> str:
+        """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""
+        if self.capabilities.update_weights:
+            return self._update(WeightUpdate(version="", drain=True), version)
+        _check_label(version)
 
-    def update_weights(self, request: WeightUpdate, version: str | None) -> str:
-        """Load new weights and return their label.
+        def put() -> str:
+            weights = self.hooks.weights
+            weights.put(weights.next_label() if version is None else version)
+            return weights.label
+
+        return self.hooks.alone(put)
+
+    def _update(self, request: WeightUpdate, version: str | None) -> str:
+        """Put new weights in force and return their label.
 
         While they are loaded, the weights have a label that none had before. They keep it if loading fails half-way.
 
@@ -119,30 +138,32 @@ class OpenEngine:
             CapabilityError: as above.
             EngineError: loading failed.
         """
-        before = unused = label = ""
+        _check_label(version)
+        weights = self.hooks.weights
+        before, unused, label = weights.saved(), "", ""
 
         def fill(request: WeightUpdate) -> WeightUpdate:
             nonlocal before, unused, label
             # Not earlier: another update may have been in force in the meantime.
-            before, unused = self.weight_version, self.next_weight_version(version)
+            before, unused = weights.saved(), weights.next_label(version)
             label = unused if version is None else version
-            self.weight_version = unused
+            weights.put(unused)
             return replace(request, version=label)
-
-        def settle(in_force: str) -> str:
-            self.weight_version = in_force
-            if in_force != unused:
-                self._used_versions.discard(unused)
-            return in_force
 
         def finish(done: Any) -> str:
             if done is not True:
                 raise self.hooks.fault("update_weights")(f"returned {shown(done)}: the new weights are not in force")
-            return settle(label)
+            weights.put(label)
+            if label != unused:
+                weights.release(unused)
+            return label
 
         def failed(error: CoreLMError) -> CoreLMError:
-            if isinstance(error, (InvalidRequestError, CapabilityError)):
-                settle(before)
+            if isinstance(error, (InvalidRequestError, CapabilityError)) and not request.by_owner:
+                weights.restore(before)
+            else:
+                # The weights may have changed since they got it.
+                weights.put(unused)
             return error
 
         loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
@@ -179,3 +200,20 @@ class OpenEngine:
         """
         self.require("abort", "its requests cannot be aborted")
         self.hooks.call("abort", AbortRequest(request_ids=tuple(request_ids)))
+
+
+def _check_label(version: Any) -> None:
+    if version is not None and not isinstance(version, str):
+        raise invalid("version", f"expected a str, got {shown(version)}")
+
+
+_open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
+
+
+@at_program_end
+def _end_calls() -> None:
+    end = time.monotonic() + patience()
+    ended = [engine.hooks.end_calls(end) for engine in list(_open)]
+    if interrupted() and not all(ended):
+        # A thread that is inside an engine would crash the interpreter.
+        end_as_interrupted()

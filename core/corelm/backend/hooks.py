@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import pluggy
 import tenacity
 
 from corelm.backend.default_hooks import DefaultHooks
+from corelm.backend.registering import registered
 from corelm.backend.retries import retrying, unless, until
-from corelm.backend.rwlock import ReadersWriterLock, Visit, WouldDeadlock
+from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.waits import call_for
+from corelm.backend.weights import Weights
 from corelm.errors import (
     BackendClosedError,
-    BackendIncompatibleError,
     BackendTimeoutError,
     CapabilityError,
     CoreLMError,
@@ -34,17 +34,21 @@ from corelm.errors import (
     is_main_thread,
     message,
 )
-from corelm.spec.capabilities import Capabilities
-from corelm.spec.hookspecs import PROJECT, BackendSpec
-from corelm.spec.records import AbortRequest, CloseRequest
+from corelm.spec.records import AbortRequest, CloseRequest, WeightsStateRequest
 from corelm.tensors.modes import no_inference_mode
+
+T = TypeVar("T")
 
 #: Hooks that may be repeated: repeating them changes nothing but the time taken.
 RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
 #: Hooks that do not wait for the calls under way: `abort` ends one of them, and `health` must answer at any time.
 OUT_OF_TURN = frozenset({"abort", "health"})
+#: Hooks whose results depend on the weights.
+READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
+#: Seconds between two looks whether calls have ended.
+_PAUSE = 0.02
 
 
 class EngineHooks:
@@ -65,6 +69,7 @@ class EngineHooks:
 
     Attributes:
         capabilities: what the engine can do, as it declared when it was opened.
+        weights: the label of the weights in force.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
@@ -84,37 +89,16 @@ class EngineHooks:
         self._release_claim = threading.Lock()
         self._release_late = False
         self._process = os.getpid()
-        misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
-        try:
-            capabilities, tokenizer = engine.capabilities, engine.tokenizer
-        except Exception as error:
-            raise self._misfit(f"{misfit}: {described(error)}") from error
-        if not isinstance(capabilities, Capabilities):
-            raise self._misfit(f"{misfit}: `capabilities` is of the type {type(capabilities).__name__}")
-        self.capabilities = capabilities
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(BackendSpec)
-        try:
-            manager.register(DefaultHooks(tokenizer))
-            manager.register(engine, name)
-            for wrapper in wrappers:
-                manager.register(wrapper)
-                if not manager.get_hookcallers(wrapper):
-                    raise self._misfit(
-                        f"the wrapper {wrapper!r} has no hook; mark its methods with @hookimpl(wrapper=True)"
-                    )
-            # Otherwise a misspelt hook would be ignored silently.
-            manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            raise self._misfit(str(error)) from error
-        self._hooks = manager.hook
+        self.capabilities, self._hooks = registered(engine, name, wrappers)
         # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes
         # the encoder's settings.
         self._own_turns: dict[str, AbstractContextManager[object]] = {
             hook: turn
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
-            if all(isinstance(each.plugin, DefaultHooks) for each in getattr(manager.hook, hook).get_hookimpls())
+            if all(isinstance(each.plugin, DefaultHooks) for each in getattr(self._hooks, hook).get_hookimpls())
         }
+        self._tells_weights = self.implements("weights_state")
+        self.weights = Weights(self._weights_state)
 
     def implements(self, hook: str) -> bool:
         """Return whether the engine, core or a wrapper implements the hook."""
@@ -151,6 +135,11 @@ class EngineHooks:
     def entered(self) -> bool:
         """Whether this thread is in a call to the engine, for example in a wrapper."""
         return self._lock.visit(exclusive=False).outer is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call is in the engine."""
+        return bool(self._lock.inside)
 
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Return a function that makes the error for a result that breaks the specification."""
@@ -195,7 +184,13 @@ class EngineHooks:
             return attempt()
         return until(end, unless(delivered, self._retry))(attempt)
 
-    def close(self, patience: float = PATIENCE) -> None:
+    def alone(self, function: Callable[[], T]) -> T:
+        """Return what the function returns. It is called while no call is in the engine."""
+        self.require_open()
+        result: T = self._in_turn(self._lock.visit(exclusive=True), function, None, None)
+        return result
+
+    def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
         An engine that takes one call at a time finishes that call first, as long as its caller waits for it. An engine
@@ -203,7 +198,8 @@ class EngineHooks:
         nothing.
 
         Args:
-            patience: seconds to wait for a call whose caller has stopped waiting.
+            patience: seconds to wait for a call whose caller has stopped waiting. The engine aborts it if it can.
+            abort: also abort the calls that callers wait for.
 
         Raises:
             BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is called
@@ -215,8 +211,8 @@ class EngineHooks:
             self._shut()
         else:
             try:
-                visit = self._lock.visit(exclusive=True)
-                self._lock.hold(visit, self._shut, remind=_Patience(self._lock.inside, patience))
+                remind = Patience(self._lock.inside, patience, self._abort_quietly, abort)
+                self._lock.hold(self._lock.visit(exclusive=True), self._shut, remind=remind)
             except TimeoutError:
                 self.closed = self._release_late = True
                 if self._lock.inside:
@@ -225,6 +221,22 @@ class EngineHooks:
                         "to new calls, and the engine is released when that call ends"
                     ) from None
         self._release()
+
+    def end_calls(self, end: float) -> bool:
+        """Refuse later calls, abort those in the engine if it can, and wait for them. Return whether all have ended.
+
+        An engine with `concurrent_calls` works on threads or in processes of its own, and is not waited for.
+
+        Args:
+            end: when to stop waiting, in the seconds of `time.monotonic`.
+        """
+        if self.elsewhere or self.capabilities.concurrent_calls:
+            return True
+        self.closed = True
+        while self._lock.inside and time.monotonic() < end:
+            self._abort_quietly(self._lock.inside)
+            time.sleep(_PAUSE)
+        return not self._lock.inside
 
     def _shut(self) -> None:
         self.closed = True
@@ -249,14 +261,15 @@ class EngineHooks:
                 return serve()
         aborts = hook == "update_weights" and not request.drain
         if aborts:
-            self._abort_all()
+            self._abort_answers()
         visit = self._lock.visit(
             exclusive=hook == "update_weights" or not self.capabilities.concurrent_calls,
-            names=request.request_ids if hook == "generate" else (),
+            hook=hook,
+            names=request.request_ids if hook in READ_WEIGHTS else (),
             attended=attended,
         )
         # An abort that reaches the engine before its request does is lost, so it is repeated.
-        remind = self._abort_all if aborts else None
+        remind = self._abort_answers if aborts else None
         in_turn = partial(self._in_turn, visit, serve, end, remind)
         if end is None or self.capabilities.stops_at_timeout or getattr(request, "grad", False):
             return in_turn()
@@ -317,6 +330,7 @@ class EngineHooks:
     ) -> Any:
         with no_inference_mode():
             request = fill(request)
+            weights, puts = self.weights.look() if hook in READ_WEIGHTS else None, self.weights.puts
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
@@ -328,6 +342,13 @@ class EngineHooks:
                 raise told from error
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
+            # A wrapper of the hook may have updated the weights.
+            if weights is not None and self._weights_state() != weights and self.weights.puts == puts:
+                raise self.fault(hook)(
+                    "the weights of the model were changed during the call, so its numbers are of neither the old "
+                    "weights nor the new ones; change the weights between two calls, or with update_weights, which "
+                    "waits for the calls under way"
+                )
             try:
                 return finish(result)
             except CoreLMError:
@@ -349,8 +370,19 @@ class EngineHooks:
                 raise
             raise EngineError(f"backend {self._name!r}, hook {hook}: {described(error)}") from error
 
-    def _abort_all(self) -> None:
-        names = tuple(name for visit in list(self._lock.inside) for name in visit.names)
+    def _weights_state(self) -> Hashable | None:
+        state: Hashable | None = self._ask("weights_state", WeightsStateRequest()) if self._tells_weights else None
+        return state
+
+    def _abort_answers(self) -> None:
+        self._abort(visit for visit in list(self._lock.inside) if visit.hook == "generate")
+
+    def _abort_quietly(self, visits: Iterable[Visit]) -> None:
+        with suppress(CoreLMError):
+            self._abort(visits)
+
+    def _abort(self, visits: Iterable[Visit]) -> None:
+        names = tuple(name for visit in list(visits) for name in visit.names)
         if names and self.capabilities.abort:
             self._ask("abort", AbortRequest(request_ids=names))
 
@@ -362,22 +394,3 @@ class EngineHooks:
         if left <= 0:
             raise BackendTimeoutError(f"backend {self._name!r}: the timeout passed before the engine was called")
         return left
-
-    def _misfit(self, what: str) -> BackendIncompatibleError:
-        return BackendIncompatibleError(f"backend {self._name!r} does not fit the hook specification: {what}")
-
-
-class _Patience:
-    """Raises `TimeoutError` once no caller has waited for any of the visits inside for `patience` seconds."""
-
-    def __init__(self, inside: dict[Visit, None], patience: float) -> None:
-        self._inside, self._patience = inside, patience
-        self._since: float | None = None
-
-    def __call__(self) -> None:
-        if not all(visit.abandoned for visit in list(self._inside)):
-            self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
-        elif time.monotonic() - self._since > self._patience:
-            raise TimeoutError

@@ -26,18 +26,25 @@ class Visit:
 
     Attributes:
         exclusive: whether it holds the lock alone.
+        hook: the hook that is called in it.
         outer: the visit in which it is made; None for one that is made outside every other.
         names: the requests that are made in it.
         entered: whether it has held the lock.
         left: whether its caller has stopped waiting for it.
     """
 
-    __slots__ = ("_attended", "entered", "exclusive", "left", "names", "outer")
+    __slots__ = ("_attended", "entered", "exclusive", "hook", "left", "names", "outer")
 
     def __init__(
-        self, exclusive: bool, outer: Visit | None, names: Iterable[str], attended: Callable[[], bool] | None
+        self,
+        exclusive: bool,
+        outer: Visit | None,
+        hook: str,
+        names: Iterable[str],
+        attended: Callable[[], bool] | None,
     ) -> None:
-        self.exclusive, self.outer, self.names, self._attended = exclusive, outer, tuple(names), attended
+        self.exclusive, self.outer, self._attended = exclusive, outer, attended
+        self.hook, self.names = hook, tuple(names)
         self.entered = self.left = False
 
     @property
@@ -77,11 +84,19 @@ class ReadersWriterLock:
         self._mutex = threading.RLock()
         self._local = threading.local()
 
-    def visit(self, *, exclusive: bool, names: Iterable[str] = (), attended: Callable[[], bool] | None = None) -> Visit:
+    def visit(
+        self,
+        *,
+        exclusive: bool,
+        hook: str = "",
+        names: Iterable[str] = (),
+        attended: Callable[[], bool] | None = None,
+    ) -> Visit:
         """Return a new visit for `hold`, inside the one that this thread is in.
 
         Args:
             exclusive: whether it holds the lock alone.
+            hook: the hook that is called in it.
             names: the requests that are made in it.
             attended: returns whether a caller waits for it; None if one does as long as `left` is not set.
         """
@@ -89,7 +104,7 @@ class ReadersWriterLock:
         while outer is not None and outer not in self.inside:
             # Left over from an interrupt.
             outer = outer.outer
-        return Visit(exclusive, outer, names, attended)
+        return Visit(exclusive, outer, hook, names, attended)
 
     def hold(
         self,
@@ -167,3 +182,40 @@ class ReadersWriterLock:
                 elif not self._others(visit):
                     bell.put(None)
                     return
+
+
+class Patience:
+    """Gives up on visits that no caller waits for. Call it again and again while others wait for them to end.
+
+    Args:
+        inside: the visits that hold the lock.
+        seconds: how long to wait once no caller waits for any of them.
+        abort: ends the requests of these visits.
+        abort_all: whether to end those as well that a caller waits for.
+    """
+
+    def __init__(
+        self,
+        inside: dict[Visit, None],
+        seconds: float,
+        abort: Callable[[Iterable[Visit]], object],
+        abort_all: bool,
+    ) -> None:
+        self._inside, self._seconds, self._abort, self._abort_all = inside, seconds, abort, abort_all
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        """Abort what is to be ended.
+
+        Raises:
+            TimeoutError: no caller has waited for any of the visits for so many seconds.
+        """
+        inside = list(self._inside)
+        abandoned = [visit for visit in inside if visit.abandoned]
+        self._abort(inside if self._abort_all else abandoned)
+        if len(abandoned) < len(inside):
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > self._seconds:
+            raise TimeoutError

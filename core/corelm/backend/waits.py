@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import threading
 import time
@@ -12,6 +11,7 @@ from queue import Empty
 from typing import Any, TypeVar
 
 from corelm.backend.futures import Outcome, start
+from corelm.backend.program_end import at_program_end, patience
 from corelm.tensors.modes import CallerModes
 from corelm.validate import positive
 
@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 #: The longest timeout in seconds, 23 days. Locks, sockets and event loops each refuse longer ones, at different limits.
 LONGEST = 2_000_000.0
-#: Seconds that an ending interpreter waits for the calls whose callers stopped waiting.
-PATIENCE_AT_EXIT = 5.0
 
 _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -59,9 +57,8 @@ def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
     return result
 
 
-@atexit.register
+@at_program_end
 def _await_left_behind() -> None:
-    # A daemon thread that is inside an engine could crash an interpreter that is being taken down.
-    end = time.monotonic() + PATIENCE_AT_EXIT
+    end = time.monotonic() + patience()
     for thread in list(_left_behind):
         thread.join(max(0.0, end - time.monotonic()))

@@ -4,7 +4,6 @@
 - `merging.py`: how requests are merged into one call, and how its result is split.
 - `dispatcher.py`: the threads that take requests to the engine; `queued_call.py`: a request on its way.
 - `timers.py`: a thread that fails requests when they time out.
-- `aborts.py`: a thread that ends requests in the engine.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 

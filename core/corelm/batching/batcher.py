@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import weakref
@@ -18,6 +17,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.futures import settle
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
+from corelm.backend.program_end import at_program_end, patience
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
@@ -75,8 +75,8 @@ class DynamicBatcher(Backend):
 
     Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
     settings belong to a thread.
-    `update_weights` waits for the requests before it, and later requests wait for it; with ``drain=False`` it does not
-    wait in the queue.
+    `update_weights` and `weights_changed` wait for the requests before them, and later requests wait for them; with
+    ``update_weights(drain=False)`` nothing waits in the queue.
 
     A request's timeout starts when the request is made. A shared call gets the time of the request that has most left,
     and each request fails when its own time is over. ``get_backend(retry=…)`` repeats a shared call as a whole.
@@ -162,9 +162,16 @@ class DynamicBatcher(Backend):
         """Load new weights as `Backend.update_weights` does; with `drain`, in its turn among the requests."""
         if not drain:
             return super().update_weights(weights, version, drain)
-        turn = QueuedCall(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)
         update = super().update_weights
-        return self.dispatcher.in_turn(turn, lambda: update(weights, version, drain))
+        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, drain))
+
+    def weights_changed(self, version: str | None = None) -> str:
+        """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
+        change = super().weights_changed
+        return self.dispatcher.in_turn(self._barrier(), lambda: change(version))
+
+    def _barrier(self) -> QueuedCall:
+        return QueuedCall(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
@@ -262,8 +269,7 @@ def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
 _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
-@atexit.register
+@at_program_end
 def _stop_all() -> None:
-    # A daemon thread that is inside an engine could crash an interpreter that is being taken down.
     for dispatcher in list(_DISPATCHERS):
-        dispatcher.stop(flush=False, final=True)
+        dispatcher.stop(flush=False, final=True, patience=patience())

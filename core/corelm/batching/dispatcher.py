@@ -13,11 +13,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from corelm.backend.aborts import Aborts
 from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import join, own, settle, start, unfinished, uninterrupted
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
-from corelm.batching.aborts import Aborts
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.queued_call import QueuedCall, time_left
 from corelm.batching.scheduling import TicketQueue
@@ -382,7 +382,7 @@ class Dispatcher:
 
     def _abort(self, call: QueuedCall) -> None:
         if call.prepared is not None and self.engine.capabilities.abort:
-            self._aborts.add(call.prepared.request.request_ids)
+            self._aborts.add(call.prepared.request.request_ids, lambda: not call.answered)
 
     def _wait_for_room(self, call: QueuedCall) -> None:
         try:

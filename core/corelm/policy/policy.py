@@ -329,8 +329,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
     def __enter__(self) -> LLMPolicy:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, *exc: Any) -> None:
+        self.backend.__exit__(*exc)
 
     def __getattr__(self, name: str) -> Any:
         # Not an AttributeError: TorchRL asks with hasattr and getattr, and would go on with a wrong default.

@@ -51,6 +51,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from tensordict import TensorDict
 
     from corelm.spec.records import (
@@ -64,10 +66,11 @@ if TYPE_CHECKING:
         ScoreResult,
         TokenizeRequest,
         TokenizeResult,
+        WeightsStateRequest,
         WeightUpdate,
     )
 
-API_VERSION = "1.0"
+API_VERSION = "1.1"
 PROJECT = "corelm"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -104,9 +107,19 @@ class BackendSpec:
     def update_weights(self, request: WeightUpdate) -> bool:
         """Load new weights and drop everything computed with the old ones.
 
+        An update without weights says that the owner has changed them: there is only something to drop.
+
         Return True if every later result uses the new weights. Raise `InvalidRequestError` or `CapabilityError` only if
         nothing was changed: core then keeps the label of the old weights. After any other exception it takes the
         weights for partly new, and gives them a label that no others have.
+        """
+
+    @hookspec(firstresult=True)
+    def weights_state(self, request: WeightsStateRequest) -> Hashable:
+        """Return a value by which states of the weights are told apart: where it is equal, the weights are.
+
+        For an engine whose model other code can change in place. Core asks before and after every call, so it must be
+        cheap. New in 1.1.
         """
 
     @hookspec(firstresult=True)

@@ -321,21 +321,31 @@ class ContainerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """New weights, given as either a state dict or a path.
+    """New weights: a state dict or a path, or neither if the owner of the model has changed its weights in place.
 
     Core calls the hook while no other call is running. If `drain` is False, core has aborted the calls in flight first.
 
     Attributes:
         version: the label that every later result carries.
         drain: whether answers in flight were allowed to finish on the old weights.
-        state_dict: tensors by parameter name; None if `path` is given.
-        path: where the weights are saved; None if `state_dict` is given.
+        state_dict: tensors by parameter name, or None.
+        path: where the weights are saved, or None.
     """
 
     version: str
     drain: bool
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
+
+    @property
+    def by_owner(self) -> bool:
+        """Whether the owner has changed the weights, so that there is nothing to load."""
+        return self.state_dict is None and self.path is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightsStateRequest:
+    """Ask for the state of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

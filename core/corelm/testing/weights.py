@@ -86,3 +86,10 @@ class WeightPromises(ConformanceBase):
         with pytest.raises(CapabilityError) as caught:
             backend.update_weights({})
         assert caught.value.capability == "update_weights" and backend.weight_version == "0"
+
+    def test_the_owner_may_say_that_the_weights_have_changed(self, updated: tuple[Backend, Oracle]) -> None:
+        backend, _ = updated
+        # The same label, as other tests share the backend.
+        assert backend.weights_changed("tuned") == "tuned" == backend.weight_version
+        answers = backend.generate(self.rows(backend, 3, 4), {"max_new_tokens": 2}, logprobs="none")
+        assert answers.weight_versions == ("tuned", "tuned")

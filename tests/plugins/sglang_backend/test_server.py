@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corelm import Backend
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer, tokenizer_that_names_only_eos
 
@@ -379,3 +379,29 @@ def test_weights_that_cannot_be_compared_are_not_sent(fake, connect, other_folde
 def test_a_state_dict_needs_a_launched_server(backend: Backend):
     with pytest.raises(CapabilityError, match="path"):
         backend.update_weights(tiny_model(seed=1).state_dict())
+
+
+def test_the_cache_is_emptied_when_the_owner_has_changed_the_weights(backend: Backend, fake):
+    posted = []
+
+    def routes(request):
+        posted.append(request.path)
+        if request.path == "/flush_cache":
+            return raw(b"Cache flushed.\n")
+        if request.path == "/update_weight_version":
+            assert request.body == {"new_version": "trained", "abort_all_requests": False}
+            fake.weight_label = "trained"
+            return json_reply({"success": True, "message": "", "new_version": "trained"})
+        return None
+
+    fake.fault = routes
+    assert backend.weights_changed("trained") == "trained"
+    assert posted == ["/flush_cache", "/update_weight_version"]
+    assert backend.score_logprobs([[5, 6]]).weight_versions == ("trained",)
+
+
+def test_weights_whose_cache_is_kept_do_not_have_the_old_version(backend: Backend, fake):
+    fake.fault = lambda request: raw(b"Flush cache failed.\n", 400) if request.path == "/flush_cache" else None
+    with pytest.raises(CoreLMError, match="Flush cache failed"):
+        backend.weights_changed("trained")
+    assert backend.weight_version == "1"

@@ -144,3 +144,22 @@ def test_weights_that_do_not_fit_the_servers_checkpoint_are_refused(
     with pytest.raises(InvalidRequestError, match="expected") as caught:
         backend.update_weights(other)
     assert caught.value.field == "path" and routes.calls == []
+
+
+def test_the_cache_is_emptied_when_the_owner_has_changed_the_weights(connect: Connect, routes: WeightRoutes) -> None:
+    backend = connect()
+    assert backend.weights_changed("trained") == "trained"
+    assert routes.calls == [
+        "/pause?mode=wait",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+    ]
+    assert backend.generate(PROMPTS, SAMPLING).weight_versions == ("trained",) * 3
+
+
+def test_a_server_without_the_routes_gets_the_label_of_the_owners_weights(connect: Connect) -> None:
+    backend = connect()
+    assert backend.weights_changed() == "1"
+    assert backend.generate(PROMPTS, SAMPLING).weight_versions == ("1",) * 3

@@ -91,6 +91,20 @@ class SGLangServer:
             raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
 
+    def forget(self, request: WeightUpdate) -> None:
+        """Forget what was computed with the old weights: their owner has changed them in the server.
+
+        Raises:
+            EngineError: the server kept its cache, for example because it works on requests of other clients.
+        """
+        label = self._new_weight_label(request.version)
+        self._client.post("/flush_cache", {}, expect_json=False)
+        # By default this would abort the requests of all clients.
+        reply = self._client.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise EngineError(self._client.secrets.masked(f"the server did not take the name of the weights: {reply}"))
+        self.info = replace(self.info, weight_label=label)
+
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""
         # Looked up once: a request of the same name that begins later is another one.

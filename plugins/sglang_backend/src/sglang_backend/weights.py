@@ -13,13 +13,18 @@ from sglang_backend.server import SGLangServer
 
 
 def load(engine: SGLangServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the server. Every later reply names these weights, or its row is an error.
+    """Load the weights of `request` into the server. If its owner has changed them, only drop what is cached.
+
+    Every later reply names these weights, or its row is an error.
 
     Raises:
         InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
         CapabilityError: a state dict for a server that this backend did not launch.
         EngineError: the server did not load them.
     """
+    if request.by_owner:
+        engine.forget(request)
+        return
     if request.state_dict is not None and not engine.takes_state_dict:
         raise CapabilityError(
             "a state dict cannot be sent to a server behind a URL; save it where the server can read it, and pass that "

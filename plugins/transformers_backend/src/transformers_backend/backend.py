@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,22 +11,27 @@ from torch import nn
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import (
+    AbortRequest,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
     HealthRequest,
     ScoreRequest,
     ScoreResult,
+    WeightsStateRequest,
     WeightUpdate,
     hookimpl,
 )
 from transformers_backend import loading, weights
 from transformers_backend.beams import beam_search
+from transformers_backend.calls import Aborted, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM
+from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
+from transformers_backend.weights_state import WeightsState
 
 
 class TransformersBackend:
@@ -37,6 +42,7 @@ class TransformersBackend:
         self_test: knows which ways of running the model are right.
         decoder: makes the answers.
         scorer: makes the scores.
+        calls: the requests under way.
         tokenizer, capabilities: what core asks of every backend.
     """
 
@@ -48,6 +54,8 @@ class TransformersBackend:
         self.self_test = SelfTest(engine, tokenizer)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens)
+        self.calls = Calls()
+        self._weights_state = WeightsState(engine.module)
         self.tokenizer = tokenizer
         self.capabilities = read_capabilities(engine, tokenizer)
 
@@ -112,19 +120,33 @@ class TransformersBackend:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.sampling.num_beams > 1:
-            return beam_search(self.engine, request, use_cache=self.decoder.may_use_cache(request))
-        return self.decoder.generate(request)
+        with self.calls.start(request) as call:
+            try:
+                if request.sampling.num_beams > 1:
+                    return beam_search(self.engine, request, call, use_cache=self.decoder.may_use_cache(request, call))
+                return self.decoder.generate(request, call)
+            except Aborted:
+                return aborted_result(request)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        return self.scorer.score(request)
+        with self.calls.start(request) as call:
+            return self.scorer.score(request, call)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         weights.load(self.engine, request)
         self.self_test.forget()
         self.scorer.weights_changed()
+        return True
+
+    @hookimpl
+    def weights_state(self, request: WeightsStateRequest) -> Hashable:
+        return self._weights_state()
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self.calls.abort(frozenset(request.request_ids))
         return True
 
     @hookimpl
@@ -135,7 +157,7 @@ class TransformersBackend:
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         # Core calls no other hook after this one; without these references the model's memory can be freed.
-        del self.engine, self.self_test, self.decoder, self.scorer
+        del self.engine, self.self_test, self.decoder, self.scorer, self._weights_state
         return True
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
-from corelm.support import Deadline
+from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import answer_limits
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
 
-def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) -> GenerateResult:
+def beam_search(engine: CausalLM, request: GenerateRequest, call: Call, *, use_cache: bool) -> GenerateResult:
     """Return the best beam for every prompt.
 
     Prompts run one at a time, because `generate` would count padding in its lengths and limits.
@@ -25,6 +26,7 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
     Args:
         engine: drives the model.
         request: the prompts.
+        call: its call. An aborted row returns the best beam that it has.
         use_cache: whether the model's cached steps give the numbers of its plain forward.
 
     Raises:
@@ -45,15 +47,18 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
             "num_beams",
             capability="num_beams",
         )
-    deadline = Deadline(request.timeout)
-    options = dict(sampling.engine_kwargs)
-    criteria = [_deadline_criterion(deadline), *options.pop("stopping_criteria", ())]
     limits = answer_limits(request, engine.max_context).tolist()
     stop_ids = sorted(request.stop_ids)
+    options = dict(sampling.engine_kwargs)
+    criteria = options.pop("stopping_criteria", ())
     answers, reasons = [], []
     with engine.evaluating(), _empty_generation_config(engine.base):
-        for prompt, limit in zip(request.prompts.split(), limits, strict=True):
-            deadline.check()
+        for row, (prompt, limit) in enumerate(zip(request.prompts.split(), limits, strict=True)):
+            call.deadline.check()
+            if row in call.aborted:
+                answers.append(torch.empty(0, dtype=torch.int64))
+                reasons.append("abort")
+                continue
             ids = prompt[None].to(engine.device)
             found = engine.base.generate(
                 input_ids=ids,
@@ -67,14 +72,25 @@ def beam_search(engine: CausalLM, request: GenerateRequest, *, use_cache: bool) 
                 eos_token_id=stop_ids or None,
                 pad_token_id=0,
                 use_cache=use_cache,
-                stopping_criteria=criteria,
+                stopping_criteria=[*criteria, _look_at(call, row)],
                 **options,
             )
             answer = found[0, len(prompt) :].cpu()
             answers.append(answer)
-            reasons.append("stop" if int(answer[-1]) in request.stop_ids else "length")
+            cut = row in call.aborted and len(answer) < limit
+            reasons.append("stop" if int(answer[-1]) in request.stop_ids else "abort" if cut else "length")
     device = request.prompts.values.device
     return GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
+
+
+def _look_at(call: Call, row: int) -> Callable[..., Tensor]:
+    """Return a criterion that ends every beam of the row once it is aborted, and raises after the deadline."""
+
+    def ended(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        call.deadline.check()
+        return torch.full((len(ids),), row in call.aborted, device=ids.device)
+
+    return ended
 
 
 def _refuse_sampling_parameters(sampling: SamplingParams) -> None:
@@ -87,16 +103,6 @@ def _refuse_sampling_parameters(sampling: SamplingParams) -> None:
             f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams",
             capability=min(refused),
         )
-
-
-def _deadline_criterion(deadline: Deadline) -> Any:
-    """Return a criterion that stops no beam, and raises a `TimeoutError` at the first step after the deadline."""
-
-    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        deadline.check()
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    return criterion
 
 
 @contextmanager

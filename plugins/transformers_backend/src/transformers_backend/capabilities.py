@@ -41,4 +41,5 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         stops_at_timeout=True,
         streaming=True,
         update_weights=True,
+        abort=True,
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, TokenChunk
-from corelm.support import Deadline
 from transformers_backend.batches import Grouping
+from transformers_backend.calls import Call
 from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
 from transformers_backend.ending import AnswerEnding
 from transformers_backend.engine import CausalLM
@@ -28,6 +28,7 @@ from transformers_backend.protocol import (
     batches_of,
     generation_prompts,
     generation_result,
+    no_answers,
 )
 from transformers_backend.sampling import Sampler, log_softmax_at
 from transformers_backend.self_test import OTHER_NUMBERS, SelfTest
@@ -59,25 +60,25 @@ class Decoder:
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
 
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Answer every prompt.
+    def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+        """Answer every prompt. An aborted row ends with the step of decoding under way.
 
         Raises:
+            Aborted: all rows were aborted before the first of them was begun.
             CapabilityError, InvalidRequestError: see `generation_prompts`.
             CapabilityError: the model is not causal.
             TimeoutError: the request's timeout has passed.
         """
-        deadline = Deadline(request.timeout)
-        self._self_test.begin()
+        self._self_test.begin(call.check_wanted)
         prompts = generation_prompts(request, self._engine)
         with self._engine.evaluating():
-            return generation_result(request, list(self._answers(prompts, request, deadline)))
+            return generation_result(request, list(self._answers(prompts, request, call)))
 
-    def may_use_cache(self, request: GenerateRequest) -> bool:
+    def may_use_cache(self, request: GenerateRequest, call: Call) -> bool:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
         the request allows.
         """
-        self._self_test.begin()
+        self._self_test.begin(call.check_wanted)
         lengths = request.prompts.lengths
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
         with self._engine.evaluating():
@@ -88,7 +89,7 @@ class Decoder:
             return self._may_run("cached", columns)
 
     def _answers(
-        self, prompts: PromptBatch, request: GenerateRequest, deadline: Deadline
+        self, prompts: PromptBatch, request: GenerateRequest, call: Call
     ) -> Iterator[tuple[PromptBatch, SampledAnswers]]:
         """Yield the answers batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
         decoded in another way.
@@ -99,12 +100,19 @@ class Decoder:
         way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
         done: list[Tensor] = []
         for batch in batches_of(prompts, _GROUPING[way], self._engine, self._max_batch_tokens):
+            if gone := call.aborted_among(batch.rows):
+                aborted = batch.select(torch.tensor(sorted(gone)))
+                done.append(aborted.rows)
+                yield aborted, no_answers(len(gone))
+                if len(gone) == len(batch.rows):
+                    continue
+                batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]))
             ragged = len(set(batch.prompts.lengths.tolist())) > 1
             self.way = "cached" if way == "cached and padded" and not ragged else way
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
             with self._accelerated():
-                found = self._decode(batch, self.way, request, deadline, keep_raw=check)
+                found = self._decode(batch, self.way, request, call, keep_raw=check)
             if check and not self._confirmed(self.way, batch, found):
                 if request.on_tokens is not None:
                     raise EngineError(
@@ -113,7 +121,7 @@ class Decoder:
                         usable=True,
                     )
                 left = ~torch.isin(prompts.rows, torch.cat([torch.empty(0, dtype=torch.int64), *done]))
-                yield from self._answers(prompts.select(left.nonzero()[:, 0]), request, deadline)
+                yield from self._answers(prompts.select(left.nonzero()[:, 0]), request, call)
                 return
             done.append(batch.rows)
             yield batch, found
@@ -193,7 +201,7 @@ class Decoder:
         return DynamicCache(config=self._engine.base.config)
 
     def _decode(
-        self, batch: PromptBatch, way: DecodingWay, request: GenerateRequest, deadline: Deadline, *, keep_raw: bool
+        self, batch: PromptBatch, way: DecodingWay, request: GenerateRequest, call: Call, *, keep_raw: bool
     ) -> SampledAnswers:
         engine, prompts = self._engine, batch.prompts
         sampler = Sampler(
@@ -212,16 +220,19 @@ class Decoder:
         if len(distinct) < len(prompts):
             growing.expand(answers.to(engine.device))
         alive = torch.arange(len(prompts))
-        stopped = torch.zeros(len(prompts), dtype=torch.bool)
+        stopped, aborted = torch.zeros(2, len(prompts), dtype=torch.bool)
         steps: list[tuple[Tensor, ...]] = []
         while True:
-            deadline.check()
+            call.deadline.check()
             token, logprob = sampler(growing.logits)
             raw = (log_softmax_at(growing.logits, token),) if keep_raw else ()
             steps.append((alive, token, logprob, *raw))
             ended = ending(token)
             if request.on_tokens is not None:
                 _hand_over(request.on_tokens, batch.rows[alive], token, logprob, ended)
+            if call.aborted:
+                for place in call.aborted_among(batch.rows[alive]) - ended.keys():
+                    aborted[alive[place]] = ended[place] = True
             if ended:
                 stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
                 if len(ended) == len(alive):
@@ -237,7 +248,7 @@ class Decoder:
         which, ids, *logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
         order, lengths = which.argsort(stable=True), which.bincount(minlength=len(prompts))
         rows_of = [Ragged(column[order], lengths) for column in (ids, *logprobs)]
-        return SampledAnswers(rows_of[0], rows_of[1], stopped, rows_of[2] if keep_raw else None)
+        return SampledAnswers(rows_of[0], rows_of[1], stopped, aborted, rows_of[2] if keep_raw else None)
 
 
 def _columns(prompts: Tensor, answers: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult
+from corelm.support import RowFailure, generate_result
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 
@@ -43,13 +44,29 @@ class SampledAnswers:
         ids: the sampled ids of each answer.
         logprobs: float32, as long as `ids`.
         stopped: bool[n]; False for an answer that reached its length limit.
+        aborted: bool[n]; True for an answer that was aborted.
         raw: float32, as long as `ids`: the model's own log-probs, whatever `logprobs` are; None if they were not kept.
     """
 
     ids: Ragged
     logprobs: Ragged
     stopped: Tensor
+    aborted: Tensor
     raw: Ragged | None = None
+
+
+def no_answers(count: int) -> SampledAnswers:
+    """Return the answers of prompts that were aborted before they were begun."""
+    nothing = torch.zeros(count, dtype=torch.int64)
+    aborted = torch.ones(count, dtype=torch.bool)
+    return SampledAnswers(
+        Ragged.full(nothing, 0, torch.int64), Ragged.full(nothing, 0.0, torch.float32), ~aborted, aborted
+    )
+
+
+def aborted_result(request: GenerateRequest) -> GenerateResult:
+    """Return the result of a request whose rows were all aborted before they were begun."""
+    return generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
 
 
 def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatch:
@@ -132,8 +149,12 @@ def generation_result(
         ids=Ragged.cat([found.ids for _, found in answers]).select(order).to(device),
         logprobs=logprobs,
         finish_reasons=tuple(
-            "stop" if stopped else "length"
-            for stopped in torch.cat([found.stopped for _, found in answers])[order].tolist()
+            "abort" if aborted else "stop" if stopped else "length"
+            for aborted, stopped in zip(
+                torch.cat([found.aborted for _, found in answers])[order].tolist(),
+                torch.cat([found.stopped for _, found in answers])[order].tolist(),
+                strict=True,
+            )
         ),
         **Provenance.label(request.logprobs, request.sampling),
     )
@@ -145,18 +166,21 @@ class SequenceBatch:
 
     Sequence ``[5, 6, 7]``, scored from position 2, as the first of a request::
 
+        rows     [0]
         inputs   [5, 6]
         targets  [6, 7]
         wanted   [False, True]
         index    [1, 2]
 
     Attributes:
+        rows: int64[n], their row numbers in the request.
         inputs: the ids that the model reads.
         targets: int64[total], the id that follows each of them.
         wanted: bool[total], whether the log-prob of that id is wanted.
         index: int64[total], where that id stands in ``request.sequences.values``.
     """
 
+    rows: Tensor
     inputs: Ragged
     targets: Tensor
     wanted: Tensor
@@ -199,6 +223,7 @@ def scoring_requests(request: ScoreRequest, rope_switch: int | None) -> Iterator
         read = sequences.offsets[numbers[side]][rows.row_index] + rows.positions
         index = read + 1
         yield SequenceBatch(
+            rows=numbers[side],
             inputs=rows.with_values(sequences.values[read]),
             targets=sequences.values[index],
             wanted=scored.values[index],
@@ -213,7 +238,10 @@ def scored_positions(request: ScoreRequest) -> Ragged:
 
 
 def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_size: int) -> ScoreResult:
-    """Return the log-probs of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them."""
+    """Return the log-probs of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
+
+    Rows that no part has were aborted: their errors say so.
+    """
     sequences = request.sequences
     device = request.device or sequences.values.device
     total = sequences.values.shape[0]
@@ -222,10 +250,18 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
     if request.return_logits:
         pieces = [piece for part in parts for piece in part.logits]
         logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
+    scored, errors = scored_positions(request), None
+    missing = scored.values.clone()
+    missing[index.cpu()] = False
+    if bool(missing.any()):
+        aborted = {*sequences.row_index[missing].tolist()}
+        errors = tuple("aborted before it was scored" if row in aborted else "" for row in range(len(sequences)))
+        scored = scored.with_values(scored.values & ~missing)
     return ScoreResult(
         logprobs=Ragged(_scattered([part.logprobs for part in parts], index, (total,)), sequences.lengths),
-        scored=scored_positions(request).to(device),
+        scored=scored.to(device),
         logits=logits,
+        errors=errors,
         **Provenance.label_of_scores(request.temperature),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
-from corelm.support import Deadline
 from transformers_backend.batches import Grouping, groups_of, micro_batches
+from transformers_backend.calls import Aborted, Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
@@ -61,8 +61,8 @@ class Scorer:
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
 
-    def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score every position of every sequence from `score_from` on.
+    def score(self, request: ScoreRequest, call: Call) -> ScoreResult:
+        """Score every position of every sequence from `score_from` on. Rows that are aborted before their turn are not.
 
         With ``request.grad`` the model runs in its own train/eval mode, and results carry gradients; otherwise it runs
         without dropout.
@@ -71,24 +71,30 @@ class Scorer:
             CapabilityError: the model is not causal.
             TimeoutError: the request's timeout has passed.
         """
-        deadline, self.path = Deadline(request.timeout), None
+        self.path = None
         batches = list(scoring_requests(request, self._engine.rope_switch))
-        if batches:
-            self._self_test.begin()
+        parts: list[ScoredTokens] = []
         device = request.device or request.sequences.values.device
         mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
         with mode:
-            parts = [part.to(device) for batch in batches for part in self._score_batch(batch, request, deadline)]
+            with suppress(Aborted):
+                if batches:
+                    self._self_test.begin(call.check_wanted)
+                for batch in batches:
+                    for part in self._score_batch(batch, request, call):
+                        parts.append(part.to(device))
             return scoring_result(request, parts, self._engine.vocab_size)
 
     def weights_changed(self) -> None:
         """Forget what was found out about the old weights; the plain way finds out nothing."""
 
-    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, deadline: Deadline) -> Iterator[ScoredTokens]:
+    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
         """Yield the wanted log-probs of `batch`, one forward pass after another."""
         layout = self._self_test.choose(PLAIN_LAYOUTS, batch.inputs, self._whole_tails)
         for rows in self._row_batches(batch.inputs.lengths, layout):
-            deadline.check()
+            call.deadline.check()
+            if len(call.aborted_among(batch.rows[rows])) == len(rows):
+                continue
             inputs = batch.inputs.select(rows)
             logits = self._engine.padded_logits(inputs)
             wanted, targets, index = batch.wanted_of(rows)

@@ -102,15 +102,21 @@ class SelfTest:
         self._may_pass_positions = engine.passes_positions
         # The latest first. There are several because adapters may be switched on and off between calls.
         self._verdicts: list[_Verdict] = []
+        self._checkpoint: Callable[[], object] = lambda: None
 
-    def begin(self) -> None:
+    def begin(self, checkpoint: Callable[[], object]) -> None:
         """Try the model if it is new or has changed. Call this before every request.
 
         Weights that are trained in place change all the time: the model is tried again after 1, 2, 4, 8, … changes.
 
+        Args:
+            checkpoint: called before the model is tried in a certain way, during this request. What it raises ends the
+                trial; nothing was found out then.
+
         Raises:
             CapabilityError: the model is not causal, or its forward fails on one row of ids.
         """
+        self._checkpoint = checkpoint
         now, weights = fingerprint(self._engine.module)
         known = next((verdict for verdict in self._verdicts if verdict.structure == now), None)
         verdict = known or _Verdict(now, weights)
@@ -185,6 +191,7 @@ class SelfTest:
         Args:
             columns: the width of the forward pass that reads them.
         """
+        self._checkpoint()
         parts, apart = rows.split(), 0.0
         with self._plainly():
             found = run(rows)
@@ -278,6 +285,7 @@ class SelfTest:
         engine = self._engine
         engine.passes_positions = False
         for with_specials in (True, False):
+            self._checkpoint()
             self.rows = trial_rows(engine, self._tokenizer, with_specials=with_specials)
             row = self.rows.split()[0]
             try:

@@ -19,6 +19,8 @@ from transformers_backend.engine import CausalLM
 def load(engine: CausalLM, request: WeightUpdate) -> None:
     """Copy the weights of `request` into the model. Its devices, dtypes and `requires_grad` stay as they are.
 
+    If its owner has changed the weights, they are there already.
+
     Raises:
         InvalidRequestError: names are missing or unknown, shapes or tied weights differ, or there is nothing to read.
             Nothing has changed.

@@ -67,6 +67,17 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: they were not loaded completely. The engine cannot be used again.
         """
+        self._load(folder)
+
+    def forget(self, request: WeightUpdate) -> None:
+        """Forget everything computed with the old weights: the owner of the model has changed them.
+
+        Raises:
+            EngineError: vLLM kept some of it. The engine cannot be used again.
+        """
+        self._load(None)
+
+    def _load(self, folder: Path | None) -> None:
         self._require_usable()
         try:
             self._load_folder(folder)
@@ -75,7 +86,7 @@ class InProcessEngine(ABC):
             self._broken = True
             if not isinstance(error, Exception):
                 raise
-            raise EngineError(f"the new weights were not loaded: {error}. {DEAD}", usable=False) from error
+            raise EngineError(f"the new weights are not in force: {error}. {DEAD}", usable=False) from error
 
     @abstractmethod
     def run(
@@ -108,7 +119,8 @@ class InProcessEngine(ABC):
     def close(self) -> None: ...
 
     @abstractmethod
-    def _load_folder(self, folder: Path) -> None: ...
+    def _load_folder(self, folder: Path | None) -> None:
+        """Load the safetensors in `folder`, if there is one, and empty vLLM's caches."""
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -233,13 +245,14 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _load_folder(self, folder: Path) -> None:
-        self.loop.run(self._load_on_loop(str(folder)))
+    def _load_folder(self, folder: Path | None) -> None:
+        self.loop.run(self._load_on_loop(folder))
 
-    async def _load_on_loop(self, folder: str) -> None:
+    async def _load_on_loop(self, folder: Path | None) -> None:
         # A request whose caller has left may still be in the engine and would keep its cached blocks.
         await self.llm.pause_generation(mode="abort", clear_cache=False)
-        await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        if folder is not None:
+            await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         await self.llm.resume_generation()

@@ -124,11 +124,12 @@ class SyncEngine(InProcessEngine):
             raise EngineError(f"{type(error).__name__}: {error}. {DEAD}", usable=False) from error
         return outputs
 
-    def _load_folder(self, folder: Path) -> None:
-        self.thread.submit(self._load_on_thread, str(folder)).result()
+    def _load_folder(self, folder: Path | None) -> None:
+        self.thread.submit(self._load_on_thread, folder).result()
 
-    def _load_on_thread(self, folder: str) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    def _load_on_thread(self, folder: Path | None) -> None:
+        if folder is not None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
 

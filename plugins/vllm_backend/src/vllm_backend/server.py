@@ -148,11 +148,22 @@ class VLLMServer:
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, which the server must see at the same path."""
+        with self._new_weights(request):
+            self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def forget(self, request: WeightUpdate) -> None:
+        """Forget what was computed with the old weights: their owner has changed them in the server."""
+        with self._new_weights(request):
+            pass
+
+    @contextmanager
+    def _new_weights(self, request: WeightUpdate) -> Iterator[None]:
+        """Have the ``with`` block load weights, then empty the prefix cache and give the weights their name."""
         with self._client.secrets.masking_errors(), self._paused("wait" if request.drain else "abort"):
-            # If loading fails half way, the server's version stays different from this one, and every later call fails.
+            # If anything fails, the server's version stays different from this one, and every later call fails.
             self._loaded_version = request.version
             self._set_weight_version("being loaded")
-            self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            yield
             reply = self._client.post("/reset_prefix_cache", {}, retry=True)
             if reply != {"success": True}:
                 raise EngineError(f"the server kept its prefix cache, which belongs to the old weights: {reply}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the engine.
+    """Load the weights of `request` into the engine. If its owner has changed them, only drop what is cached.
 
     vLLM loads tensors in place, one by one, and an unknown name stops it half way. So all names and shapes are compared
     with those of the checkpoint that the engine was opened on, before vLLM gets anything.
@@ -24,6 +24,9 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
         CapabilityError: a state dict for a server. Nothing has changed.
         EngineError: the weights fit, but were not loaded. The engine has no usable weights.
     """
+    if request.by_owner:
+        engine.forget(request)
+        return
     if request.state_dict is not None and not engine.takes_state_dict:
         raise CapabilityError(
             "a server loads weights from a folder that it can read; save the state dict there and give the path",

@@ -13,7 +13,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
-from corelm.support import Deadline
+from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.head import ScoringHead
 from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
@@ -52,10 +52,10 @@ class FastScorer(Scorer):
     def weights_changed(self) -> None:
         self._head.forget()
 
-    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, deadline: Deadline) -> Iterator[ScoredTokens]:
+    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
         head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
         if head == "whole":
-            yield from super()._score_batch(batch, request, deadline)
+            yield from super()._score_batch(batch, request, call)
             return
         if head == "tiled" and request.return_logits:
             head = "sliced"
@@ -76,11 +76,13 @@ class FastScorer(Scorer):
 
         layout = self._self_test.choose(layouts, batch.inputs, partial(self._tails, pays=pays), widest)
         if layout == "alone":
-            yield from super()._score_batch(batch, request, deadline)
+            yield from super()._score_batch(batch, request, call)
             return
         shared = 0 if self.path is None else self.path.shared
         for part in parts(layout):
-            deadline.check()
+            call.deadline.check()
+            if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
+                continue
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
             slots = part.index.values[wanted]

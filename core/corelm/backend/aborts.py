@@ -10,9 +10,14 @@ from corelm.errors import described
 
 _log = logging.getLogger(__name__)
 
+#: Seconds after which a request that is still under way is aborted again.
+_AGAIN = 0.1
+
 
 class Aborts:
     """Ends requests in the engine. While one call to the engine is under way, further names wait and share the next.
+
+    An abort that reaches the engine before its request does is lost, so it is repeated until the request has ended.
 
     Args:
         abort: ends the requests with these names.
@@ -22,24 +27,30 @@ class Aborts:
     def __init__(self, abort: Callable[[tuple[str, ...]], object], name: str) -> None:
         self._abort, self._name = abort, name
         self._lock = threading.RLock()
-        self._names: list[str] = []
+        self._added = threading.Event()
+        self._requests: list[tuple[tuple[str, ...], Callable[[], bool]]] = []
         self._thread: threading.Thread | None = None
 
     @property
     def thread(self) -> threading.Thread | None:
         return self._thread
 
-    def add(self, names: Iterable[str]) -> None:
-        """End the requests with these names, soon and on another thread."""
+    def add(self, names: Iterable[str], under_way: Callable[[], bool]) -> None:
+        """End the requests with these names, soon and on another thread.
+
+        Args:
+            under_way: returns whether their call has not ended yet.
+        """
         with self._lock:
-            self._names += names
-            if self._names and (self._thread is None or not self._thread.is_alive()):
+            self._requests.append((tuple(names), under_way))
+            self._added.set()
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError:
                     # The system has no room for a thread: the requests go on, and their answers are dropped.
-                    self._thread, self._names = None, []
+                    self._thread, self._requests = None, []
 
     def join(self, timeout: float | None) -> None:
         """Wait until there is nothing more to end."""
@@ -50,12 +61,17 @@ class Aborts:
     def _run(self) -> None:
         while True:
             with self._lock:
-                names, self._names = tuple(self._names), []
-                if not names:
+                self._added.clear()
+                self._requests = [request for request in self._requests if request[1]()]
+                requests = list(self._requests)
+                if not requests:
                     self._thread = None
                     return
             try:
-                self._abort(names)
+                self._abort(tuple(name for names, _ in requests for name in names))
             except BaseException as error:
                 # These requests then go on, and their answers are dropped.
-                _log.info("aborting %d requests failed: %s", len(names), described(error))
+                _log.info("aborting %d requests failed: %s", len(requests), described(error))
+                with self._lock:
+                    self._requests = [request for request in self._requests if request not in requests]
+            self._added.wait(_AGAIN)

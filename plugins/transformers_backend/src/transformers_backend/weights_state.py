@@ -1,0 +1,115 @@
+"""`WeightsState`: a value by which core notices that the model's weights were changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence, ValuesView
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Attributes of PEFT's layers: which adapters are active or merged into the weights, and how strongly. PEFT merges into
+#: ``weight.data``, which no version counter sees.
+_OF_ADAPTERS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
+#: Number of weights that are looked into, and of elements that are read of each.
+_SAMPLED, _ELEMENTS = 4, 8
+
+
+class WeightsState:
+    """Call it for the state of a model's weights. Where it is equal, the weights are.
+
+    It tells where each parameter is stored and how often it was modified, and samples a few elements: a change through
+    ``weight.data`` is seen in nothing else. It also tells which adapters are in force. It does not read buffers: some
+    models write to them in their forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._structure = _Structure(module)
+
+    def __call__(self) -> Hashable:
+        structure = self._structure
+        if structure.changed:
+            structure = self._structure = _Structure(self._module)
+        weights = structure.weights()
+        try:
+            where = tuple([weight._version for weight in weights]), tuple(map(Tensor.data_ptr, weights))
+        except RuntimeError:
+            # Inference tensors count no versions, and wrappers of several tensors have no address.
+            where = tuple(map(_version, weights)), tuple(map(_address, weights))
+        return hash(where), structure.adapters(), structure.sample(weights)
+
+
+class _Structure:
+    """The parts of a model, in lists that can be read quickly."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts: list[Any] = [module]
+        self._children: list[ValuesView[Any]] = []
+        self._weights: list[ValuesView[Any]] = []
+        self._adapters: list[dict[str, Any]] = []
+        for part in parts:
+            if part is None:
+                continue
+            own = vars(part)
+            self._children.append(own["_modules"].values())
+            self._weights.append(own["_parameters"].values())
+            if "_disable_adapters" in own or "merged_adapters" in own:
+                self._adapters.append(own)
+            # The list is extended while it is read: parts are in the order of the children of all parts before.
+            parts += own["_modules"].values()
+        self._parts = parts[1:]
+        self._sampled = _sampled(self.weights())
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has other parts now."""
+        return list(chain.from_iterable(self._children)) != self._parts
+
+    def weights(self) -> list[Tensor]:
+        return [weight for weight in chain.from_iterable(self._weights) if weight is not None]
+
+    def adapters(self) -> Hashable:
+        return tuple([_frozen(own.get(name)) for own in self._adapters for name in _OF_ADAPTERS])
+
+    def sample(self, weights: Sequence[Tensor]) -> bytes | None:
+        """Return the first elements of a few weights; None if they cannot be read, because they are offloaded."""
+        try:
+            rows = [weights[number].detach() for number in self._sampled]
+            few = [row.as_strided((min(_ELEMENTS, row.shape[-1]),), (row.stride(-1),)) for row in rows]
+            return bytes(torch.cat(few).view(torch.uint8).tolist()) if few else None
+        except (RuntimeError, IndexError):
+            return None
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _address(weight: Tensor) -> int:
+    try:
+        return weight.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _sampled(weights: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of the weights to look into: of one kind, spread over those that are trained, if any are."""
+    kinds = [
+        (weight.device, weight.dtype)
+        if type(weight) is nn.Parameter and weight.ndim and weight.numel() and weight.is_floating_point()
+        else None
+        for weight in weights
+    ]
+    kind = next((kind for kind in kinds if kind is not None), None)
+    alike = [number for number, other in enumerate(kinds) if kind is not None and other == kind]
+    alike = [number for number in alike if weights[number].requires_grad] or alike
+    count = min(_SAMPLED, len(alike))
+    return [alike[(2 * place + 1) * len(alike) // (2 * count)] for place in range(count)]

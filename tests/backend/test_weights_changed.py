@@ -1,0 +1,159 @@
+"""Weights that their owner changes: noticed where the engine tells its weights' state, and announced by the owner."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import corelm
+from corelm import Backend, DynamicBatcher, hookimpl
+from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
+from corelm.spec import GenerateResult, WeightsStateRequest
+from helpers.batching_fakes import SEEDED, GatedEngine, hold_one, ids, open_batcher, wait_until
+from helpers.fakes import SHORT, Fake, fake, sent
+
+
+class Watched(Fake):
+    """Tells the state of its weights, which a test changes by assigning `state`."""
+
+    state: Any = 0
+
+    @hookimpl
+    def weights_state(self, request: WeightsStateRequest) -> Any:
+        return self.state
+
+
+def watched(**capabilities: Any) -> tuple[Watched, Backend]:
+    engine = Watched(**capabilities)
+    return engine, Backend.from_plugin(engine, "watched")
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_model_trained_in_place_gets_a_new_version(batched):
+    opened = corelm.get_backend("toy")
+    with DynamicBatcher(opened) if batched else opened as backend:
+        table = opened.engine.plugin.model.table
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        versions = []
+        for _ in range(3):
+            versions.append(backend.generate([[65, 66]], SHORT).weight_versions)
+            versions.append(backend.score_logprobs([[65, 66]]).weight_versions)
+            (-backend.score_logprobs([[65, 66]], grad=True).logprobs.values.sum()).backward()
+            optimizer.step()
+        assert versions == [("0",), ("0",), ("1",), ("1",), ("2",), ("2",)]
+        assert backend.weight_version == "3"
+
+
+def test_the_version_is_that_of_the_weights_and_not_the_number_of_changes():
+    engine, backend = watched()
+    found = []
+    # As with an adapter that is switched off for a reference model, and on again.
+    for engine.state in ("on", "off", "on", "off", "trained", "off"):
+        found += backend.score_logprobs([[3, 4]]).weight_versions
+    assert found == ["0", "1", "0", "1", "2", "1"]
+
+
+def test_changes_and_updates_count_in_one_series():
+    engine, backend = watched()
+    assert backend.generate([[3]], SHORT).weight_versions == ("0",)
+    engine.state = 1
+    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
+    engine.state = 2
+    assert backend.update_weights({}) == "2" == backend.weight_version
+    assert backend.generate([[3]], SHORT).weight_versions == ("2",)
+    engine.state = 3
+    assert backend.update_weights({}, version="mine") == "mine"
+    engine.state = 4
+    assert backend.weight_version == "mine+1"
+
+
+def test_the_weights_of_the_first_call_are_version_0():
+    engine, backend = watched()
+    engine.state = "trained before the first call"
+    assert backend.generate([[3]], SHORT).weight_versions == ("0",)
+
+
+@pytest.mark.parametrize("hook", ["generate", "score_logprobs"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_call_during_which_the_weights_change_fails(batched, hook):
+    engine, backend = watched()
+    if batched:
+        backend = DynamicBatcher(backend)
+    call = {
+        "generate": lambda: backend.generate([[3]], SHORT),
+        "score_logprobs": lambda: backend.score_logprobs([[3, 4]]),
+    }[hook]
+
+    def train(batch: GenerateResult) -> GenerateResult:
+        engine.state += 1
+        return batch
+
+    with backend:
+        engine.bend = train
+        with pytest.raises(EngineError, match="changed during the call") as caught:
+            call()
+        assert caught.value.usable and hook in str(caught.value)
+        engine.bend = lambda batch: batch
+        assert call().weight_versions == ("1",)
+
+
+def test_a_call_that_fails_because_the_weights_changed_may_be_retried():
+    engine = Watched()
+    engine.state = 0
+
+    def train_once(batch: GenerateResult) -> GenerateResult:
+        engine.state = 1
+        return batch
+
+    engine.bend = train_once
+    backend = Backend.from_plugin(engine, "watched", retry=2)
+    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
+
+
+# Announced -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_owner_says_that_the_weights_have_changed():
+    backend = fake()
+    assert backend.weights_changed() == "1"
+    (request,) = sent(backend)
+    assert request.by_owner and request.version == "1" and request.drain
+    assert backend.weights_changed(version="step-9") == "step-9" == backend.weight_version
+    assert backend.generate([[3]], SHORT).weight_versions == ("step-9",)
+    with pytest.raises(InvalidRequestError, match="version: expected a str, got 3"):
+        backend.weights_changed(3)
+
+
+def test_an_engine_without_weight_updates_gets_the_label_only():
+    backend = fake(update_weights=False)
+    assert backend.weights_changed() == "1" and sent(backend) == []
+    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
+    backend.close()
+    with pytest.raises(BackendClosedError):
+        backend.weights_changed()
+
+
+def test_an_announced_change_that_was_also_noticed_counts_once():
+    engine, backend = watched()
+    assert backend.generate([[3]], SHORT).weight_versions == ("0",)
+    engine.state = 1
+    assert backend.weights_changed() == "1"
+    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
+
+
+@pytest.mark.parametrize("update_weights", [False, True])
+def test_the_owner_waits_for_the_calls_before(update_weights):
+    engine = GatedEngine(permits=0, update_weights=update_weights)
+    with open_batcher(engine) as batcher, ThreadPoolExecutor(2) as pool:
+        first = hold_one(engine, batcher)
+        change = pool.submit(batcher.weights_changed)
+        wait_until(lambda: batcher.state().queued == 1)
+        later = batcher.submit_generate([[4]], SEEDED)
+        assert not change.done()
+        engine.free()
+        assert change.result(20) == "1"
+        assert ids(first) and first.result().weight_versions == ("0",)
+        assert later.result(20).weight_versions == ("1",)
