@@ -64,3 +64,7 @@ def test_errors_of_rows_are_masked() -> None:
 def test_without_secrets_nothing_changes() -> None:
     assert Secrets().masked("a b c") == "a b c" and Secrets([None, "", "abc"], {}).longest == 0
     assert str(Secrets([KEY]).masked_error(EngineError(f"no {KEY}", usable=True))) == "no ***"
+
+
+def test_the_words_of_a_key_are_not_secret() -> None:
+    assert Secrets(["the key of a server"]).masked("the server refuses the key of a server") == "the server refuses ***"

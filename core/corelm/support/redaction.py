@@ -47,7 +47,7 @@ class Secrets:
 
     def __init__(self, key: Iterable[str | None] = (), headers: Mapping[str, str] | None = None) -> None:
         keys, headers = [text for text in key if text], headers or {}
-        texts = _words([*keys, *headers.values()])
+        texts = _longest_first([*keys, *(word for value in headers.values() for word in (value, *value.split()))])
         self.longest = max(map(len, texts), default=0)
         self._pattern = _pattern(texts)
 
@@ -78,13 +78,13 @@ class Secrets:
         return replace(result, errors=tuple(map(self.masked, result.errors))) if result.errors else result
 
 
-def _words(values: Iterable[str]) -> list[str]:
-    """Return the values and their words, without those that are not secret; the longest first.
+def _longest_first(values: Iterable[str]) -> list[str]:
+    """Return the values without those that are not secret; the longest first.
 
     So a secret that contains another one is masked whole.
     """
-    texts = {text for value in values for text in (value, *value.split()) if text.lower() not in _SCHEMES}
-    return sorted((text for text in texts if len(text) >= _SHORTEST), key=len, reverse=True)
+    texts = {text for text in values if len(text) >= _SHORTEST and text.lower() not in _SCHEMES}
+    return sorted(texts, key=len, reverse=True)
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
