@@ -117,15 +117,17 @@ class LifecyclePromises(ConformanceBase):
             if rows > MOST_ROWS:
                 not_applicable("calls that take long enough for a timeout")
             whole = min(seconds(rows), seconds(rows))
-        for attempts_left in (2, 1, 0):
+        # A busy machine may delay either call, so two of three attempts decide.
+        found: list[str] = []
+        while len(found) < 3 and max(map(found.count, found), default=0) < 2:
             waited, after = seconds(rows, timeout=whole / 10), seconds(1, new=1)
-            late = "" if waited < whole / 2 else f"a timeout of {whole / 10:.2f} s ended the call after {waited:.2f} s"
-            if not late and backend.capabilities.stops_at_timeout and after >= whole / 2:
-                late = f"declared stops_at_timeout, but the next call waited {after:.2f} s"
-            # A busy machine is late once, an engine always.
-            if not late:
-                return
-            assert attempts_left, late
+            if waited >= whole / 2:
+                found.append(f"a timeout of {whole / 10:.2f} s did not end the call within {whole / 2:.2f} s")
+            elif backend.capabilities.stops_at_timeout and after >= whole / 2:
+                found.append(f"declared stops_at_timeout, but the next call waited more than {whole / 2:.2f} s")
+            else:
+                found.append("")
+        assert found.count("") >= 2, max(found)
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:
