@@ -86,7 +86,8 @@ def scored(
     """Return whole sequences and their scores, in the columns that they came in."""
     texts = None
     if "text" in fields:
-        texts = Parts(None, None, rows.texts or given_texts(rows.ids, backend))
+        prompts, responses = rows.parts or (None, None)
+        texts = Parts(prompts, responses, rows.texts or given_texts(rows.ids, backend))
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,

@@ -89,6 +89,7 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             template_kwargs=options.template_kwargs,
             tokenizer_kwargs=options.tokenizer_kwargs,
             prefer_tokens=options.prefer_tokens,
+            completion_boundary=options.completion_boundary,
         )
         self.in_keys = [self._reader.key("prompt" if options.generate else "full")]
         self.out_keys = out_keys(options)
@@ -214,6 +215,7 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
         return {
             "sequences": rows.ids,
             "temperature": temperature,
+            "score_from": rows.prompt_lengths if rows.only_response else None,
             "on_error": self.options.on_error,
             "problems": rows.problems,
         }
