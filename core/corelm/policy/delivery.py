@@ -116,6 +116,13 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label
                 "inplace=False; or overwrite=True to replace it",
                 field=name,
             )
+    for name in ("argmax", "is_greedy") if options.return_argmax else ():
+        if find_value(td, name) is not None:
+            raise InvalidRequestError(
+                f"{name}: the TensorDict holds one already, and scoring in place replaces nothing; pass inplace=False, "
+                "or overwrite=True to replace it",
+                field=name,
+            )
     there = find_value(td, "errors") if options.on_error == "skip" else None
     if there is not None and not _are_errors(there, rows):
         raise validate.invalid("errors", "the TensorDict holds something else under that key; pass inplace=False")

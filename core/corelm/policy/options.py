@@ -43,6 +43,9 @@ class PolicyOptions:
         return_log_probs: write the `LogProbs` container.
         return_history: write the `ChatHistory` container; None writes it where a history is read, and it cannot be
             written elsewhere.
+        return_argmax: for scoring: write `argmax`, the most probable id at every scored position (int64, as long as
+            ``tokens.full``, -1 elsewhere), and `is_greedy`, bool and shaped like the batch: whether each scored token
+            of the row, or of its response if the row has one, is the most probable one.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
             scores at the temperature of `sampling_params`.
         prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the bool
@@ -89,6 +92,7 @@ class PolicyOptions:
     return_masks: bool = True
     return_log_probs: bool = True
     return_history: bool | None = None
+    return_argmax: bool = False
     log_probs_mode: Mode = "raw"
     prefer_tokens: bool = True
     inplace: Inplace | None = None
@@ -116,6 +120,9 @@ class PolicyOptions:
         validate.one_of("completion_boundary", self.completion_boundary, ("joint", "separate"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
         validate.flag("overwrite", self.overwrite)
+        validate.flag("return_argmax", self.return_argmax)
+        if self.return_argmax and self.generate:
+            raise validate.invalid("return_argmax", "only scoring returns it; leave it out, or pass generate=False")
         self._settle_log_probs_key()
         if self.return_history and self.input_mode != "history":
             raise validate.invalid(
@@ -254,6 +261,8 @@ def out_keys(options: PolicyOptions) -> list[NestedKey]:
             keys += [(*(top if isinstance(top, tuple) else (top,)), part) for part in inner]
     if options.generate:
         keys.append("finish_reason")
+    if options.return_argmax:
+        keys += ["argmax", "is_greedy"]
     if options.generate or options.on_error == "skip":
         keys.append("errors")
     if options.input_mode == "history" and not options.prefer_tokens:

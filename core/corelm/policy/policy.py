@@ -154,7 +154,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
         if not options.generate:
             if options.writes_in_place is True:
                 must_keep(td, rows, options, self.score_provenance)
-            return rows, prepare_scoring(engine, **self._scoring(rows), timeout=timeout)
+            scoring = {**self._scoring(rows), "return_argmax": options.return_argmax}
+            return rows, prepare_scoring(engine, **scoring, timeout=timeout)
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
