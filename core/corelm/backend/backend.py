@@ -258,8 +258,7 @@ class Backend(AnswerStreams):
         Args:
             sequences: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
             temperature: the logits are divided by it; above 0.
-            score_from: the first position to score, one for all sequences or one per sequence; None scores from
-                position 1 on.
+            score_from: the first position to score, one for all sequences or one per sequence; None for position 1.
             return_logits: also return the logits, before any temperature.
             return_argmax: also return the most probable id at every scored position; -1 at the others.
             grad: results carry gradients to the model's parameters.
