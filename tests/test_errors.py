@@ -12,7 +12,7 @@ from corelm import errors
 #: What a terminal obeys (title, C1 control, bell), what reorders text, a lone surrogate, a carriage return.
 FOREIGN = "a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
 SAFE = r"a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
-EVERY_ERROR = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, Exception)]
+EVERY_ERROR = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.CoreLMError)]
 
 
 @pytest.mark.parametrize("kind", EVERY_ERROR, ids=lambda kind: kind.__name__)

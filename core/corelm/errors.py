@@ -155,6 +155,10 @@ class BackendTimeoutError(CoreLMError, TimeoutError):
     """The engine did not answer within the timeout of the call."""
 
 
+class TokenBoundaryWarning(UserWarning):
+    """Warns that a token holds the end of a prompt and the beginning of its completion, and counts as the prompt's."""
+
+
 # Messages -------------------------------------------------------------------------------------------------------------
 
 

@@ -285,7 +285,7 @@ class Deaf(ToyBackend):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.capabilities = dataclasses.replace(
-            self.capabilities, score=False, score_temperature=False, logits=False, gradients=False
+            self.capabilities, score=False, score_temperature=False, logits=False, argmax=False, gradients=False
         )
 """
     fabricate("deaf", "1", {"deaf": "deaf:Deaf"}, {"deaf": deaf})

@@ -202,6 +202,20 @@ class ScoresSwapped(ToyBackend):
         return replace(batch, logprobs=batch.logprobs.select(order))
 
 
+class SecondMostProbable(ToyBackend):
+    """The argmax is the second most probable id, except where an id has most of the probability."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        batch = super().score_logprobs(request)
+        if batch.argmax is None:
+            return batch
+        logits = self.model(request.sequences.values.roll(1)).log_softmax(-1)
+        top = logits.topk(2)
+        wrong = torch.where(top.values[:, 0] > -0.6, top.indices[:, 0], top.indices[:, 1])
+        return replace(batch, argmax=batch.argmax.with_values(torch.where(batch.scored.values, wrong, -1)))
+
+
 class EosAlwaysEnds(ToyBackend):
     """`ignore_eos` is not passed on."""
 

@@ -76,6 +76,7 @@ TABLE = {
         test_scores_are_those_of_the_temperature
         test_every_id_of_the_vocabulary_can_be_scored
         test_sampling_and_scoring_agree_on_the_response""",
+    "SecondMostProbable": "test_the_argmax_is_the_most_probable_id",
     "ProcessedCalledRaw": f"""
         {cases(RAW, "temperature", "top_k", "min_new_tokens")}
         test_raw_log_probs_are_the_models_own_at_every_temperature

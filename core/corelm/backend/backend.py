@@ -245,6 +245,7 @@ class Backend(AnswerStreams):
         temperature: float = 1.0,
         score_from: Any = None,
         return_logits: bool = False,
+        return_argmax: bool = False,
         grad: bool = False,
         device: torch.device | str | None = None,
         request_ids: Sequence[str] | None = None,
@@ -257,9 +258,9 @@ class Backend(AnswerStreams):
         Args:
             sequences: a `Ragged`, a list of lists or tensors of ids, or an integer tensor ``[rows, time]``.
             temperature: the logits are divided by it; above 0.
-            score_from: the first position to score, one for all sequences or one per sequence; None scores from
-                position 1 on.
+            score_from: the first position to score, one for all sequences or one per sequence; None for position 1.
             return_logits: also return the logits, before any temperature.
+            return_argmax: also return the most probable id at every scored position; -1 at the others.
             grad: results carry gradients to the model's parameters.
             device: where the results go; None leaves it to the engine.
             request_ids: one name per sequence.
@@ -282,6 +283,7 @@ class Backend(AnswerStreams):
                 temperature=temperature,
                 score_from=score_from,
                 return_logits=return_logits,
+                return_argmax=return_argmax,
                 grad=grad,
                 device=device,
                 request_ids=request_ids,

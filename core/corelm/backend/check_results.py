@@ -35,6 +35,8 @@ R = TypeVar("R", GenerateResult, ScoreResult)
 
 #: Rounding may put a log-probability above 0, but by no more than this. The same for float32 and float64.
 _ABOVE_ZERO = 2.0**-10
+#: An id with a higher log-prob has more than half of the probability, whatever rounding does.
+_MOST_PROBABLE = -0.65
 
 # Results of hooks ----------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,34 @@ def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fai
         raise fail("returned log-probs without a gradient, but one was asked for")
     if request.return_logits:
         _check_logits(batch, request, vocab_size, fail)
+    if request.return_argmax:
+        _check_argmax(batch, request, vocab_size, fail)
+    elif batch.argmax is not None:
+        raise fail("returned an argmax, but none was asked for")
+
+
+def _check_argmax(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
+    argmax, sequences = batch.argmax, request.sequences
+    if argmax is None:
+        raise fail("returned no argmax, but it was asked for")
+    _check_rows("argmax", argmax, torch.int64, fail)
+    if not torch.equal(argmax.lengths, sequences.lengths):
+        raise fail("argmax and sequences differ in length")
+    found, scored = argmax.values.cpu(), batch.scored.values.cpu()
+    if bool((found[~scored] != -1).any()):
+        raise fail("the argmax of a position that was not scored must be -1")
+    if outside_vocabulary(found[scored], vocab_size):
+        raise fail(f"returned an argmax outside the vocabulary of {vocab_size}")
+    likely = scored & (batch.logprobs.values.detach().cpu() > _MOST_PROBABLE)
+    odd = likely & (found != sequences.values.cpu())
+    if bool(odd.any()):
+        index = int(odd.nonzero()[0])
+        row, position = int(sequences.row_index[index]), int(sequences.positions[index])
+        raise fail(
+            f"row {row}, position {position}: id {int(sequences.values[index])} has the log-prob "
+            f"{float(batch.logprobs.values[index]):.3g}, so it is the most probable one, but the argmax is "
+            f"{int(found[index])}"
+        )
 
 
 def _check_logits(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
@@ -256,7 +286,8 @@ def owned(batch: R) -> R:
         )
     if batch.logprobs.values.requires_grad:
         return batch
-    return replace(batch, logprobs=batch.logprobs.clone(), scored=batch.scored.clone())
+    argmax = None if batch.argmax is None else batch.argmax.clone()
+    return replace(batch, logprobs=batch.logprobs.clone(), scored=batch.scored.clone(), argmax=argmax)
 
 
 def owned_tokens(batch: TokenizeResult) -> TokenizeResult:

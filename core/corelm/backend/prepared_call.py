@@ -206,6 +206,7 @@ def prepare_scoring(
     temperature: float = 1.0,
     score_from: Any = None,
     return_logits: bool = False,
+    return_argmax: bool = False,
     grad: bool = False,
     device: torch.device | str | None = None,
     request_ids: Sequence[str] | None = None,
@@ -224,6 +225,8 @@ def prepare_scoring(
         engine.require("score_temperature", f"its scores ignore the temperature; leave out temperature={temperature}")
     if return_logits:
         engine.require("logits", "it returns no logits")
+    if return_argmax:
+        engine.require("argmax", "it does not say which ids are the most probable; leave out return_argmax=True")
     if grad:
         engine.require("gradients", "its scores carry no gradients")
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
@@ -237,6 +240,7 @@ def prepare_scoring(
         score_from=starts[served.index],
         temperature=temperature,
         return_logits=return_logits,
+        return_argmax=return_argmax,
         grad=grad,
         device=validate.device(device),
         request_ids=tuple(names[row] for row in served.index.tolist()),
@@ -256,13 +260,16 @@ def prepare_scoring(
             return batch
         return spread_scores(batch, served, lengths, problems, engine.weight_version)
 
+    def nothing() -> ScoreResult:
+        return spread(no_scores(temperature, capabilities.vocab_size, argmax=return_argmax))
+
     return PreparedCall(
         engine=engine,
         hook="score_logprobs",
         request=request,
         check=check,
         finish=finish,
-        nothing=None if len(served) else lambda: spread(no_scores(temperature, capabilities.vocab_size)),
+        nothing=None if len(served) else nothing,
         caller_rows=served.index,
         rows=len(served),
         tokens=rows.values.shape[0],

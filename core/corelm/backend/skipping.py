@@ -121,12 +121,13 @@ def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> Genera
     )
 
 
-def no_scores(temperature: float, vocab_size: int) -> ScoreResult:
+def no_scores(temperature: float, vocab_size: int, *, argmax: bool) -> ScoreResult:
     """Return what an engine would return for no sequences."""
     return ScoreResult(
         logprobs=Ragged.from_list([], dtype=torch.float32),
         scored=Ragged.from_list([], dtype=torch.bool),
         logits=Ragged(torch.zeros(0, vocab_size), torch.zeros(0, dtype=torch.int64)),
+        argmax=Ragged.from_list([]) if argmax else None,
         **Provenance.label_of_scores(temperature),
     )
 
@@ -168,8 +169,8 @@ def spread_scores(
     total = int(lengths.sum())
     index = Ragged(torch.arange(total), lengths).select(served.index).values
 
-    def spread(rows: Ragged) -> Ragged:
-        values = rows.values.new_zeros((total, *rows.values.shape[1:]))
+    def spread(rows: Ragged, filler: int = 0) -> Ragged:
+        values = rows.values.new_full((total, *rows.values.shape[1:]), filler)
         return Ragged(values.index_copy(0, index.to(values.device), rows.values), lengths)
 
     return replace(
@@ -177,6 +178,7 @@ def spread_scores(
         logprobs=spread(batch.logprobs),
         scored=spread(batch.scored),
         logits=None if batch.logits is None else spread(batch.logits),
+        argmax=None if batch.argmax is None else spread(batch.argmax, -1),
         weight_versions=served.values(batch.weight_versions or (), version),
         errors=_errors(batch, served, problems),
     )

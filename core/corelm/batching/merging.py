@@ -33,7 +33,7 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     if call.on_caller_thread:
         return None
     if isinstance(request, ScoreRequest):
-        return ("score", request.temperature, request.device)
+        return ("score", request.temperature, request.device, request.return_argmax)
     if request.sampling.engine_kwargs:
         return None
     return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids, request.seeds is None)

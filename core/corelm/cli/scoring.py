@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-from corelm.backend.backend import Backend
 from corelm.backend.check_requests import sequence_problems
 from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm.cli.completions import ToScore
 from corelm.cli.lines import LineError
+from corelm.rendering.completions import encode_completions
 from corelm.spec.message import Chat, Message
 from corelm.tensors.ragged import Ragged
 
@@ -117,9 +117,11 @@ class Scorer(Worker[ToScore]):
             found[at] = [_after(ids, 1)] if len(ids) > 1 else _TOO_SHORT
         continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
         pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
-        wholes = iter(encode_completions(self.engine, pairs))
+        encoded = encode_completions(self.engine.tokenize, [one for one, _ in pairs], [other for _, other in pairs])
+        wholes = zip(encoded.ids.tolist(), encoded.starts.tolist(), strict=True)
+        made = iter([encoded.problems.get(row) or _after(*whole) for row, whole in enumerate(wholes)])
         for at in continued:
-            found[at] = _all(_completion(*next(wholes)) for _ in lines[at].completions)
+            found[at] = _all(next(made) for _ in lines[at].completions)
         found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
         return [found[at] for at in range(len(lines))]
 
@@ -144,27 +146,8 @@ class Scorer(Worker[ToScore]):
         return {at: _all(each) for at, each in found.items()}
 
 
-def encode_completions(backend: Backend, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
-    """Return, for each (prompt, completion), the ids of both together and the position at which the completion begins.
-
-    As in lm-eval, whitespace at the end of a prompt belongs to the completion, both are tokenized together, and the
-    completion begins after as many tokens as the prompt has alone.
-    """
-    wholes = backend.tokenize([prompt + completion for prompt, completion in pairs]).ids.tolist()
-    starts = backend.tokenize([prompt.rstrip() for prompt, _ in pairs]).ids.lengths.tolist()
-    return list(zip(wholes, starts, strict=True))
-
-
 def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:
     return [LineError(lines[at].line, lines[at].id, what) for at, what in errors.items()]
-
-
-def _completion(ids: list[int], start: int) -> Scorable | str:
-    if start == 0:
-        return "prompt: it has no tokens, and only a token after another one has a log-prob; give a longer one"
-    if start >= len(ids):
-        return f"completion: prompt and completion together have {len(ids)} tokens, and the prompt alone has {start}"
-    return _after(ids, start)
 
 
 def _turns(ids: list[int], assistant: list[bool], prompt: list[int]) -> Scorable | str:

@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
@@ -55,6 +55,11 @@ def assemble(request: ContainerRequest) -> TensorDict:
         out["log_probs"] = builder.wrap(LogProbs, _log_probs(request, builder))
     if "history" in request.fields and request.chats is not None:
         out["history"] = _wrap_parts(ChatHistory, request.chats, lambda chats: History.of(chats, shape), shape)
+    if request.argmax is not None:
+        argmax = builder.field(request.argmax, -1)
+        out["argmax"] = argmax if isinstance(argmax, Tensor) else builder.wrap(PerToken, {"full": argmax})
+    if request.greedy is not None:
+        out["is_greedy"] = torch.tensor(request.greedy, dtype=torch.bool).reshape(shape)
     for name, values in (("finish_reason", request.finish_reasons), ("errors", request.errors)):
         if values is not None:
             out.set(name, non_tensors(values, shape))
@@ -244,7 +249,8 @@ def _check(request: ContainerRequest) -> None:
             raise InvalidRequestError(
                 f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
-    per_token = {"logprobs": request.logprobs, "scored": request.scored, "assistant": request.assistant}
+    per_token = {"logprobs": request.logprobs, "scored": request.scored, "argmax": request.argmax}
+    per_token["assistant"] = request.assistant
     lengths = {name: rows.lengths for name, rows in per_token.items() if rows is not None}
     if tokens.prompt is not None and tokens.response is not None:
         lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
@@ -267,7 +273,7 @@ def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:
         parts = getattr(request, name)
         if parts is not None:
             yield from ((f"{name}.{part}", values) for part, values in _present(parts))
-    for name in ("logprobs", "scored", "assistant", "finish_reasons", "errors"):
+    for name in ("logprobs", "scored", "argmax", "greedy", "assistant", "finish_reasons", "errors"):
         if getattr(request, name) is not None:
             yield name, getattr(request, name)
     if isinstance(request.provenance, tuple):

@@ -194,7 +194,8 @@ class PerToken(TensorClass["nocast"]):
     A TensorDict cannot hold such rows directly. Dense numbers need no container: they are plain tensors.
 
     Attributes:
-        full: float, as long as ``tokens.full``; 0.0 where the number means nothing.
+        full: float, as long as ``tokens.full``; 0.0 where the number means nothing. The `argmax` of scores is int64,
+            and -1 where nothing was scored.
         padded: whether the rows are dense.
     """
 

@@ -7,7 +7,7 @@ other tokens, log-probs of another provenance under the same key) is refused bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +114,13 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label
             raise InvalidRequestError(
                 f"{_dotted(options, name)}: {loss}. Scoring in place replaces nothing: pass {elsewhere}{leave_out}; or "
                 "inplace=False; or overwrite=True to replace it",
+                field=name,
+            )
+    for name in ("argmax", "is_greedy") if options.return_argmax else ():
+        if find_value(td, name) is not None:
+            raise InvalidRequestError(
+                f"{name}: the TensorDict holds one already, and scoring in place replaces nothing; pass inplace=False, "
+                "or overwrite=True to replace it",
                 field=name,
             )
     there = find_value(td, "errors") if options.on_error == "skip" else None
@@ -331,7 +338,9 @@ def deliver(
             out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
         if isinstance(there.get(name), _CONTAINERS.get(name, ())) and not _is_nested(there[name]):
-            value = _completed(there[name], value)
+            # Completions that get a `full` would be scored as whole sequences the next time.
+            read = name == options.input_mode and options.input_key is None
+            value = _completed(there[name], value, without=("full",) if rows.only_response and read else ())
         out.set(getattr(options.keys, name, name), value)
     return out
 
@@ -349,10 +358,10 @@ def _joins(rows: InputRows, options: PolicyOptions) -> bool:
     return not options.overwrite or rows.conflicts == {}
 
 
-def _completed(there: Any, new: Any) -> Any:
-    """Return the container that is there, with the fields of the new one that it lacks."""
+def _completed(there: Any, new: Any, without: Collection[str] = ()) -> Any:
+    """Return the container that is there, with the fields of the new one that it lacks, except those in `without`."""
     for field in new.keys():
-        if field not in there.keys():
+        if field not in there.keys() and field not in without:
             # Fields without rows read as empty lists, which have no type.
             there.set(field, new.get(field) if 0 in new.batch_size else getattr(new, field))
     return there

@@ -1,7 +1,8 @@
 """From a user's TensorDict to flat rows of token ids. Nothing here runs a model.
 
 The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as they are.
-The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at the top key.
+The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at the top key. A
+`Text` or `Tokens` with `prompt` and `response`, but no `full`, is scored as completions: `corelm.policy.completions`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
+from corelm.policy.completions import are_completions, read_texts, unscorable, with_full
 from corelm.policy.rows import InputRows
 from corelm.policy.values import (
     PADS_ADVICE,
     batch_of,
     dense_rows,
     differing_rows,
+    differing_splits,
     find_input_ids,
     find_value,
     hides_tokens,
@@ -42,6 +45,7 @@ from corelm.policy.values import (
     two_dimensional,
     unmasked,
 )
+from corelm.rendering.completions import Boundary
 from corelm.rendering.render import render
 from corelm.spec.records import Columns
 from corelm.tensors.masks import as_mask
@@ -78,6 +82,7 @@ class InputReader:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefer_tokens: bool = True
+    completion_boundary: Boundary = "joint"
 
     @property
     def top(self) -> NestedKey:
@@ -116,7 +121,7 @@ class InputReader:
             TemplateError: a conversation cannot be rendered.
         """
         if self.mode == "tokens":
-            rows = self._tokens(td, part, backend)
+            rows = self._tokens(td, part, backend, on_error)
         elif self.mode == "history":
             rows = self._chats(td, part, backend, want_assistant, on_error)
         else:
@@ -165,6 +170,11 @@ class InputReader:
         )
 
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
+        options = {"add_special_tokens": True, **self.tokenizer_kwargs}
+        held = find_value(td, self.top)
+        if part == "full" and isinstance(held, Text) and are_completions(held):
+            boundary, key = self.completion_boundary, key_parts(self.top)
+            return read_texts(td, key, held, backend.tokenize, boundary, options, on_error)
         value = self._value(td, part, bare=(str, list, Tensor))
         if isinstance(value, Tensor) and value.numel() == 0:
             # tensordict turns an empty list into an empty tensor.
@@ -182,7 +192,6 @@ class InputReader:
             refuse(problems, ".".join(self.key(part)))
         read = ServedRows.without(problems, len(texts))
         good = [text for row, text in enumerate(texts) if row not in problems]
-        options = {"add_special_tokens": True, **self.tokenizer_kwargs}
         return InputRows(
             batch_size=batch_of(td, shape, self.key(part)),
             ids=read.ragged(backend.tokenize(good, **options).ids),
@@ -190,8 +199,11 @@ class InputReader:
             problems=problems,
         )
 
-    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
+    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError = "raise") -> InputRows:
         container = find_value(td, self.top)
+        completions = part == "full" and isinstance(container, Tokens) and are_completions(container)
+        if completions:
+            container = with_full(container, ".".join(key_parts(self.top)))
         encoded = None if self.input_key is not None else find_input_ids(td, key_parts(self.top), container, part)
         if encoded is not None:
             found, ids_key = encoded
@@ -201,6 +213,11 @@ class InputReader:
             value = nested_field(container, part)
             if value is None:
                 rows = self._own_tokens(td, self.top, container, part, backend)
+                if completions:
+                    problems = unscorable(rows)
+                    if on_error == "raise":
+                        refuse(problems, ".".join((*key_parts(self.top), "response")))
+                    rows = replace(rows, only_response=True, problems=problems)
                 return replace(rows, conflicts={}) if key_parts(self.top) == key_parts(self.keys.tokens) else rows
         else:
             value = self._value(td, part, bare=(Tensor, list))
@@ -234,7 +251,7 @@ class InputReader:
             return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
         # The mask under attention_mask_key is that of the input.
         own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
-        conflicts = differing_rows(own.ids, rows.ids)
+        conflicts = differing_rows(own.ids, rows.ids) or differing_splits(own.prompt_lengths, rows.prompt_lengths)
         if conflicts:
             return replace(rows, conflicts=conflicts)
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns, conflicts={})

@@ -15,6 +15,7 @@ from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.outputs import ResponseParser
+from corelm.rendering.completions import Boundary
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
 
@@ -30,7 +31,8 @@ class PolicyOptions:
             generate and its ``full`` to score. A bare History, sequence of strings (list, tuple, numpy array, pandas
             Series, column of `datasets`) or token tensor at the top key is fine; a nested tensor has rows of unequal
             length. If there are no `tokens`, the `input_ids` and `attention_mask` of a tokenizer are read.
-        generate: True samples an answer for every prompt; False scores whole sequences and samples nothing.
+        generate: True samples an answer for every prompt; False scores and samples nothing: whole sequences, or, given
+            a `Text` or `Tokens` with a ``prompt`` and a ``response`` but no ``full``, the responses.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
         pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample. Scores that join
@@ -41,6 +43,9 @@ class PolicyOptions:
         return_log_probs: write the `LogProbs` container.
         return_history: write the `ChatHistory` container; None writes it where a history is read, and it cannot be
             written elsewhere.
+        return_argmax: for scoring: write `argmax`, the most probable id at every scored position (int64, as long as
+            ``tokens.full``, -1 elsewhere), and `is_greedy`, bool and shaped like the batch: whether each scored token
+            of the row, or of its response if the row has one, is the most probable one.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
             scores at the temperature of `sampling_params`.
         prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the bool
@@ -68,6 +73,9 @@ class PolicyOptions:
             for the tokenizer's own.
         template_kwargs: passed to the template.
         tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
+        completion_boundary: how prompt and response of a `Text` become ids. "joint", as in lm-eval: whitespace at the
+            end of a prompt belongs to the response, both are tokenized as one text, and the response begins after as
+            many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by itself.
         response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …).
 
     Raises:
@@ -84,6 +92,7 @@ class PolicyOptions:
     return_masks: bool = True
     return_log_probs: bool = True
     return_history: bool | None = None
+    return_argmax: bool = False
     log_probs_mode: Mode = "raw"
     prefer_tokens: bool = True
     inplace: Inplace | None = None
@@ -98,6 +107,7 @@ class PolicyOptions:
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    completion_boundary: Boundary = "joint"
     response_parser: ResponseParser | None = None
 
     def __post_init__(self) -> None:
@@ -107,8 +117,12 @@ class PolicyOptions:
         validate.one_of("log_probs_mode", self.log_probs_mode, ("raw", "processed"))
         validate.one_of("on_error", self.on_error, ("raise", "skip"))
         validate.one_of("truncation", self.truncation, ("error", "left"))
+        validate.one_of("completion_boundary", self.completion_boundary, ("joint", "separate"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
         validate.flag("overwrite", self.overwrite)
+        validate.flag("return_argmax", self.return_argmax)
+        if self.return_argmax and self.generate:
+            raise validate.invalid("return_argmax", "only scoring returns it; leave it out, or pass generate=False")
         self._settle_log_probs_key()
         if self.return_history and self.input_mode != "history":
             raise validate.invalid(
@@ -224,7 +238,8 @@ OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))
 def out_keys(options: PolicyOptions) -> list[NestedKey]:
     """Return the keys that every call writes.
 
-    Scored tokens that come with their split get their prompt and response as well.
+    Scored tokens that come with their split get their prompt and response as well. A container of completions that is
+    scored in place keeps its fields and gets no `full`, so that the next policy scores the same completions.
     """
     parts = ("prompt", "response", "full") if options.generate else ("full",)
     masks = ["all_attention_mask"]
@@ -246,6 +261,8 @@ def out_keys(options: PolicyOptions) -> list[NestedKey]:
             keys += [(*(top if isinstance(top, tuple) else (top,)), part) for part in inner]
     if options.generate:
         keys.append("finish_reason")
+    if options.return_argmax:
+        keys += ["argmax", "is_greedy"]
     if options.generate or options.on_error == "skip":
         keys.append("errors")
     if options.input_mode == "history" and not options.prefer_tokens:

@@ -86,7 +86,8 @@ def scored(
     """Return whole sequences and their scores, in the columns that they came in."""
     texts = None
     if "text" in fields:
-        texts = Parts(None, None, rows.texts or given_texts(rows.ids, backend))
+        prompts, responses = rows.parts or (None, None)
+        texts = Parts(prompts, responses, rows.texts or given_texts(rows.ids, backend))
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -95,6 +96,8 @@ def scored(
         chats=None if rows.chats is None else Parts(None, None, rows.chats),
         logprobs=batch.logprobs,
         scored=batch.scored,
+        argmax=batch.argmax,
+        greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
         provenance=backend.provenance(batch),
         assistant=rows.assistant,
         retokenized=rows.retokenized,
@@ -102,6 +105,18 @@ def scored(
         columns=rows.columns,
         **layout,
     )
+
+
+def _greedy(rows: InputRows, scored: Ragged, argmax: Ragged) -> tuple[bool, ...]:
+    """Return whether each row's scored tokens, those of its response if it is split, are the most probable ones."""
+    ids, counted = rows.ids.values, scored.values.cpu()
+    if rows.prompt_lengths is not None:
+        counted = counted & (rows.ids.positions >= rows.prompt_lengths[rows.ids.row_index])
+    others = counted & (argmax.values.cpu() != ids)
+    number, wrong = (
+        torch.zeros_like(rows.ids.lengths).index_add_(0, rows.ids.row_index, some.long()) for some in (counted, others)
+    )
+    return tuple(((number > 0) & (wrong == 0)).tolist())
 
 
 def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             template_kwargs=options.template_kwargs,
             tokenizer_kwargs=options.tokenizer_kwargs,
             prefer_tokens=options.prefer_tokens,
+            completion_boundary=options.completion_boundary,
         )
         self.in_keys = [self._reader.key("prompt" if options.generate else "full")]
         self.out_keys = out_keys(options)
@@ -153,7 +154,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
         if not options.generate:
             if options.writes_in_place is True:
                 must_keep(td, rows, options, self.score_provenance)
-            return rows, prepare_scoring(engine, **self._scoring(rows), timeout=timeout)
+            scoring = {**self._scoring(rows), "return_argmax": options.return_argmax}
+            return rows, prepare_scoring(engine, **scoring, timeout=timeout)
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
@@ -214,6 +216,7 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
         return {
             "sequences": rows.ids,
             "temperature": temperature,
+            "score_from": rows.prompt_lengths if rows.only_response else None,
             "on_error": self.options.on_error,
             "problems": rows.problems,
         }

@@ -32,7 +32,9 @@ class InputRows:
         columns: the dense layout that the sequences came in.
         retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None where this
             cannot happen.
-        problems: rows that could not be read, and why. These rows are empty.
+        only_response: whether the input is prompts and their completions, of which only the completions are scored.
+        parts: the texts of prompts and completions, if such were read.
+        problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
         conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
     """
 
@@ -44,6 +46,8 @@ class InputRows:
     prompt_lengths: Tensor | None = None
     columns: Columns | None = None
     retokenized: tuple[bool, ...] | None = None
+    only_response: bool = False
+    parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     problems: Mapping[int, str] = field(default_factory=dict)
     conflicts: Problems | None = None
 

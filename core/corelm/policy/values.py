@@ -165,6 +165,16 @@ def differing_rows(there: Ragged, ours: Ragged) -> Problems:
     return problems
 
 
+def differing_splits(there: Tensor | None, ours: Tensor | None) -> Problems:
+    """Return where prompts end at other tokens; an empty dict if ours are not split. int64[rows] each."""
+    if ours is None:
+        return {}
+    if there is None:
+        return {0: "the tokens that are there are not split into prompt and response"}
+    pairs = enumerate(zip(there.tolist(), ours.tolist(), strict=True))
+    return {row: f"the prompt has {one} tokens there, {other} were read" for row, (one, other) in pairs if one != other}
+
+
 def nested_field(container: Tokens, part: str) -> Tensor | None:
     """Return a field if it is a nested tensor, else None."""
     try:

@@ -20,7 +20,7 @@ _LARGEST = 2**31 - 1
 #: Sampling parameters whose values are not numbers, so that they have no range.
 _WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
 #: What `score_logprobs` can do in addition to scoring.
-_OF_SCORES = ("score_temperature", "logits", "gradients")
+_OF_SCORES = ("score_temperature", "logits", "argmax", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class Capabilities:
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.
+        argmax: `score_logprobs` can return the most probable id at every position.
         gradients: the results of `score_logprobs` can carry gradients to the model.
         empty_prompt: a prompt may have no tokens.
         per_answer_seeds: the same seed gives the same answer, independent of the other rows.
@@ -73,6 +74,7 @@ class Capabilities:
     score: bool = False
     score_temperature: bool = False
     logits: bool = False
+    argmax: bool = False
     gradients: bool = False
     empty_prompt: bool = False
     per_answer_seeds: bool = False

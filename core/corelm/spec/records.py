@@ -170,6 +170,7 @@ class ScoreRequest:
         score_from: int64[rows], at least 1: the first position to score. Earlier positions need not be computed.
         temperature: the logits are divided by it.
         return_logits: whether to return the logits as well.
+        return_argmax: whether to return the most probable id at every scored position as well.
         grad: whether the results carry gradients to the model's parameters.
         device: where to put the results; None lets the plugin choose.
         request_ids: one unique name per row, for `abort`.
@@ -184,6 +185,7 @@ class ScoreRequest:
     device: device | None
     request_ids: tuple[str, ...]
     timeout: float | None
+    return_argmax: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,6 +204,8 @@ class ScoreResult:
         scored: as long as the sequences: whether the log-probability of this token was computed. Never at position 0.
         logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
             predicts token t. Rows that are not scored are 0.
+        argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, the
+            lowest of equally probable ones; -1 where `scored` is False. None unless requested.
         mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
             the next two fields.
         temperature: the temperature of that distribution.
@@ -213,6 +217,7 @@ class ScoreResult:
     logprobs: Ragged
     scored: Ragged
     logits: Ragged | None = None
+    argmax: Ragged | None = None
     mode: Mode = "raw"
     temperature: float = 1.0
     support: Support = "full"
@@ -291,6 +296,8 @@ class ContainerRequest:
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
         scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
+        argmax: int64, as long as ``tokens.full``: the most probable id at each position, -1 where `scored` is False.
+        greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, or one for all rows.
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
         finish_reasons: one per row.
@@ -309,6 +316,8 @@ class ContainerRequest:
     chats: Parts[tuple[tuple[Message, ...], ...]] | None = None
     logprobs: Ragged | None = None
     scored: Ragged | None = None
+    argmax: Ragged | None = None
+    greedy: tuple[bool, ...] | None = None
     provenance: Provenance | tuple[Provenance, ...] | None = None
     assistant: Ragged | None = None
     finish_reasons: tuple[str, ...] | None = None

@@ -37,7 +37,10 @@ class ForwardingPlugin:
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         return self.backend.score_logprobs(
-            request.sequences, temperature=request.temperature, score_from=request.score_from
+            request.sequences,
+            temperature=request.temperature,
+            score_from=request.score_from,
+            return_argmax=request.return_argmax,
         )
 
 

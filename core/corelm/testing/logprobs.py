@@ -131,6 +131,22 @@ class LogProbPromises(ConformanceBase):
             assert bool(scored[start:].all())
             self.assert_close(found[start:], self.oracle(row, 1.0)[start:], f"from position {start} on")
 
+    @needs("argmax")
+    def test_the_argmax_is_the_most_probable_id(self, backend: Backend) -> None:
+        rows = self._rows_of_all_lengths(backend)
+        starts = [max(1, len(row) // 2) for row in rows]
+        asked = backend.score_logprobs(rows, score_from=starts, return_argmax=True)
+        assert asked.argmax is not None
+        for row, found, scored in zip(rows, asked.argmax.split(), asked.scored.split(), strict=True):
+            assert bool((found[~scored] == -1).all())
+            for position in scored.nonzero().flatten().tolist()[:4]:
+                best = int(found[position])
+                # No other id may be more probable. The given one and a few others are tried.
+                others = {row[position], 0, 1, (best + 1) % self.vocab_size, self.vocab_size - 1}
+                scores = {each: float(self.oracle([*row[:position], each], 1.0)[position]) for each in (best, *others)}
+                assert scores[best] >= max(scores.values()) - 1e-3, (row, position, scores)
+        assert backend.score_logprobs(rows).argmax is None
+
     @needs("score", "max_context")
     def test_a_row_may_be_as_long_as_the_context(self, backend: Backend) -> None:
         limit = backend.capabilities.max_context

@@ -36,6 +36,7 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         score=True,
         score_temperature=True,
         logits=True,
+        argmax=True,
         gradients=True,
         per_answer_seeds=True,
         stops_at_timeout=True,

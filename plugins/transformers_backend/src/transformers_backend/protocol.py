@@ -202,15 +202,18 @@ class ScoredTokens:
         index: int64[n], where the tokens stand in ``request.sequences.values``.
         logprobs: float32[n].
         logits: float32[n, vocab] in pieces, if the request wants them.
+        argmax: int64[n], the most probable ids in their places, if the request wants them.
     """
 
     index: Tensor
     logprobs: Tensor
     logits: Sequence[Tensor] = ()
+    argmax: Tensor | None = None
 
     def to(self, device: torch.device) -> ScoredTokens:
         logits = [piece.to(device) for piece in self.logits]
-        return ScoredTokens(self.index.to(device), self.logprobs.to(device), logits)
+        argmax = None if self.argmax is None else self.argmax.to(device)
+        return ScoredTokens(self.index.to(device), self.logprobs.to(device), logits, argmax)
 
 
 def scoring_requests(request: ScoreRequest, rope_switch: int | None) -> Iterator[SequenceBatch]:
@@ -257,11 +260,19 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
         aborted = {*sequences.row_index[missing].tolist()}
         errors = tuple("aborted before it was scored" if row in aborted else "" for row in range(len(sequences)))
         scored = scored.with_values(scored.values & ~missing)
+    argmax = None
+    if request.return_argmax:
+        found = torch.full((total,), -1, dtype=torch.int64, device=device)
+        for part in parts:
+            assert part.argmax is not None
+            found[part.index] = part.argmax
+        argmax = Ragged(found, sequences.lengths)
     return ScoreResult(
         logprobs=Ragged(_scattered([part.logprobs for part in parts], index, (total,)), sequences.lengths),
         scored=scored.to(device),
         logits=logits,
         errors=errors,
+        argmax=argmax,
         **Provenance.label_of_scores(request.temperature),
     )
 

@@ -128,22 +128,25 @@ class Scorer:
         targets: Tensor,
         request: ScoreRequest,
         to_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the log-probs of `targets`, float32[n], and their logits, float32[k, vocab] each, if they are wanted.
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Return the log-probs of `targets`, float32[n]; and, if wanted, their logits, float32[k, vocab] each, and the
+        most probable ids, int64[n].
 
         Args:
             states: ``[all, vocab]`` logits, or states of which `to_logits` makes logits.
             slots: int64[n], which of the states predict the targets.
             targets: int64[n].
         """
-        logprobs, kept, size = [], [], max(1, _SLICE_ELEMENTS // self._engine.vocab_size)
+        logprobs, kept, best, size = [], [], [], max(1, _SLICE_ELEMENTS // self._engine.vocab_size)
         slots, targets = slots.to(states.device), targets.to(states.device)
         for some, chosen in zip(slots.split(size), targets.split(size), strict=True):
             logits = to_logits(states[some]).float()
             logprobs.append(_log_softmax_at(logits, chosen, request.temperature))
             if request.return_logits:
                 kept.append(logits)
-        return torch.cat(logprobs), kept
+            if request.return_argmax:
+                best.append(logits.argmax(-1))
+        return torch.cat(logprobs), kept, torch.cat(best) if request.return_argmax else None
 
 
 def grouping_of(layout: RowLayout) -> Grouping:

@@ -46,6 +46,21 @@ def test_scores_agree(family: str, temperature: float, open_model: Open) -> None
     assert torch.equal(found.scored.values, expected.scored.values)
 
 
+@pytest.mark.parametrize(
+    ("options", "head"), [({}, "tiled"), ({"return_logits": True}, "sliced"), ({"grad": True}, "tiled")]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_most_probable_ids_are_those_of_the_logits(
+    family: str, options: dict[str, Any], head: str, open_model: Open
+) -> None:
+    fast, plain = both(open_model, tiny_model(family))
+    found, own = (backend.score_logprobs(ROWS, return_argmax=True, **options) for backend in (fast, plain))
+    assert scoring_path(fast).head == head and scoring_path(plain) == PLAIN
+    logits = plain.score_logprobs(ROWS, return_logits=True)
+    expected = torch.where(logits.scored.values, logits.logits.values.argmax(-1), -1)
+    assert torch.equal(found.argmax.values, expected) and torch.equal(own.argmax.values, expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree(family: str, open_model: Open) -> None:
     fast, plain = both(open_model, tiny_model(family))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tensordict import TensorDict
 from torch import nn
 
-from corelm import Backend
+from corelm import Backend, LLMPolicy, Text
 from corelm.errors import EngineError
 from helpers import oracle
 from helpers.scoring_path import scoring_path
@@ -54,6 +55,18 @@ def test_rows_that_branch_more_than_once(open_model: Open) -> None:
     backend = open_model(model)
     assert_right(backend, model, rows)
     assert scoring_path(backend).shared > 5 * 40
+
+
+def test_the_prompt_of_several_completions_is_read_once(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    prompt = "What is the name of the little cat that sits on the mat by the sea? The answer is"
+    choices = [" Pip.", " the sea.", " a small bird.", " not known."]
+    td = TensorDict({"text": Text(prompt=[prompt], response=[choices], batch_size=(1,))}, batch_size=1)
+    out = LLMPolicy(backend, input_mode="text", generate=False, inplace=False)(td)
+    assert scoring_path(backend).shared >= 3 * (len(backend.tokenize(prompt).ids.values) - 1)
+    for choice, log_probs in zip(choices, out["log_probs"].response[0], strict=True):
+        alone = backend.score_logprobs(backend.tokenize(prompt + choice).ids).logprobs.values[-len(log_probs) :]
+        torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-5)
 
 
 def test_a_common_start_is_scored_once(open_model: Open) -> None:

@@ -46,6 +46,22 @@ def test_tiles_are_log_softmax_and_its_gradients(
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("n", "vocab"), [(1100, 5000), (3, 7), (0, 10)])
+@pytest.mark.parametrize(("cap", "heat"), [(None, 1.0), (8.0, 0.7)])
+def test_the_argmax_is_that_of_all_logits_and_the_first_of_equal_ones(
+    n: int, vocab: int, cap: float | None, heat: float
+) -> None:
+    (hidden, weight), tokens = inputs(n, vocab, 24, torch.float32, False)
+    # Small integers, so that products are exact. The second half repeats the first, in other tiles.
+    hidden, weight = hidden.detach().round(), weight.detach().round()
+    weight[vocab // 2 : vocab // 2 * 2] = weight[: vocab // 2].clone()
+    head = TiledHead(weight, None, 1.0, cap)
+    logprobs, argmax = head.logprobs_and_argmax(hidden, tokens, heat)
+    assert torch.equal(logprobs, head.logprobs(hidden, tokens, heat))
+    logits = hidden @ weight.T
+    assert torch.equal(argmax, (logits if cap is None else cap * (logits / cap).tanh() / heat).argmax(-1))
+
+
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradcheck(bias: bool, cap: float | None) -> None:

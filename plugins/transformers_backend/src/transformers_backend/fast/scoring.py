@@ -92,8 +92,9 @@ class FastScorer(Scorer):
 
     def _logprobs(
         self, head: HeadPath, states: Tensor, slots: Tensor, targets: Tensor, request: ScoreRequest, repeated: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the log-probs of `targets` given ``states[slots]``, float32[n], and the logits if they are wanted.
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Return the log-probs of `targets` given ``states[slots]``, float32[n], and the logits and the most probable
+        ids if they are wanted.
 
         Args:
             repeated: whether some targets are wanted more than once, because rows share their start.
@@ -107,10 +108,18 @@ class FastScorer(Scorer):
         if head == "tiled":
             device = states.device
             tiled = self._head.tiled()
-            logprobs = tiled.logprobs(states[slots.to(device)], targets.to(device), request.temperature).float()
+            chosen = states[slots.to(device)], targets.to(device), request.temperature
+            if request.return_argmax:
+                logprobs, argmax = tiled.logprobs_and_argmax(*chosen)
+            else:
+                logprobs, argmax = tiled.logprobs(*chosen), None
+            logprobs = logprobs.float()
         else:
-            logprobs, logits = self._chosen_logprobs(states, slots, targets, request, self._split.logits)
-        return logprobs if inverse is None else logprobs[inverse.to(logprobs.device)], logits
+            logprobs, logits, argmax = self._chosen_logprobs(states, slots, targets, request, self._split.logits)
+        if inverse is not None:
+            inverse = inverse.to(logprobs.device)
+            logprobs, argmax = logprobs[inverse], None if argmax is None else argmax[inverse]
+        return logprobs, logits, argmax
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,15 @@ class TiledHead:
             tokens: int64[n].
             temperature: what the logits are divided by.
         """
-        out: Tensor = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, (self.scale, self.cap, temperature))
+        return self._apply(hidden, tokens, temperature, False)[0]
+
+    def logprobs_and_argmax(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return what `logprobs` returns, and int64[n]: the id of the largest logit, the lowest of equal ones."""
+        return self._apply(hidden, tokens, temperature, True)
+
+    def _apply(self, hidden: Tensor, tokens: Tensor, temperature: float, argmax: bool) -> tuple[Tensor, Tensor]:
+        shape = (self.scale, self.cap, temperature)
+        out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, shape, argmax)
         return out
 
 
@@ -119,29 +127,38 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         shape: tuple[float, float | None, float],
-    ) -> Tensor:
+        wants_argmax: bool,
+    ) -> tuple[Tensor, Tensor]:
         tiles = _LogitTiles(hidden, weight, bias, shape)
         chosen = torch.zeros(len(hidden), dtype=tiles.dtype, device=hidden.device)
         total = torch.zeros_like(chosen)
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
         largest = torch.full_like(chosen, torch.finfo(tiles.dtype).min)
+        best = torch.zeros(len(hidden) if wants_argmax else 0, dtype=torch.int64, device=hidden.device)
         for rows in tiles.rows():
             for entries in tiles.entries():
                 tile = tiles(rows, entries)
                 column, inside = tiles.columns(tokens[rows], entries)
                 chosen[rows] = torch.where(inside, tile.gather(1, column)[:, 0], chosen[rows])
-                larger = torch.maximum(largest[rows], tile.amax(1))
+                if wants_argmax:
+                    peak, place = tile.max(1)
+                    # The first of equal logits: of a tile, and of all tiles.
+                    best[rows] = torch.where(peak > largest[rows], place + entries.start, best[rows])
+                else:
+                    peak = tile.amax(1)
+                larger = torch.maximum(largest[rows], peak)
                 added = _exp_(tile.sub_(larger[:, None])).sum(1)
                 total[rows] = total[rows] * (largest[rows] - larger).exp() + added
                 largest[rows] = larger
         normalizer = largest + total.log()
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer)
         ctx.shape = shape
-        return chosen - normalizer
+        ctx.mark_non_differentiable(best)
+        return chosen - normalizer, best
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         tiles = _LogitTiles(hidden, weight, bias, ctx.shape)
@@ -174,7 +191,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 by_weight[entries] = weight_sum
             if by_bias is not None and bias_sum is not None:
                 by_bias[entries] = bias_sum
-        return None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias, None, None
+        return None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias, None, None, None
 
 
 def _exp_(tile: Tensor) -> Tensor:

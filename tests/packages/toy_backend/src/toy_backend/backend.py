@@ -41,6 +41,7 @@ class ToyBackend:
             score=True,
             score_temperature=True,
             logits=True,
+            argmax=True,
             gradients=True,
             per_answer_seeds=True,
             streaming=True,
@@ -99,10 +100,12 @@ class ToyBackend:
             logits = torch.where(scored[:, None], self.model(rows.values.roll(1)), 0.0)
             chosen = (logits / request.temperature).log_softmax(-1).gather(-1, rows.values[:, None])[:, 0]
             logprobs = torch.where(scored, chosen, 0.0)
+        argmax = torch.where(scored, logits.argmax(-1), -1)
         return ScoreResult(
             logprobs=Ragged(logprobs, rows.lengths).to(request.device),
             scored=Ragged(scored, rows.lengths).to(request.device),
             logits=Ragged(logits, rows.lengths).to(request.device) if request.return_logits else None,
+            argmax=Ragged(argmax, rows.lengths).to(request.device) if request.return_argmax else None,
             **Provenance.label_of_scores(request.temperature),
         )
 

@@ -1,0 +1,127 @@
+"""Completions in a user's TensorDict: a `Text` or `Tokens` with a `prompt` and a `response`, but no `full`.
+
+Only the responses are scored: loglikelihoods, multiple choice, the two answers of a preference pair.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+
+from corelm.backend.arguments import not_texts, rows_of_ids
+from corelm.backend.skipping import OnError, ServedRows
+from corelm.containers.classes import Text, Tokens
+from corelm.errors import InvalidRequestError, Problems, TokenBoundaryWarning, first_few, refuse
+from corelm.policy.rows import InputRows
+from corelm.policy.values import batch_of, leaves, nested_field
+from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, Boundary, encode_completions
+from corelm.rendering.render import Tokenize
+
+_REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
+
+
+def are_completions(container: Text | Tokens) -> bool:
+    """Return whether a container holds prompts and responses, and no whole sequences."""
+    fields = set(container.keys())
+    return {"prompt", "response"} <= fields and "full" not in fields
+
+
+def read_texts(
+    td: TensorDictBase,
+    key: tuple[str, ...],
+    container: Text,
+    tokenize: Tokenize,
+    boundary: Boundary,
+    options: Mapping[str, Any],
+    on_error: OnError,
+) -> InputRows:
+    """Return the rows of prompts and responses.
+
+    Responses may have more batch dimensions than prompts: each prompt then has several responses.
+
+    Raises:
+        InvalidRequestError: the shapes do not fit, or rows cannot be scored.
+    """
+    field = ".".join((*key, "response"))
+    prompts, outer = _leaves(container.prompt)
+    responses, shape = _leaves(container.response)
+    if 0 in container.batch_size:
+        outer = shape = tuple(container.batch_size)
+    if any(isinstance(one, list) for one in responses):
+        raise InvalidRequestError(f"{field}: prompts have different numbers of responses; {_REPEAT}", field=field)
+    if shape[: len(outer)] != outer:
+        raise InvalidRequestError(f"{field}: prompts are {outer}, responses {shape}; {_REPEAT}", field=field)
+    prompts = [prompt for prompt in prompts for _ in range(math.prod(shape[len(outer) :]))]
+    batch_of(td, shape[: td.batch_dims], (*key, "response"))
+    problems = {row: f"response: {what}" for row, what in not_texts(responses).items()}
+    problems |= {row: f"prompt: {what}" for row, what in not_texts(prompts).items()}
+    read = ServedRows.without(problems, len(responses))
+    first, rest = ([texts[row] for row in read.index.tolist()] for texts in (prompts, responses))
+    encoded = encode_completions(tokenize, first, rest, boundary, options)
+    number = read.index.tolist()
+    problems |= {number[row]: what for row, what in encoded.problems.items()}
+    if on_error == "raise":
+        refuse(problems, field)
+    if encoded.merged:
+        rows = first_few([str(number[row]) for row in encoded.merged])
+        warnings.warn(
+            f"{field}: rows {rows}: a token holds the end of the prompt and the beginning of the response, and is not "
+            "scored, as in lm-eval. Begin the responses with a space, or pass completion_boundary='separate'",
+            TokenBoundaryWarning,
+            stacklevel=2,
+        )
+    starts = torch.zeros(len(responses), dtype=torch.int64).index_copy(0, read.index, encoded.starts)
+    asked, said = read.values(first, ""), read.values(rest, "")
+    return InputRows(
+        batch_size=shape,
+        ids=read.ragged(encoded.ids),
+        texts=tuple(one + other for one, other in zip(asked, said, strict=True)),
+        prompt_lengths=starts,
+        only_response=True,
+        parts=(asked, said),
+        problems=problems,
+    )
+
+
+def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
+    # tensordict turns an empty list into an empty tensor.
+    return ([], (0,)) if isinstance(value, Tensor) and value.numel() == 0 else leaves(value)
+
+
+def with_full(tokens: Tokens, key: str) -> Tokens:
+    """Return prompts and responses with their `full`, in the layout that they have.
+
+    Raises:
+        InvalidRequestError: their shapes do not fit.
+    """
+    try:
+        prompt, response = tokens.prompt, tokens.response
+    except InvalidRequestError:  # dense rows of different widths
+        return lazy_stack([with_full(row, key) for row in tokens.unbind(0)])
+    if not tokens.padded:
+        return Tokens.from_rows(prompt=prompt, response=response)
+    if nested_field(tokens, "prompt") is not None or nested_field(tokens, "response") is not None:
+        rows = {"prompt": rows_of_ids(prompt, f"{key}.prompt"), "response": rows_of_ids(response, f"{key}.response")}
+        return Tokens.from_rows(**{name: list(one.split()) for name, one in rows.items()})
+    if prompt.ndim == 0 or prompt.shape[:-1] != response.shape[:-1]:
+        raise InvalidRequestError(
+            f"{key}.response: prompts are {list(prompt.shape)}, responses {list(response.shape)}; {_REPEAT}",
+            field=f"{key}.response",
+        )
+    return Tokens(
+        prompt=prompt, response=response, full=torch.cat([prompt, response], -1), batch_size=tokens.batch_size
+    )
+
+
+def unscorable(rows: InputRows) -> Problems:
+    """Return the rows of tokens that have nothing to score, and why."""
+    prompts = rows.prompt_lengths
+    assert prompts is not None
+    found: Problems = dict.fromkeys((rows.ids.lengths <= prompts).nonzero().flatten().tolist(), NO_COMPLETION)
+    return {**found, **dict.fromkeys((prompts == 0).nonzero().flatten().tolist(), NO_PROMPT)}
