@@ -1,4 +1,4 @@
-"""Arguments of another kind, and values whose own methods fail: each is refused by name, or means what it says."""
+"""Core refuses arguments of a wrong type, and objects whose methods fail, with an error that names the argument."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(files):
     write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(300)])
     terminal, stderr = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE")}
-    # In a session of its own, the command outlives the terminal, as it does under nohup.
+    # The command runs in a separate session, so it outlives the terminal, as it does under nohup.
     run = subprocess.Popen(
         command(files, "--batch-size", 1), stderr=stderr, env={**environment, "TERM": "xterm"}, start_new_session=True
     )

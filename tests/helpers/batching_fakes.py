@@ -204,7 +204,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def no_room_for(name: str) -> Callable[[threading.Thread], None]:
-    """Return a `threading.Thread.start` for a system without room for threads whose names start with `name`."""
+    """Return a `threading.Thread.start` that fails, as on a full system, for threads whose names start with `name`."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

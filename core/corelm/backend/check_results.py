@@ -69,7 +69,7 @@ def check_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> Non
 
 
 def _check_offsets(offsets: Any, ids: Ragged, texts: Sequence[str], fail: Fail) -> None:
-    """Check that each id covers characters of its own text: assistant masks are made of this."""
+    """Check that each id covers characters of its own text. Assistant masks are computed from these offsets."""
     _check_tensor("offsets", offsets, fail, may_have_graph=False)
     expected = [ids.values.shape[0], 2]
     if offsets.dtype != torch.int64 or list(offsets.shape) != expected:

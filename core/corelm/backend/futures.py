@@ -74,8 +74,7 @@ def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> 
         try:
             waiting.discard(done.get(timeout=_LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN)))
         except Empty:
-            # An earlier callback that raises what is not an Exception, such as SystemExit, keeps later ones from
-            # running.
+            # A callback that raises SystemExit prevents the callbacks after it, ours among them, from running.
             waiting = {future for future in waiting if not future.done()}
             if left == 0.0:
                 break

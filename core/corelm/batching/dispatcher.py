@@ -259,7 +259,7 @@ class Dispatcher:
             self._leave()
 
     def _leave(self) -> None:
-        """Take this thread off the list, and leave what is queued to another."""
+        """Remove this thread from the list, and let another thread serve the queue."""
         try:
             with self.lock:
                 self._threads.discard(threading.current_thread())

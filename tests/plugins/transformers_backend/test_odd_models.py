@@ -1,4 +1,4 @@
-"""Models whose forward, head, files or limits are unusual open and are right."""
+"""Models with an unusual forward, head, folder or limit open and give right numbers."""
 
 from __future__ import annotations
 

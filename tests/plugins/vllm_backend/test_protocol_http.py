@@ -13,6 +13,7 @@ from corelm import SamplingParams
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
+from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
 from vllm_backend.capabilities import ServerInfo
 from vllm_backend.protocol_http import generation_requests, generation_result
@@ -199,15 +200,6 @@ def test_ignored_stop_ids_and_stop_strings_are_noticed(connect: Connect, fake: F
     assert backend.generate(PROMPTS[:1], SAMPLING | {"stop": [text]}).finish_reasons == ("stop",)
     stopped = backend.generate(PROMPTS[:1], SAMPLING | {"stop_token_ids": [unstopped[1]]})
     assert stopped.ids.tolist() == [unstopped[:2]]
-
-
-class Pieces:
-    """A tokenizer whose tokens are these bytes."""
-
-    PIECES = (b"a", b"x\xc3", b"\xa4", b"x")
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return b"".join(self.PIECES[token] for token in ids).decode(errors="replace")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from helpers.half_characters import Pieces
 from vllm_backend.protocol_inprocess import generation_result, scoring_result
 
 
@@ -88,13 +89,6 @@ def test_a_stop_that_the_ids_do_not_show_fails_its_row_alone() -> None:
     result = generation_result(request(stop=("b",)), rows, Letters())
     assert result.finish_reasons == ("stop", "error")
     assert "do not spell" in (result.errors or ("", ""))[1]
-
-
-class Pieces:
-    """A tokenizer whose tokens are these bytes."""
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return b"".join((b"a", b"x\xc3", b"\xa4")[each] for each in ids).decode(errors="replace")
 
 
 def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string() -> None:

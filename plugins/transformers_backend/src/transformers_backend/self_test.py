@@ -140,7 +140,7 @@ class SelfTest:
             raise CapabilityError(verdict.refusal, capability="model")
 
     def forget(self) -> None:
-        """Try the model again before the next request: its weights were loaded anew."""
+        """Try the model again before the next request, because its weights were replaced."""
         self._verdicts = []
 
     def choose(
