@@ -68,7 +68,8 @@ class ChatRenderer:
     Attributes:
         backend: tokenizes and knows the special tokens.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
-        continue_final_message: whether a prompt may end with an assistant turn, which the answer then continues.
+        continue_final_message: whether a prompt may end with an assistant turn, which the answer then continues; None
+            lets the answer be a new turn after it.
         prefer_tokens: whether sampled turns keep their ids.
         template_kwargs: variables for the template, for all conversations.
         options: the other arguments of `render`.
@@ -76,7 +77,7 @@ class ChatRenderer:
 
     backend: Backend
     prompt: bool
-    continue_final_message: bool
+    continue_final_message: bool | None
     prefer_tokens: bool
     template_kwargs: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -123,7 +124,7 @@ class ChatRenderer:
         """Return the assistant turns that end a prompt, with their ids, and the prompts that cannot be continued."""
         begun: list[Message | None] = [None] * len(chats)
         problems: Problems = {}
-        if not self.prompt:
+        if not self.prompt or self.continue_final_message is None:
             return begun, problems
         if not self.continue_final_message:
             ended = [row for row, chat in enumerate(chats) if chat and chat[-1].role == "assistant"]

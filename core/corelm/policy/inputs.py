@@ -78,7 +78,7 @@ class InputReader:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefer_tokens: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = False
     tools_key: NestedKey | None = None
 
     @property

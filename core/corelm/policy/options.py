@@ -80,7 +80,8 @@ class PolicyOptions:
         continue_final_message: True continues a conversation that ends with an assistant turn: that turn is the
             beginning of the answer. The message in the history is the whole turn, and `response_parser` gets its whole
             text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
-            refuses a conversation that ends with an assistant turn.
+            refuses a conversation that ends with an assistant turn; None samples a new turn after it, as environments
+            need whose rows end at different times.
         tools_key: where the tools of each conversation are, if the TensorDict has this key: for each conversation a
             list of dicts, or None for those of `template_kwargs`. None reads none.
 
@@ -113,7 +114,7 @@ class PolicyOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_parser: ResponseParser | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = False
     tools_key: NestedKey | None = "tools"
 
     def __post_init__(self) -> None:
@@ -141,7 +142,7 @@ class PolicyOptions:
         # Copies, so that the caller's later changes to these dicts do not reach the policy.
         known = ("add_special_tokens", "parse_special")
         self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
-        validate.flag("continue_final_message", self.continue_final_message)
+        validate.one_of("continue_final_message", self.continue_final_message, (True, False, None))
         self._set("template_kwargs", dict(self.template_kwargs or {}))
         for name, instead in _NOT_FOR_TEMPLATES.items():
             if name in self.template_kwargs:
