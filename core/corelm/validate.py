@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -203,14 +204,57 @@ def subset(field: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) 
     return dict(given or {})
 
 
-def device(given: Any) -> torch.device | None:
-    """Return a `torch.device`, or None for None."""
+def device(given: Any, field: str = "device") -> torch.device | None:
+    """Return a `torch.device` that this process can use, or None for None."""
     import torch
 
+    if given is None:
+        return None
     try:
-        return None if given is None else torch.device(given)
+        found = torch.device(given)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise invalid("device", str(error)) from error
+        raise invalid(field, f"{shown(given)} is not a device of torch, such as 'cpu' or 'cuda:0': {error}") from error
+    if found.type in ("cpu", "meta"):
+        return found
+    # Whether there is an mps device is known to another module than torch.mps.
+    module: Any = torch.backends.mps if found.type == "mps" else getattr(torch, found.type, None)
+    if not callable(available := getattr(module, "is_available", None)):
+        return found
+    if not available():
+        raise invalid(field, f"torch finds no {found.type} device here, got {shown(str(given))}; give 'cpu'")
+    devices = module.device_count() if hasattr(module, "device_count") else None
+    if devices is not None and found.index is not None and found.index >= devices:
+        raise invalid(field, f"torch finds {devices} devices of the type {found.type}, numbered from 0; got {found}")
+    return found
+
+
+#: Names of dtypes in other libraries and configurations, and torch's own.
+_DTYPES = {
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "single", "full"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
+
+
+def dtype(given: Any, field: str = "dtype") -> torch.dtype | None:
+    """Return a floating-point `torch.dtype`, given it or its name; None for None and "auto".
+
+    >>> dtype("bfloat16")
+    torch.bfloat16
+    """
+    import torch
+
+    if given is None or given == "auto":
+        return None
+    name = given.strip().lower().removeprefix("torch.") if isinstance(given, str) else ""
+    found = getattr(torch, name, None) if isinstance(given, str) else given
+    if name in _DTYPES or not isinstance(found, torch.dtype) or not found.is_floating_point:
+        legal = ("float32", "bfloat16", "float16")
+        near = _DTYPES.get(name) or nearest(name, legal)
+        advice = f"give {field}={near!r}" if near else f"give {field}='auto' or one of {', '.join(map(repr, legal))}"
+        raise invalid(field, f"{shown(given)} is not a floating-point dtype of torch; {advice}")
+    return found
 
 
 def shown(given: Any) -> str:
@@ -219,6 +263,42 @@ def shown(given: Any) -> str:
         return reprlib.repr(given)
     except Exception:
         return f"a value of type {type(given).__name__}"
+
+
+def refuse_missing_path(field: str, given: Any) -> None:
+    """Refuse a text or path that names a file or folder that is not there, before anyone looks for it on a hub.
+
+    A text is meant as a path if it begins with ``.``, ``~`` or a separator, ends with one, has more than one, or if its
+    first part is a folder here. What else has one slash is a name on a hub, and an address has a scheme.
+    """
+    if not isinstance(given, (str, os.PathLike)) or os.path.exists(given):
+        return
+    name = os.fspath(given)
+    if not isinstance(name, str) or "://" in name:
+        return
+    first, slash, rest = name.replace("\\", "/").partition("/")
+    partly = bool(slash) and os.path.isdir(first)
+    begins = first in ("", ".", "..", "~") or name[0] in ".~"
+    on_hub = "\\" not in name and (not slash or (rest and "/" not in rest))
+    if isinstance(given, str) and on_hub and not (begins or partly):
+        return
+    home = os.path.expanduser(name)
+    if home != name and os.path.exists(home):
+        raise invalid(field, f"'~' is not expanded in {name!r}; give {home!r}")
+    there = os.path.abspath(name)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    inside = "" if os.path.isabs(name) else f" (looked for it in {os.getcwd()})"
+    near = nearest(os.path.relpath(os.path.abspath(name), there).split(os.sep)[0], _listed(there))
+    hint = f"; did you mean {os.path.join(there, near)!r}?" if near else f"; the path exists up to {there!r}"
+    raise invalid(field, f"there is no file or folder {name!r}{inside}{hint}")
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def invalid(field: str, message: str) -> InvalidRequestError:

@@ -47,7 +47,7 @@ def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
             {"max_new_tokens": 10},
             "3 tokens and max_new_tokens=10 do not fit the context of 12; give max_new_tokens=9",
         ),
-        (12, {}, "12 tokens leave no room for an answer in the context of 12; shorten the prompt"),
+        (12, {}, "12 tokens leave no room for an answer of max_new_tokens=256 in the context of 12; shorten"),
         (12, {"max_new_tokens": None}, "12 tokens leave no room for an answer"),
     ],
 )

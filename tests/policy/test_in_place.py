@@ -390,7 +390,7 @@ def test_a_new_answer_replaces_the_containers_of_an_earlier_one_and_leaves_the_r
 def test_a_new_answer_next_to_a_container_of_an_earlier_one_is_refused(backend, name):
     td = rollout(backend)
     policy = LLMPolicy(backend, sampling_params=SAMPLING, **{f"return_{name}": False})
-    td["history"].prompt = td["history"].full
+    td["history"].prompt = td["history"].full.append({"role": "user", "content": "And?"})
     before = contents(td)
     with pytest.raises(InvalidRequestError, match=f"'{name}' holds that of an earlier answer") as error:
         policy(td)

@@ -113,20 +113,26 @@ def test_rows_that_cannot_be_read_are_skipped(backend):
         assert "nothing was said" in scored["errors"][1] and scored["log_probs"].scored_mask[2].any()
 
 
-def test_a_failing_response_parser_loses_no_answer_when_rows_are_skipped(backend):
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("batching", [False, True])
+def test_a_response_parser_that_raises_on_one_answer_loses_no_answer(backend, on_error, batching):
     def parser(text):
-        if not text:
-            raise KeyError("empty")
-        return {"role": "assistant", "content": text}
+        if not seen:
+            seen.append(text)
+            raise KeyError("answer")
+        return {"role": "assistant", "content": f"parsed: {text}"}
 
+    seen = []
     chats = TensorDict(history=History.of([chat("Where?"), chat("Who")], (2,)))
-    policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False, response_parser=lambda text: {}["answer"])
-    with pytest.raises(InvalidRequestError, match="response_parser: row 0: KeyError") as error:
-        policy(chats)
-    assert error.value.rows == (0, 1)
-    out = policy.replace(on_error="skip")(chats)
-    assert all("KeyError" in text for text in out["errors"])
-    assert [c[-1].content for c in out["history"].full.chats] == out["text"].response
+    policy = LLMPolicy(
+        backend, sampling_params=SAMPLING, inplace=False, response_parser=parser, on_error=on_error, batching=batching
+    )
+    with pytest.warns(UserWarning, match="response_parser: row 0: KeyError"):
+        out = policy(chats, seed=3)
+    policy.cleanup_batching()
+    assert "KeyError" in out["errors"][0] and out["errors"][1] == ""
+    first, second = out["text"].response
+    assert [c[-1].content for c in out["history"].full.chats] == [first, f"parsed: {second}"]
 
 
 def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):

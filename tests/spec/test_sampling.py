@@ -80,7 +80,7 @@ def test_an_illegal_value_is_refused_by_name(field, value):
 def test_a_name_for_something_similar_is_refused_with_what_to_give_instead():
     with pytest.raises(InvalidRequestError, match="it counts the prompt too; give max_new_tokens"):
         SamplingParams.make(max_length=5)
-    with pytest.raises(InvalidRequestError, match="expected a SamplingParams or a mapping"):
+    with pytest.raises(InvalidRequestError, match="expected a SamplingParams of corelm or a mapping"):
         SamplingParams.make(5)
 
 

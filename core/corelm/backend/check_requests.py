@@ -34,11 +34,14 @@ def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: Sampl
     def too_long(tokens: int) -> str:
         left = (limit or 0) - tokens
         if new is None or left < 1:
-            return f"{tokens} tokens leave no room for an answer in the context of {limit}; shorten the prompt"
+            return (
+                f"{tokens} tokens leave no room for an answer of max_new_tokens={new} in the context of {limit}; "
+                "shorten the prompt, or give the policy truncation='left', which drops its first tokens"
+            )
         default = f" ({new} is the default)" if new == _DEFAULT_MAX_NEW_TOKENS else ""
         return (
             f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}; give max_new_tokens="
-            f"{left} or less, or shorten the prompt"
+            f"{left} or less, or shorten the prompt, or give the policy truncation='left', which drops its first tokens"
         )
 
     # Without a limit the answer fills the context, so there must be room for at least one token.
@@ -151,7 +154,8 @@ def generation_mode(
         return wanted
     if sampling.num_beams > 1:
         raise CapabilityError(
-            "beam search does not sample token by token, so its tokens have no log-probs; use logprobs='none'",
+            "beam search does not sample token by token, so its tokens have no log-probs; give the policy "
+            "return_log_probs=False, or backend.generate logprobs='none'",
             capability="num_beams",
         )
     if wanted in capabilities.generation_modes:

@@ -41,6 +41,11 @@ ENGINES = "corelm.engines"
 ALLOW_LIST = "CORELM_BACKENDS"
 DISTRIBUTION = "core"
 REQUIRED_HOOKS = ("generate", "score_logprobs")
+#: What people call a backend, and its name.
+_NICKNAMES = {
+    **dict.fromkeys(("hf", "huggingface", "hugging-face", "hugging_face", "torch", "pytorch", "peft"), "transformers"),
+    **dict.fromkeys(("sgl", "srt"), "sglang"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +265,24 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
     if name in extras:
         return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
     reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
-    near = nearest(name.lower(), sorted(reachable))
-    hint = f" Did you mean {near!r}?" if near else ""
+    near = _NICKNAMES.get(name.lower())
+    if near not in reachable:
+        near = nearest(name.lower(), sorted(reachable))
+    hint = f" Did you mean {near!r}?" if near else f" {_as_model(name, reachable)}"
     if near and near not in found.names:
         hint += f" It is not installed: {install_line(near)}."
     return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
+
+
+def _as_model(name: str, reachable: Iterable[str]) -> str:
+    """Return what to call if the name is a model or an address: the name of a backend comes first."""
+    if "://" in name:
+        return (
+            "If it is the address of a server, call get_backend('vllm', base_url=…) or "
+            "get_backend('sglang', base_url=…)."
+        )
+    first = "transformers" if "transformers" in reachable else next(iter(sorted(reachable)), "NAME")
+    return f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."
 
 
 def _faults(plugin: Any) -> Iterator[str]:

@@ -126,6 +126,9 @@ class RenderedRows:
     problems: dict[int, str]
 
 
+_ENDED = "the conversation ends with an assistant turn; add the turn that the answer replies to"
+
+
 def render_chats(
     backend: Backend, chats: Mapping[int, Chat], tools: Mapping[int, list[Any] | None], *, prompt: bool
 ) -> RenderedRows:
@@ -135,6 +138,9 @@ def render_chats(
         prompt: True for prompts to answer, which end with the generation prompt; False for conversations to score.
     """
     found = RenderedRows({}, {}, {})
+    if prompt:
+        found.problems.update({key: _ENDED for key, chat in chats.items() if chat and chat[-1].role == "assistant"})
+        chats = {key: chat for key, chat in chats.items() if key not in found.problems}
     named = {key: json.dumps(tools[key]) for key in chats}
     for _, alike in groupby(sorted(chats, key=named.__getitem__), key=named.__getitem__):
         _render(backend, list(alike), chats, tools, prompt, found)

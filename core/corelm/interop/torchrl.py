@@ -66,7 +66,8 @@ class EnvPolicy(TensorDictModuleBase):
                 "policy",
                 "num_samples adds a batch dimension, which the environment lacks; repeat the prompts instead",
             )
-        self.policy = _for_torchrl(policy)
+        # A row of an environment that has ended keeps its last turn, and is sampled on with the others.
+        self.policy = _for_torchrl(policy).replace(continue_final_message=None)
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -113,7 +113,14 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
 
 def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
     path = key_parts(key)[:-1]
-    container, here = find_entry(td, path)
+    try:
+        container, here = find_entry(td, path)
+    except MissingKeyError as error:
+        raise MissingKeyError(
+            f"{error}. To write it, score the same tokens: LLMPolicy(backend, input_mode='tokens', generate=False, "
+            f"log_probs_key={path[0] if len(path) == 1 else path!r})(td)",
+            field=str(key),
+        ) from None
     if not isinstance(container, LogProbs):
         raise InvalidRequestError(
             f"{path!r}: expected a LogProbs, got {type(container).__name__}; wrap your own log-probs in "

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,8 +22,10 @@ from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, TemplateError, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
 from corelm.policy.completions import are_completions, read_texts, unscorable, with_full
+from corelm.policy.conversations import ChatRenderer, tools_of
+from corelm.policy.mistakes import hint_for, input_hint
 from corelm.policy.rows import InputRows
 from corelm.policy.values import (
     PADS_ADVICE,
@@ -46,7 +47,6 @@ from corelm.policy.values import (
     unmasked,
 )
 from corelm.rendering.completions import Boundary
-from corelm.rendering.render import render
 from corelm.spec.records import Columns
 from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
@@ -83,6 +83,8 @@ class InputReader:
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefer_tokens: bool = True
     completion_boundary: Boundary = "joint"
+    continue_final_message: bool | None = False
+    tools_key: NestedKey | None = None
 
     @property
     def top(self) -> NestedKey:
@@ -136,23 +138,24 @@ class InputReader:
         if not isinstance(history, History):
             raise self._wrong(part, "a History (see History.from_chats)", history)
         shape = batch_of(td, tuple(history.batch_size), self.key(part))
-        apply = partial(
-            render,
-            tokenizer=backend.tokenizer,
-            tokenize=backend.tokenize,
-            add_generation_prompt=part == "prompt",
-            chat_template=self.chat_template,
-            template_kwargs=self.template_kwargs,
+        apply = ChatRenderer(
+            backend=backend,
+            prompt=part == "prompt",
+            continue_final_message=self.continue_final_message,
             prefer_tokens=self.prefer_tokens,
-            want_assistant=want_assistant,
-            eos_ids=backend.eos_token_ids,
+            template_kwargs=self.template_kwargs,
+            options={"chat_template": self.chat_template, "want_assistant": want_assistant},
         )
         chats, rendered = history.chats, None
-        problems: Problems = {}
+        tools = tools_of(td, self.tools_key, shape)
+        begun, problems = apply.begin(chats)
+        if on_error == "raise":
+            refuse(problems, ".".join(self.key(part)))
         while rendered is None:
             served = [row for row in range(len(chats)) if row not in problems]
+            own = None if tools is None else [tools[row] for row in served]
             try:
-                rendered = apply([chats[row] for row in served])
+                rendered = apply([chats[row] for row in served], own, [begun[row] for row in served])
             except (InvalidRequestError, TemplateError) as error:
                 if on_error == "raise" or not error.problems:
                     raise
@@ -164,6 +167,7 @@ class InputReader:
             ids=read.ragged(rendered.ids),
             texts=read.values(rendered.texts, ""),
             chats=chats,
+            begun=tuple(begun) if any(turn is not None for turn in begun) else None,
             assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
             retokenized=None if self.prefer_tokens else read.values(rendered.retokenized, False),
             problems=problems,
@@ -356,7 +360,8 @@ class InputReader:
             value = as_list(value)
         if value is None:
             raise MissingKeyError(
-                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}",
+                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}"
+                f"{input_hint(td, self.mode)}",
                 field=".".join(self.key(part)),
             )
         if isinstance(value, bare):
@@ -376,4 +381,5 @@ class InputReader:
 
     def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
         key = ".".join(self.key(part))
-        return InvalidRequestError(f"{key}: expected {expected}, got {kind_of(value)}", field=key)
+        hint = hint_for(value, ".".join(key_parts(self.top)), self.mode)
+        return InvalidRequestError(f"{key}: expected {expected}, got {kind_of(value)}{hint}", field=key)

@@ -17,9 +17,16 @@ from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.outputs import ResponseParser
 from corelm.rendering.completions import Boundary
 from corelm.spec.provenance import Mode
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
 
 Inplace = bool | Literal["empty"]
+#: Arguments of a tokenizer's `apply_chat_template` that the policy gives itself, and what to do instead.
+_NOT_FOR_TEMPLATES = {
+    "continue_final_message": "give the policy continue_final_message=True",
+    "add_generation_prompt": "generate=True prompts for an answer, generate=False scores whole conversations",
+    "chat_template": "give the policy chat_template=…",
+    "tokenize": "leave it out",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +83,15 @@ class PolicyOptions:
         completion_boundary: how prompt and response of a `Text` become ids. "joint", as in lm-eval: whitespace at the
             end of a prompt belongs to the response, both are tokenized as one text, and the response begins after as
             many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by itself.
-        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …).
+        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …). If
+            it raises, the message holds the plain text, `errors` says why, and a warning is shown.
+        continue_final_message: True continues a conversation that ends with an assistant turn: that turn is the
+            beginning of the answer. The message in the history is the whole turn, and `response_parser` gets its whole
+            text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
+            refuses a conversation that ends with an assistant turn; None samples a new turn after it, as environments
+            need whose rows end at different times.
+        tools_key: where the tools of each conversation are, if the TensorDict has this key: for each conversation a
+            list of dicts, or None for those of `template_kwargs`. None reads none.
 
     Raises:
         InvalidRequestError: an illegal value, or two that exclude each other; `field` names the option.
@@ -109,6 +124,8 @@ class PolicyOptions:
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     completion_boundary: Boundary = "joint"
     response_parser: ResponseParser | None = None
+    continue_final_message: bool | None = False
+    tools_key: NestedKey | None = "tools"
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, Keys):
@@ -139,7 +156,11 @@ class PolicyOptions:
         # Copies, so that the caller's later changes to these dicts do not reach the policy.
         known = ("add_special_tokens", "parse_special")
         self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
+        validate.one_of("continue_final_message", self.continue_final_message, (True, False, None))
         self._set("template_kwargs", dict(self.template_kwargs or {}))
+        for name, instead in _NOT_FOR_TEMPLATES.items():
+            if name in self.template_kwargs:
+                raise validate.invalid("template_kwargs", f"{name} is not a variable of the template; {instead}")
         self._set("device", validate.device(self.device))
         self._settle_samples(SamplingParams.make(self.sampling_params))
 
@@ -189,9 +210,7 @@ class PolicyOptions:
         """
         unknown = [name for name in changes if name not in OPTIONS]
         if unknown:
-            limits = {limit.name for limit in dataclasses.fields(Limits)}
-            hint = f"give batching=Limits({unknown[0]}=…)" if unknown[0] in limits else f"it has {', '.join(OPTIONS)}"
-            raise TypeError(f"a policy has no option {unknown[0]!r}; {hint}")
+            raise TypeError(f"a policy has no option {unknown[0]!r}; {self._instead_of(unknown[0], changes)}")
         if "keys" in changes:
             changes = {"log_probs_key": None, **changes}
         elif "log_probs_key" in changes:
@@ -203,6 +222,22 @@ class PolicyOptions:
             # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
         return dataclasses.replace(self, **changes)
+
+    def _instead_of(self, name: str, changes: Mapping[str, Any]) -> str:
+        """Return what to type instead of an option that a policy does not have."""
+        if name in {limit.name for limit in dataclasses.fields(Limits)}:
+            return f"give batching=Limits({name}=…)"
+        if ALIASES.get(name, name) in FIELDS:
+            # New sampling parameters replace all earlier ones.
+            neutral, own = SamplingParams(), self.sampling
+            kept = {field: getattr(own, field) for field in FIELDS if getattr(own, field) != getattr(neutral, field)}
+            kept.pop("do_sample", None)
+            meant = kept | {ALIASES.get(each, each): value for each, value in changes.items() if each not in OPTIONS}
+            return f"it is a sampling parameter: give sampling_params={meant}"
+        if name in NOT_OURS:
+            return NOT_OURS[name]
+        near = validate.did_you_mean(name, OPTIONS).removeprefix("; ")
+        return near or f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
 
     @property
     def _reads(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ An answer's text (cut before a stop string) and the message that it adds to a co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.backend.skipping import OnError
-from corelm.errors import Problems, refuse
+from corelm.errors import Problems, spelled_out
 from corelm.policy.rows import InputRows
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
@@ -33,7 +33,6 @@ def generated(
     *,
     fields: frozenset[str],
     parser: ResponseParser | None = None,
-    on_error: OnError = "raise",
     **layout: Any,
 ) -> ContainerRequest:
     """Return prompts and their answers. Every token of an answer is scored and the assistant's; no prompt is scored."""
@@ -46,12 +45,21 @@ def generated(
         asked = rows.texts or given_texts(rows.ids, backend)
         texts = Parts(asked, said, _joined(asked, said))
         if rows.chats is not None:
-            messages, problems = response_messages(said, batch, parser)
-            if on_error == "raise":
-                refuse(problems, "response_parser")
+            messages, problems = response_messages(said, batch, parser, rows.begun)
+            if problems:
+                # Not an error: the answers have been paid for, and those of the other rows are fine.
+                warnings.warn(
+                    f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, "
+                    "and 'errors' says why",
+                    stacklevel=2,
+                )
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
             replies = tuple((message,) for message in messages)
-            chats = Parts(rows.chats, replies, _joined(rows.chats, replies))
+            begun = rows.begun or (None,) * len(replies)
+            asked_before = tuple(
+                chat if turn is None else chat[:-1] for chat, turn in zip(rows.chats, begun, strict=True)
+            )
+            chats = Parts(rows.chats, replies, _joined(asked_before, replies))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
@@ -141,15 +149,22 @@ def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backe
 
 
 def response_messages(
-    texts: tuple[str, ...], batch: GenerateResult, parser: ResponseParser | None
+    texts: tuple[str, ...],
+    batch: GenerateResult,
+    parser: ResponseParser | None,
+    begun: tuple[Message | None, ...] | None = None,
 ) -> tuple[tuple[Message, ...], Problems]:
-    """Return one assistant message per answer, with the sampled ids, and the problems of answers that did not parse.
+    """Return one assistant message per answer, with its ids, and the problems of answers that did not parse.
 
-    The message of an answer that did not parse holds its plain text.
+    The message of an answer that did not parse holds its plain text. An answer that continues a turn, of which `begun`
+    holds the beginning, becomes one message with it.
     """
     messages, problems = [], {}
     for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):
         message = Message("assistant", text)
+        if begun is not None and (turn := begun[row]) is not None:
+            text, ids = (turn.content or "") + text, [*(turn.token_ids or ()), *ids]
+            message = replace(turn, content=text)
         if parser is not None:
             try:
                 message = Message.from_dict(parser(text))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, compiler
 
 from corelm import validate
 from corelm.backend.backend import Backend
@@ -21,6 +21,7 @@ from corelm.policy.calls import PolicyCalls
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.description import describe
 from corelm.policy.inputs import InputReader, Part
+from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, refuse_compiling
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored
 from corelm.policy.rows import InputRows, truncate_left
@@ -42,7 +43,7 @@ _READ_BY_TORCHRL = frozenset(
 )
 
 
-class LLMPolicy(PolicyCalls, TensorDictModuleBase):
+class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
 
     ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` do the same.
@@ -78,6 +79,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             raise validate.invalid("options", f"expected PolicyOptions or None, got {options!r}")
         if not isinstance(batching, (bool, Limits)):
             raise validate.invalid("batching", f"expected True, False or Limits, got {batching!r}")
+        if not isinstance(backend, str):
+            checked_backend(backend)
         self.options = options = (options or PolicyOptions()).replace(**changes)
         self._sampling, self._fields = options.sampling, options.fields
         self._reader = InputReader(
@@ -90,6 +93,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             tokenizer_kwargs=options.tokenizer_kwargs,
             prefer_tokens=options.prefer_tokens,
             completion_boundary=options.completion_boundary,
+            continue_final_message=options.continue_final_message,
+            tools_key=options.tools_key,
         )
         self.in_keys = [self._reader.key("prompt" if options.generate else "full")]
         self.out_keys = out_keys(options)
@@ -98,7 +103,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             backend = get_backend(backend, model)
         elif model is not None:
             raise validate.invalid("model", "this backend is already open; leave the model out, or pass a name")
-        self.backend = _batched(backend, batching) if batching else backend
+        opened = checked_backend(backend)
+        self.backend = _batched(opened, batching) if batching else opened
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +134,8 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
+        if compiler.is_compiling():
+            refuse_compiling()
         with self._bar(progress) as bar:
             rows, call = self._prepare(tensordict, seed, timeout, bar)
             if bar is not None:
@@ -143,8 +151,10 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
         A call whose results would have nowhere to go is refused here, before anything is sampled.
         """
         options = self.options
+        # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
+        self.backend.engine.hooks.require_here()
         if not isinstance(td, TensorDictBase):
-            raise validate.invalid("tensordict", f"expected a TensorDict, got {type(td).__name__}")
+            raise not_a_tensordict(td, options.input_mode)
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._read(td, "prompt" if options.generate else "full", want_assistant="masks" in self._fields)
@@ -199,7 +209,6 @@ class LLMPolicy(PolicyCalls, TensorDictModuleBase):
             self.backend,
             fields=self._fields,
             parser=self.options.response_parser,
-            on_error=self.options.on_error,
             pad_output=self.options.pad_output,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems
-from corelm.spec.message import Chat
+from corelm.spec.message import Chat, Message
 from corelm.spec.records import Columns, Parts
 from corelm.tensors.ragged import Ragged
 
@@ -27,6 +27,8 @@ class InputRows:
         ids: the prompts, or the whole sequences.
         texts: the texts that were tokenized; None where tokens were read.
         chats: the conversations that were rendered; None where no history was read.
+        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or None;
+            None where no answer continues a turn.
         assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
         prompt_lengths: int64[rows], if the input tells prompt and response apart.
         columns: the dense layout that the sequences came in.
@@ -42,6 +44,7 @@ class InputRows:
     ids: Ragged
     texts: tuple[str, ...] | None = None
     chats: tuple[Chat, ...] | None = None
+    begun: tuple[Message | None, ...] | None = None
     assistant: Ragged | None = None
     prompt_lengths: Tensor | None = None
     columns: Columns | None = None
@@ -72,6 +75,7 @@ class InputRows:
             ids=self.ids.repeat(n),
             texts=each(self.texts),
             chats=each(self.chats),
+            begun=each(self.begun),
             assistant=None if self.assistant is None else self.assistant.repeat(n),
             retokenized=each(self.retokenized),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,34 @@ ALIASES = {
     "beam_width": "num_beams",
 }
 
-#: Names that other libraries use for something close to one of ours, and what to give instead.
-NOT_OURS = {"max_length": "it counts the prompt too; give max_new_tokens", "best_of": "give num_samples and choose"}
+_LOG_PROBS = "a policy returns the log-probs of sampled tokens; its option log_probs_mode chooses which"
+_DISTRIBUTIONS = "core returns log-probs of the given tokens only; get_dist of a policy returns whole distributions"
+_OUTPUTS = "core always returns the same containers; choose them with the options return_… of the policy"
+#: Names that other libraries use for something that we do otherwise, and what to do instead.
+NOT_OURS = {
+    "max_length": "it counts the prompt too; give max_new_tokens",
+    "max_gen_toks": "give max_new_tokens",
+    "max_output_tokens": "give max_new_tokens",
+    "best_of": "give num_samples and choose",
+    "until": "give stop",
+    "logprobs": _LOG_PROBS,
+    "return_logprob": _LOG_PROBS,
+    "return_logprobs": _LOG_PROBS,
+    "output_logits": _LOG_PROBS,
+    "output_scores": _LOG_PROBS,
+    "top_logprobs": _DISTRIBUTIONS,
+    "top_logprobs_num": _DISTRIBUTIONS,
+    "prompt_logprobs": "a policy with generate=False scores prompts; leave it out",
+    "echo": "the fields prompt and full of the containers hold the prompt; leave it out",
+    "return_dict_in_generate": _OUTPUTS,
+    "return_full_text": "text.full holds the prompt and the answer; leave it out",
+    "pad_token_id": "prompts are not padded on their way to the engine, and pad_output=True pads with the tokenizer's "
+    "pad id; leave it out",
+    "eos_token_id": "the model's own EOS ids end an answer; give stop_token_ids for more, or ignore_eos=True",
+    "bos_token_id": "the tokenizer adds it; leave it out",
+    "stream": "call policy.stream(td) or policy.astream(td); leave it out",
+    "truncate_prompt_tokens": "give the policy truncation='left'",
+}
 
 #: Parameters that core handles itself or that every engine must honour. They are not looked up in
 #: ``Capabilities.sampling``.
@@ -62,10 +89,13 @@ class SamplingParams:
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
-        engine_kwargs: passed to the engine's own sampling call, unchecked by core.
+        engine_kwargs: passed to the engine's own sampling call. Core checks only that a name is not one of its own, or
+            one that would change what the engine returns.
+
+    Aliases such as `max_tokens` are understood.
 
     Raises:
-        InvalidRequestError: a value outside its range; `field` names it.
+        InvalidRequestError: an unknown name, or a value outside its range; `field` names it.
     """
 
     max_new_tokens: int | None = 256
@@ -135,6 +165,14 @@ class SamplingParams:
         put("engine_kwargs", dict(self.engine_kwargs))
         if odd := [name for name in self.engine_kwargs if not isinstance(name, str)]:
             raise invalid("engine_kwargs", f"expected names of parameters as keys, got {shown(odd[0])}")
+        for name, value in self.engine_kwargs.items():
+            own = ALIASES.get(name, name)
+            if own in FIELDS:
+                raise invalid(
+                    "engine_kwargs", f"{name} is a sampling parameter of core; give {own}={shown(value)} next to it"
+                )
+            if name in NOT_OURS:
+                raise invalid("engine_kwargs", f"{name} is not passed to engines: {NOT_OURS[name]}")
 
     def __hash__(self) -> int:
         # By value, like ==. The values in engine_kwargs need not be hashable; their names are.
@@ -162,7 +200,7 @@ class SamplingParams:
                 changes = {"temperature": None, "do_sample": None, **changes}
             return dataclasses.replace(value, **changes) if changes else value
         if value is not None and not isinstance(value, Mapping):
-            raise invalid("sampling_params", f"expected a SamplingParams or a mapping, got {shown(value)}")
+            raise invalid("sampling_params", f"expected a SamplingParams of corelm or a mapping, got {_foreign(value)}")
         return cls(**{**_canonical(value or {}), **changes})
 
     @property
@@ -209,7 +247,7 @@ def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
         key = ALIASES.get(name, name)
         if key not in FIELDS:
             hint = f"; {NOT_OURS[name]}" if name in NOT_OURS else did_you_mean(name, [*FIELDS, *ALIASES])
-            hint = hint or "; the engine's own parameters go into engine_kwargs"
+            hint = hint or "; if it is a parameter of the engine, give engine_kwargs={'" + str(name) + "': …}"
             raise invalid(str(name), f"unknown sampling parameter{hint}")
         if key in out and not _same(out[key], value):
             both = f"{source[key]}={shown(out[key])} and {name}={shown(value)}"
@@ -243,5 +281,30 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _foreign(value: Any) -> str:
+    """Return what `value` is, and, if it holds sampling parameters of another library, what to pass instead."""
+    kind = type(value)
+    set_here = getattr(value, "to_diff_dict", None)
+    if kind.__name__ == "GenerationConfig" and callable(set_here):
+        # transformers decodes greedily unless it is told to sample.
+        given = {"do_sample": False, **set_here()}
+        known = {name: each for name, each in given.items() if ALIASES.get(name, name) in FIELDS and each is not None}
+        return f"a GenerationConfig; pass a dict of what it sets: {known}"
+    if kind.__name__ == "SamplingParams":
+        return f"the SamplingParams of {kind.__module__.partition('.')[0]}; pass a dict of the parameters that you set"
+    return shown(value)
+
+
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
+_made = SamplingParams.__init__
+
+
+@functools.wraps(_made)
+def _make(self: SamplingParams, **given: Any) -> None:
+    # Aliases and misspelt names are the same mistakes here as in `make`.
+    _made(self, **(given if given.keys() <= _NAMES else _canonical(given)))
+
+
+_NAMES = frozenset(FIELDS)
+SamplingParams.__init__ = _make  # type: ignore[method-assign]
 _NEUTRAL = SamplingParams()

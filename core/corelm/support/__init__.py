@@ -10,6 +10,7 @@
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
+- `refuse_missing_path`, `torch_device`, `torch_dtype`: checks of a path and of options, before anything is opened.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.

@@ -12,6 +12,9 @@ from .deadline import opening_within as opening_within
 from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
 from .hints import did_you_mean as did_you_mean
+from .hints import refuse_missing_path as refuse_missing_path
+from .hints import torch_device as torch_device
+from .hints import torch_dtype as torch_dtype
 from .hints import why_unreadable as why_unreadable
 from .http import HttpClient as HttpClient
 from .http_errors import ABORTED as ABORTED

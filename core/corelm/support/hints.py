@@ -1,7 +1,12 @@
-"""Hints for error messages of plugins, the same as core's."""
+"""Hints for error messages of plugins, and checks of their options, the same as core's."""
 
-# Plugins take it from `corelm.support`.
+# Plugins take these from `corelm.support`.
+from corelm.validate import device as torch_device
 from corelm.validate import did_you_mean as did_you_mean
+from corelm.validate import dtype as torch_dtype
+from corelm.validate import refuse_missing_path as refuse_missing_path
+
+__all__ = ["did_you_mean", "refuse_missing_path", "torch_device", "torch_dtype", "why_unreadable"]
 
 
 def why_unreadable(error: Exception) -> str:

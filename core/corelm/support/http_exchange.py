@@ -195,6 +195,8 @@ class Exchange:
         for fault, advice in _TLS_FAULTS.items():
             if fault in str(error):
                 return EngineError(f"{told}; {advice}", usable=False)
+        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+            return TransientError(f"{told}; is the server running, and is this its address?", usable=False)
         if isinstance(error, _BROKEN):
             return TransientError(told, usable=False)
         if isinstance(error, httpx.TimeoutException):

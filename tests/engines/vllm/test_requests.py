@@ -124,9 +124,9 @@ def test_raw_log_probs_are_refused_with_a_grammar(shared: Backend) -> None:
     ("kwargs", "hint"),
     [
         ({"alowed_token_ids": [7]}, "allowed_token_ids"),
-        ({"temperature": 0.5}, "give it as temperature"),
-        ({"min_tokens": 3}, "give it as min_new_tokens"),
-        ({"logprobs": 5}, "corelm decides it"),
+        ({"temperature": 0.5}, "give temperature=0.5 next to it"),
+        ({"min_tokens": 3}, "give min_new_tokens=3 next to it"),
+        ({"logprobs": 5}, "log_probs_mode"),
     ],
 )
 def test_engine_kwargs_that_vllm_does_not_know_or_corelm_sets_are_refused(

@@ -75,8 +75,9 @@ def test_an_eos_outside_the_vocabulary_is_ignored(open_model: Open) -> None:
     ("options", "field"),
     [
         ({"dtpye": "float32"}, "dtpye"),
-        ({"dtype": "float32"}, "dtype"),
-        ({"device": "cpu"}, "device"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"dtype": "fp16"}, "dtype"),
+        ({"device": "meta"}, "device"),
         ({"attn_implementation": "eager"}, "attn_implementation"),
         ({"model_kwargs": {"revision": "main"}}, "model_kwargs"),
         ({}, "tokenizer"),
@@ -95,10 +96,51 @@ def test_a_model_of_the_wrong_type_is_refused(model: object) -> None:
         corelm.get_backend("transformers", model)
 
 
-def test_a_missing_folder_fails_with_the_error_of_transformers(tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as caught:
-        corelm.get_backend("transformers", tmp_path / "absent")
-    assert caught.value.__cause__ is not None
+def test_options_that_a_model_object_has_already_are_accepted() -> None:
+    options = {"dtype": "float32", "device": "cpu", "attn_implementation": "sdpa"}
+    with corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), **options):
+        pass
+    with pytest.raises(InvalidRequestError, match=r"convert it with model.to\(torch.bfloat16\), or leave dtype out"):
+        corelm.get_backend("transformers", tiny_model(), dtype=torch.bfloat16)
+
+
+def test_a_path_that_is_not_there_is_refused_without_asking_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "final").mkdir(parents=True)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    absent = ("./absent", "~/no-such-model", "runs/finl", "a/b/c", str(tmp_path / "absent"), tmp_path / "absent", "x/")
+    for path in absent:
+        with pytest.raises(InvalidRequestError, match="model: there is no file or folder") as caught:
+            corelm.get_backend("transformers", path)
+        assert caught.value.__cause__ is None and caught.value.field == "model"
+    with pytest.raises(InvalidRequestError, match=r"did you mean '.*runs/final'"):
+        corelm.get_backend("transformers", "runs/finl")
+    with pytest.raises(InvalidRequestError, match="tokenizer: there is no file or folder"):
+        corelm.get_backend("transformers", tiny_model(), tokenizer="./absent")
+
+
+def test_a_name_that_no_hub_has_is_one_error_without_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("absent-model is not a local folder\nand more lines")
+
+    for loader in ("AutoConfig", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"transformers.{loader}.from_pretrained", fail)
+    with pytest.raises(EngineError, match=r"'absent-model' is not a folder in .*: absent-model") as caught:
+        corelm.get_backend("transformers", "absent-model")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"dtype": "fp16"}, {"device": "gpu"}], ids=str)
+def test_a_device_or_dtype_that_is_not_here_is_refused_before_anything_is_loaded(
+    options: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(InvalidRequestError, match=r"give dtype='float16'|finds no cuda device|not a device") as caught:
+        corelm.get_backend("transformers", folder, **options)
+    assert caught.value.field == next(iter(options))
 
 
 def test_other_kinds_of_models_are_refused(open_model: Open) -> None:

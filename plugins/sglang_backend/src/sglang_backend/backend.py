@@ -20,7 +20,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import HttpClient, opening_within
+from corelm.support import HttpClient, opening_within, refuse_missing_path
 from sglang_backend import weights
 from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
 from sglang_backend.probing import probe_server
@@ -85,7 +85,7 @@ class SGLangBackend:
 
         Args:
             model: a folder or hub name.
-            base_url: ``http(s)://host:port`` of a running server, instead of a model.
+            base_url: ``http(s)://host:port`` of a running server, instead of a model; ``/v1`` at the end is ignored.
             tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer, in tokens; None to ask the server.
@@ -132,11 +132,12 @@ class SGLangBackend:
                 # Imported here because `launch` needs a POSIX system, and a server behind a URL does not.
                 from sglang_backend.launch import LaunchedServer
 
+                refuse_missing_path("model", model)
                 launched = LaunchedServer(os.fspath(model), server_args, env or {})
                 cleanup.callback(launched.close)
                 base_url, api_key = launched.base_url, launched.api_key
             client = HttpClient(
-                base_url,
+                base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
                 api_key,
                 key_variable=KEY_VARIABLE,
                 headers=headers,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import ALIASES, FIELDS, Range, SamplingParams
+from corelm.spec import Range, SamplingParams
 from corelm.support import skipped_texts
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
@@ -125,8 +125,9 @@ def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: fr
 
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
     for name in sampling.engine_kwargs:
-        own_name = ALIASES.get(name, name)
-        if own_name in FIELDS or name in SETTLED:
-            hint = f"give it as {own_name}" if own_name in FIELDS else "corelm decides it"
-            raise InvalidRequestError(f"engine_kwargs: {name!r} is not allowed here; {hint}", field="engine_kwargs")
+        if name in SETTLED:
+            raise InvalidRequestError(
+                f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
+                field="engine_kwargs",
+            )
     return dict(sampling.engine_kwargs)

@@ -79,8 +79,9 @@ class TransformersBackend:
             model: a folder or hub name, or a model object, PEFT-wrapped or not. An object keeps its device, dtype,
                 train/eval mode and `requires_grad`.
             tokenizer: a tokenizer, or a folder or hub name of one; None for the model's own.
-            dtype: None for the checkpoint's own.
-            device: None for the first GPU, or the CPU if there is no GPU.
+            dtype: None for the checkpoint's own. With a model object, the dtype that it has is accepted.
+            device: None for the first GPU, or the CPU if there is no GPU. With a model object, the device that it is on
+                is accepted.
             trust_remote_code: run Python code that comes with the model.
             attn_implementation: None for transformers' choice.
             max_batch_tokens: how many tokens share a forward pass, including padding and the answers to come. With
@@ -91,8 +92,8 @@ class TransformersBackend:
                 whether an acceleration causes a problem: the numbers must be the same.
 
         Raises:
-            InvalidRequestError: there is nothing to open, no tokenizer, or an option of loading was given with a model
-                object.
+            InvalidRequestError: there is nothing to open, a path or a device that is not there, no tokenizer, or an
+                option of loading that differs from what a model object is.
             CapabilityError: this backend cannot run the model.
         """
         if isinstance(model, (str, os.PathLike)):
@@ -106,13 +107,19 @@ class TransformersBackend:
                 model_kwargs=model_kwargs or {},
             )
         elif isinstance(model, nn.Module):
-            loading.refuse_loading_options(
-                dtype=dtype, device=device, attn_implementation=attn_implementation, model_kwargs=model_kwargs or None
+            loading.refuse_other_options(
+                model,
+                dtype=dtype,
+                device=device,
+                attn_implementation=attn_implementation,
+                model_kwargs=model_kwargs or {},
             )
             module = model
         else:
             raise InvalidRequestError(
-                f"model: expected a folder, a hub name or a model object, got {type(model).__name__}", field="model"
+                f"model: expected a folder, a hub name or a model object, got {type(model).__name__}; "
+                "call get_backend('transformers', 'PATH')",
+                field="model",
             )
         engine = CausalLM(module, loading.base_model(module))
         tokenizer = loading.load_tokenizer(tokenizer, engine.base, trust_remote_code)

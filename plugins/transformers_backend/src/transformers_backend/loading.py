@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.support import refuse_missing_path, torch_device, torch_dtype
 
 #: Options of `from_pretrained` that say where a configuration is found.
 _WHERE = frozenset({"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "subfolder"}) | {
@@ -31,13 +33,18 @@ def load_model(
     """Load a causal language model, or one that also reads images or sound and is used for text here.
 
     Raises:
+        InvalidRequestError: the path is not there, or this machine or torch has no such device or dtype.
         CapabilityError: transformers has no such model for this configuration.
+        EngineError: `path` is not a folder, and no hub has a model of that name.
     """
+    refuse_missing_path("model", path)
+    device = torch_device(device)
     options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
-    options["dtype"] = dtype or "auto"
+    options["dtype"] = torch_dtype(dtype) or "auto"
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    model: nn.Module = _model_class(path, options).from_pretrained(path, **options)
+    with _naming("model", path):
+        model: nn.Module = _model_class(path, options).from_pretrained(path, **options)
     if "device_map" in model_kwargs:
         return model
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -75,19 +82,56 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
     )
 
 
-def refuse_loading_options(**options: Any) -> None:
-    """Refuse every option that only applies while a model is loaded; None means "not given".
+@contextmanager
+def _naming(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the failure to load a name that is not a path into one error, without the chain of those of the hub."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.exists(path):
+            raise
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise EngineError(
+            f"{field}: {os.fspath(path)!r} is not a folder in {os.getcwd()}, and could not be loaded from a hub: "
+            f"{first}",
+            usable=False,
+        ) from None
+
+
+def refuse_other_options(
+    model: Any,
+    *,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    attn_implementation: str | None,
+    model_kwargs: Mapping[str, Any],
+) -> None:
+    """Refuse options of loading that differ from what the model object is already; None means "not given".
 
     Raises:
-        InvalidRequestError: an option was given with a model object.
+        InvalidRequestError: an option differs from the model's; `field` names it.
     """
-    given = [name for name, value in options.items() if value is not None]
-    if given:
+    wanted_dtype, wanted_device = torch_dtype(dtype), torch_device(device)
+    has, on = getattr(model, "dtype", None), getattr(model, "device", None)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if wanted_dtype is not None and wanted_dtype != has:
+        what = f"the model object is {has}; convert it with model.to({wanted_dtype}), or leave dtype out"
+        raise InvalidRequestError(f"dtype: {what}", field="dtype")
+    if wanted_device is not None and on is not None and not _same_device(wanted_device, on):
+        what = f"the model object is on {on}; move it with model.to({str(wanted_device)!r}), or leave device out"
+        raise InvalidRequestError(f"device: {what}", field="device")
+    if attn_implementation not in (None, attention):
+        what = f"the model object uses {attention!r}; call model.set_attn_implementation({attn_implementation!r})"
+        raise InvalidRequestError(f"attn_implementation: {what}, or leave it out", field="attn_implementation")
+    if model_kwargs:
         raise InvalidRequestError(
-            f"{', '.join(given)}: only used when a model is loaded, but a model object was passed; "
-            "set it on the model itself",
-            field=given[0],
+            "model_kwargs: only used when a model is loaded, but a model object was passed; leave it out",
+            field="model_kwargs",
         )
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index is None or one.index == (other.index or 0))
 
 
 def base_model(module: Any) -> Any:
@@ -127,4 +171,6 @@ def load_tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
         return given
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)
+    refuse_missing_path("tokenizer", given)
+    with _naming("tokenizer", given):
+        return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)

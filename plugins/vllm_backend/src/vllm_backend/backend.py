@@ -20,6 +20,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
+from corelm.support import refuse_missing_path
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import AsyncEngine, InProcessEngine
@@ -100,6 +101,7 @@ class VLLMBackend:
             _refuse_engine_options({"engine": engine, **engine_args}, server_options)
             options = _without_none(common | server_options)
             return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
+        refuse_missing_path("model", model)
         arguments = _without_none(common) | engine_args
         _check_engine_arguments(arguments)
         _refuse_server_options(server_options)

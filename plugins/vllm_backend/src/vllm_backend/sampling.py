@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import ALIASES, FIELDS, GenerateRequest, Range, SamplingParams
+from corelm.spec import GenerateRequest, Range, SamplingParams
 from corelm.support import RowError, StopStrings
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
@@ -139,8 +139,9 @@ def unspelt_stop(stop_reason: Any) -> RowError:
 
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
     for name in sampling.engine_kwargs:
-        own_name = ALIASES.get(name, name)
-        if own_name in FIELDS or name in SETTLED:
-            hint = f"give it as {own_name}" if own_name in FIELDS else "corelm decides it"
-            raise InvalidRequestError(f"engine_kwargs: {name!r} is not allowed here; {hint}", field="engine_kwargs")
+        if name in SETTLED:
+            raise InvalidRequestError(
+                f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
+                field="engine_kwargs",
+            )
     return dict(sampling.engine_kwargs)

@@ -1,0 +1,177 @@
+"""Conversations as rows of ids: each with its own tools, as a new turn or as the continuation of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from corelm.backend.backend import Backend
+from corelm.backend.skipping import renumbered
+from corelm.containers.keys import key_parts
+from corelm.errors import InvalidRequestError, Problems, TemplateError, refuse
+from corelm.policy.values import find_value
+from corelm.rendering.render import RenderedChats, render
+from corelm.spec.message import Chat, Message
+from corelm.tensors.ragged import Ragged
+from corelm.validate import as_list
+
+Tools = list[Any] | None
+_ENDED = (
+    "the conversation ends with an assistant turn; give the policy continue_final_message=True to continue that turn, "
+    "or add the turn that the next answer replies to"
+)
+
+
+def tools_of(td: TensorDictBase, key: NestedKey | None, shape: tuple[int, ...]) -> list[Tools] | None:
+    """Return the tools of each conversation, flat, or None if the TensorDict has none.
+
+    Raises:
+        InvalidRequestError: there is not one list of tools, or None, for each conversation.
+    """
+    value = None if key is None else find_value(td, key)
+    if key is None or value is None:
+        return None
+    field = ".".join(key_parts(key))
+
+    def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
+        if not sizes:
+            return [one]
+        one = as_list(one)
+        if not isinstance(one, list) or len(one) != sizes[0]:
+            found = f"{len(one)} of them" if isinstance(one, list) else type(one).__name__
+            raise InvalidRequestError(
+                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; if "
+                "it holds something else, give the policy tools_key=None",
+                field=field,
+            )
+        return [leaf for part in one for leaf in flat(part, sizes[1:])]
+
+    found = [as_list(one) for one in flat(value, shape)]
+    problems: Problems = {
+        row: f"expected a list of dicts or None, got {type(one).__name__}"
+        for row, one in enumerate(found)
+        if not (one is None or (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)))
+    }
+    refuse(problems, field)
+    # Tensordict's own lists are not JSON, and some templates write tools as JSON.
+    return [None if one is None else [dict(each) for each in one] for one in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRenderer:
+    """Renders conversations, as many at a time as are rendered in the same way.
+
+    Attributes:
+        backend: tokenizes and knows the special tokens.
+        prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
+        continue_final_message: whether a prompt may end with an assistant turn, which the answer then continues; None
+            lets the answer be a new turn after it.
+        prefer_tokens: whether sampled turns keep their ids.
+        template_kwargs: variables for the template, for all conversations.
+        options: the other arguments of `render`.
+    """
+
+    backend: Backend
+    prompt: bool
+    continue_final_message: bool | None
+    prefer_tokens: bool
+    template_kwargs: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def __call__(self, chats: Sequence[Chat], tools: Sequence[Tools] | None, begun: Sequence[Message | None]) -> Any:
+        """Return the `RenderedChats`.
+
+        Args:
+            tools: the tools of each conversation; None if no conversation has its own.
+            begun: for each conversation the turn to continue, as `begin` returned it, or None.
+
+        Raises:
+            InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+        """
+        groups: dict[tuple[bool, str], list[int]] = {}
+        for row in range(len(chats)):
+            own = "" if tools is None else repr(tools[row])
+            groups.setdefault((_goes_on(begun[row]), own), []).append(row)
+        if len(groups) <= 1:
+            return self._alike(chats, None if not tools else tools[0], begun)
+        parts = []
+        for rows in groups.values():
+            try:
+                shared = None if tools is None else tools[rows[0]]
+                parts.append(self._alike([chats[row] for row in rows], shared, [begun[row] for row in rows]))
+            except (InvalidRequestError, TemplateError) as error:
+                raise renumbered(error, torch.tensor(rows)) from error
+        places = [row for rows in groups.values() for row in rows]
+        order = sorted(range(len(places)), key=places.__getitem__)
+
+        def joined(get: Callable[[RenderedChats], Sequence[Any]]) -> tuple[Any, ...]:
+            values = [value for part in parts for value in get(part)]
+            return tuple(values[at] for at in order)
+
+        masks = [part.assistant for part in parts if part.assistant is not None]
+        return RenderedChats(
+            ids=Ragged.cat([part.ids for part in parts]).select(order),
+            assistant=Ragged.cat(masks).select(order) if len(masks) == len(parts) else None,
+            texts=joined(lambda part: part.texts),
+            retokenized=joined(lambda part: part.retokenized),
+        )
+
+    def begin(self, chats: Sequence[Chat]) -> tuple[list[Message | None], Problems]:
+        """Return the assistant turns that end a prompt, with their ids, and the prompts that cannot be continued."""
+        begun: list[Message | None] = [None] * len(chats)
+        problems: Problems = {}
+        if not self.prompt or self.continue_final_message is None:
+            return begun, problems
+        if not self.continue_final_message:
+            ended = [row for row, chat in enumerate(chats) if chat and chat[-1].role == "assistant"]
+            return begun, dict.fromkeys(ended, _ENDED)
+        for row, chat in enumerate(chats):
+            if not chat or chat[-1].role != "assistant":
+                continue
+            last = chat[-1]
+            if last.content is None or last.tool_calls:
+                problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
+                continue
+            ids = last.token_ids if self.prefer_tokens else None
+            if ids is None:
+                # As `render` reads what users typed: the text of a special token is ordinary characters.
+                encoded = self.backend.tokenize([last.content], add_special_tokens=False, parse_special=False)
+                ids = tuple(encoded.ids.tolist()[0])
+            while ids and ids[-1] in self.backend.eos_token_ids:
+                ids = ids[:-1]
+            begun[row] = replace(last, token_ids=ids)
+        return begun, problems
+
+    def _alike(self, chats: Sequence[Chat], tools: Tools, begun: Sequence[Message | None]) -> RenderedChats:
+        kwargs = self.template_kwargs if tools is None else {**self.template_kwargs, "tools": tools}
+        goes_on = bool(begun) and _goes_on(begun[0])
+        prefer_tokens = self.prefer_tokens
+        retokenized: tuple[bool, ...] | None = None
+        # An assistant turn without ids is begun by the generation prompt.
+        given = [chat[:-1] if turn is not None else chat for chat, turn in zip(chats, begun, strict=True)]
+        if goes_on:
+            # A conversation whose last turn has ids ends with the last of them.
+            if not prefer_tokens:
+                retokenized = tuple(any(turn.token_ids is not None for turn in chat) for chat in chats)
+                given = [tuple(replace(turn, token_ids=None) for turn in chat) for chat in given]
+                prefer_tokens = True
+            given = [(*chat, turn) for chat, turn in zip(given, begun, strict=True) if turn is not None]
+        rendered = render(
+            given,
+            tokenizer=self.backend.tokenizer,
+            tokenize=self.backend.tokenize,
+            eos_ids=self.backend.eos_token_ids,
+            add_generation_prompt=self.prompt and not goes_on,
+            template_kwargs=kwargs,
+            prefer_tokens=prefer_tokens,
+            **self.options,
+        )
+        return rendered if retokenized is None else replace(rendered, retokenized=retokenized)
+
+
+def _goes_on(turn: Message | None) -> bool:
+    return turn is not None and bool(turn.token_ids)

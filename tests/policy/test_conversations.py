@@ -1,0 +1,127 @@
+"""Conversations that end with an assistant turn, and conversations with tools of their own."""
+
+import pytest
+from tensordict import TensorDict
+from toy_backend import ByteTokenizer
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError
+from helpers.toy_prompts import SAMPLING, chat
+
+BEGUN = [*chat("Who?"), {"role": "assistant", "content": "I am"}]
+START = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+class ToolTokenizer(ByteTokenizer):
+    """Writes the names of the tools before the turns."""
+
+    def apply_chat_template(self, conversation, tools=None, **options):
+        text = super().apply_chat_template(conversation, **options)
+        return "".join(f"[{tool['function']['name']}]" for tool in tools or []) + text
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Yield a toy backend whose tokenizer writes tools."""
+    with corelm.get_backend("toy", tokenizer=ToolTokenizer()) as opened:
+        yield opened
+
+
+def policy_of(backend, **options):
+    return LLMPolicy(backend, sampling_params=SAMPLING, inplace=False, **options)
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_a_conversation_that_ends_with_the_assistant_is_refused_by_default(backend, batching):
+    policy = policy_of(backend, batching=batching)
+    td = TensorDict(history=History.from_chats([chat("Hi"), BEGUN]))
+    with pytest.raises(InvalidRequestError, match=r"row 1: .*ends with an assistant turn.*continue_final_message=True"):
+        policy(td)
+    out = policy.replace(on_error="skip")(td)
+    policy.cleanup_batching()
+    assert out["errors"][0] == "" and "assistant turn" in out["errors"][1]
+    assert policy.replace(generate=False)(td)["log_probs"].full  # scoring reads whole conversations
+
+
+@pytest.mark.parametrize("prefer_tokens", [True, False])
+def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
+    policy = policy_of(backend, continue_final_message=True, prefer_tokens=prefer_tokens)
+    td = TensorDict(history=History.from_chats([chat("Hi"), BEGUN]))
+    out = policy(td, seed=1)
+    assert out["text"].prompt == [START.format("Hi"), START.format("Who?") + "I am"]
+    full = out["history"].full.chats
+    assert [[turn.role for turn in each] for each in full] == [["user", "assistant"]] * 2
+    assert full[1][-1].content == "I am" + out["text"].response[1] == out["history"].response.chats[1][0].content
+    ids = out["tokens"]
+    assert list(full[1][-1].token_ids) == [*b"I am", *ids.response[1].tolist()]
+    assert out["history"].prompt.to_chats()[1] == BEGUN
+    alone = policy(TensorDict(history=History.from_chats([chat("Hi")])), seed=1)
+    assert alone["tokens"].response[0].tolist() == ids.response[0].tolist()
+    scored = policy.replace(generate=False)(TensorDict(history=out["history"].full))
+    if prefer_tokens:
+        assert scored["tokens"].full[1].tolist() == ids.full[1].tolist()
+
+
+def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
+    short = policy_of(backend, continue_final_message=True).replace(sampling_params={"max_new_tokens": 3, "seed": 5})
+    first = short(TensorDict(history=History.from_chats([chat("Where?")])))
+    again = short(TensorDict(history=first["history"].full))
+    if first["finish_reason"][0] == "length":
+        assert again["tokens"].prompt[0].tolist() == first["tokens"].full[0].tolist()
+    assert len(again["history"].full.chats[0]) == 2
+    samples = short.replace(num_samples=2)(TensorDict(history=first["history"].full))
+    assert [len(each) for each in samples["history"].full.chats] == [2, 2]
+
+
+def test_an_empty_turn_is_begun_and_a_turn_that_calls_tools_is_refused(backend):
+    policy = policy_of(backend, continue_final_message=True)
+    empty = [*chat("Hi"), {"role": "assistant", "content": ""}]
+    out = policy(TensorDict(history=History.from_chats([empty])))
+    assert out["text"].prompt == [START.format("Hi")] and len(out["history"].full.chats[0]) == 2
+    calls = [*chat("Hi"), {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    with pytest.raises(InvalidRequestError, match="row 0: its last turn calls tools"):
+        policy(TensorDict(history=History.from_chats([calls])))
+
+
+def test_a_response_parser_reads_the_whole_turn(backend):
+    seen = []
+    policy = policy_of(
+        backend,
+        continue_final_message=True,
+        response_parser=lambda text: seen.append(text) or {"role": "assistant", "content": text},
+    )
+    policy(TensorDict(history=History.from_chats([BEGUN])))
+    assert seen[0].startswith("I am")
+
+
+@pytest.mark.parametrize("name", ["continue_final_message", "add_generation_prompt", "chat_template"])
+def test_what_the_policy_tells_the_template_itself_is_refused_in_template_kwargs(backend, name):
+    with pytest.raises(InvalidRequestError, match=f"template_kwargs: {name} is not a variable of the template; "):
+        LLMPolicy(backend, template_kwargs={name: True})
+
+
+@pytest.mark.parametrize("tools", [[TOOLS, None], [None, TOOLS], [TOOLS, TOOLS]])
+def test_each_conversation_has_its_own_tools(backend, tools):
+    td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=tools)
+    for generate in (True, False):
+        out = policy_of(backend, generate=generate)(td, **({"seed": 1} if generate else {}))
+        texts = out["text"].prompt if generate else out["text"].full
+        assert [text.startswith("[weather]") for text in texts] == [each is not None for each in tools]
+        assert "Hi" in texts[0] and "Ho" in texts[1]
+    off = policy_of(backend, tools_key=None)(td)
+    assert not any(text.startswith("[") for text in off["text"].prompt)
+
+
+def test_tools_of_one_conversation_replace_those_of_all(backend):
+    policy = policy_of(backend, template_kwargs={"tools": [{"function": {"name": "shared"}}]})
+    td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=[TOOLS, None])
+    assert [text[:6] for text in policy(td)["text"].prompt] == ["[weath", "[share"]
+
+
+@pytest.mark.parametrize(("tools", "said"), [([TOOLS], r"each of the \(2,\)"), (["f", "g"], "row 0: expected a list")])
+def test_tools_that_do_not_fit_the_conversations_are_refused(backend, tools, said):
+    td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=tools)
+    with pytest.raises(InvalidRequestError, match=said):
+        policy_of(backend)(td)

@@ -1,0 +1,210 @@
+"""What users of other libraries type, and that the message tells them what to type instead."""
+
+import os
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictSequential
+from transformers import GenerationConfig
+
+import corelm
+from corelm import History, LLMPolicy, SamplingParams
+from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError, MissingKeyError
+from corelm.kl import ImportanceCorrection
+from helpers.toy_prompts import SAMPLING, chat
+
+CHATS = [chat("Hi"), chat("Ho")]
+IDS = torch.tensor([[72, 105]])
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "batching"])
+def policy_of(request, backend):
+    """Return a function that makes a policy on the toy backend, with and without batching."""
+    made = []
+
+    def make(**options):
+        made.append(LLMPolicy(backend, batching=request.param, **{"sampling_params": SAMPLING, **options}))
+        return made[-1]
+
+    yield make
+    for policy in made:
+        policy.cleanup_batching()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, r"got None; pass get_backend\('transformers', 'PATH'\)"),
+        (torch.nn.Linear(1, 1), r"got a Linear; pass get_backend\('transformers', model, tokenizer=tokenizer\)"),
+    ],
+)
+@pytest.mark.parametrize("batching", [False, True])
+def test_what_is_not_a_backend_is_refused_with_the_call_that_opens_one(given, said, batching):
+    with pytest.raises(InvalidRequestError, match=said) as error:
+        LLMPolicy(given, batching=batching)
+    assert error.value.field == "backend"
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "said"),
+    [
+        (["Hello"], "text", r"got list; pass TensorDict\(text=\['Hello'\]\)$"),
+        (["Hello"], "history", r"pass TensorDict\(text=\['Hello'\]\) to a policy with input_mode='text'"),
+        ("Hello", "text", r"got str; pass TensorDict\(text=\['Hello'\]\)$"),
+        ([{"role": "user", "content": "Hi"}], "history", r"pass TensorDict\(history=History.from_chats\("),
+        ({"text": ["Hello"]}, "text", r"got dict; pass TensorDict\(…\) of the mapping"),
+        ({"input_ids": IDS}, "text", r"pass TensorDict\(input_ids=batch\['input_ids'\]\) to a policy .*'tokens'"),
+        (IDS, "tokens", r"got Tensor; pass TensorDict\(tokens=…\)$"),
+    ],
+)
+def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(policy_of, given, mode, said):
+    with pytest.raises(InvalidRequestError, match=said):
+        policy_of(input_mode=mode)(given)
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize(
+    ("held", "mode", "said"),
+    [
+        ({"prompt": ["Hi"]}, "history", "'prompt' holds texts: give the policy input_mode='text', input_key='prompt'"),
+        ({"prompt": ["Hi"]}, "text", "'prompt' holds texts: give the policy input_key='prompt'"),
+        ({"query": ["Hi"]}, "tokens", "'query' holds texts: give the policy input_mode='text', input_key='query'"),
+        ({"query": IDS}, "tokens", "'query' holds token ids: give the policy input_key='query'"),
+        ({"input_ids": IDS}, "text", "'input_ids' holds token ids: give the policy input_mode='tokens'$"),
+        ({"messages": CHATS}, "history", r"pass TensorDict\(history=History.from_chats\(messages\)\)$"),
+        ({"messages": CHATS}, "text", "from_chats\\(messages\\)\\), and give the policy input_mode='history'"),
+        ({"history": History.from_chats(CHATS)}, "text", "'history' holds .*: give the policy input_mode='history'"),
+        ({"text": ["Hi"]}, "history", "'text' holds texts: give the policy input_mode='text'$"),
+    ],
+)
+def test_an_input_under_another_key_is_named_with_the_options_that_read_it(policy_of, held, mode, said, generate):
+    with pytest.raises(MissingKeyError, match=said):
+        policy_of(input_mode=mode, generate=generate)(TensorDict(held))
+
+
+def test_the_options_in_the_message_read_the_input(policy_of):
+    assert policy_of(input_mode="text", input_key="query")(TensorDict(query=["Hi"]))["text"].response
+    with pytest.raises(InvalidRequestError, match="give the policy input_mode='text', input_key='history'"):
+        policy_of()(TensorDict(history=["Hi"]))
+
+
+def test_a_device_that_is_not_here_is_refused_when_the_policy_is_made(policy_of, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidRequestError, match="device: torch finds no cuda device here"):
+        policy_of(device="cuda")
+
+
+@pytest.mark.parametrize("move", [lambda p: p.to("cuda"), lambda p: p.half(), lambda p: p.cuda(), lambda p: p.float()])
+def test_moving_a_policy_says_where_device_and_dtype_are_given(policy_of, move):
+    with pytest.raises(InvalidRequestError, match=r"has no weights .* policy.replace\(device=…\)"):
+        move(policy_of())
+    TensorDictSequential(policy_of()).to("cpu")  # a module that holds a policy can be moved
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("top_logprobs", "get_dist"),
+        ("logprobs", "log_probs_mode"),
+        ("until", "give stop"),
+        ("pad_token_id", "leave it out"),
+        ("eos_token_id", "stop_token_ids"),
+        ("prompt_logprobs", "generate=False"),
+        ("stream", "policy.stream"),
+    ],
+)
+def test_parameters_of_other_libraries_are_refused_everywhere_with_what_to_do(backend, name, said):
+    for sampling in ({name: 1}, {"engine_kwargs": {name: 1}}):
+        with pytest.raises(InvalidRequestError, match=said):
+            LLMPolicy(backend, sampling_params=sampling)
+    with pytest.raises(InvalidRequestError, match=said):
+        SamplingParams(**{name: 1})
+    with pytest.raises(TypeError, match=said):
+        LLMPolicy(backend, **{name: 1})
+
+
+def test_our_own_parameters_are_refused_in_engine_kwargs(backend):
+    with pytest.raises(InvalidRequestError, match="give num_beams=2 next to it"):
+        LLMPolicy(backend, sampling_params={"engine_kwargs": {"num_beams": 2}})
+    with pytest.raises(InvalidRequestError, match="give max_new_tokens=3 next to it"):
+        SamplingParams(engine_kwargs={"max_tokens": 3})
+
+
+def test_beam_search_with_log_probs_names_the_option_of_the_policy():
+    from corelm.backend.check_requests import generation_mode
+
+    with (
+        corelm.get_backend("toy") as toy,
+        pytest.raises(CapabilityError, match="give the policy return_log_probs=False"),
+    ):
+        generation_mode("raw", SamplingParams(num_beams=2), toy.capabilities, "toy")
+
+
+def test_sampling_params_take_aliases_and_suggest_names():
+    assert SamplingParams(max_tokens=3, n=2) == SamplingParams(max_new_tokens=3, num_samples=2)
+    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(InvalidRequestError, match="are the same parameter; give one"):
+        SamplingParams(max_tokens=3, max_new_tokens=4)
+
+
+def test_a_generation_config_is_refused_with_the_dict_to_pass(backend):
+    with pytest.raises(InvalidRequestError, match="a GenerationConfig; pass a dict of what it sets: ") as error:
+        LLMPolicy(backend, sampling_params=GenerationConfig(max_new_tokens=3))
+    assert SamplingParams.make(eval(str(error.value).partition("it sets: ")[2])) == SamplingParams(
+        max_new_tokens=3, do_sample=False
+    )
+
+
+def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(backend):
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 4\}"):
+        LLMPolicy(backend, max_new_tokens=4)
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3})
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 3, 'temperature': 0.5\}"):
+        policy.replace(temperature=0.5)
+    with pytest.raises(TypeError, match="did you mean 'pad_output'"):
+        LLMPolicy(backend, pad_outputs=True)
+    with pytest.raises(TypeError, match="get_backend"):
+        LLMPolicy(backend, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("length", [400, 5000])
+def test_a_prompt_that_is_too_long_names_both_ways_out(policy_of, length):
+    policy = policy_of(input_mode="text", sampling_params={})
+    with pytest.raises(InvalidRequestError, match=r"max_new_tokens=256.*truncation='left'"):
+        policy(TensorDict(text=["x" * length]))
+    assert policy.replace(truncation="left")(TensorDict(text=["x" * length]))["text"].response
+
+
+def test_an_importance_correction_without_its_input_names_the_call_that_makes_it(policy_of):
+    td = policy_of(input_mode="text")(TensorDict(text=["Hi"]))
+    with pytest.raises(MissingKeyError, match="generate=False, log_probs_key='train_log_probs'"):
+        ImportanceCorrection()(td)
+    policy_of(input_mode="tokens", generate=False, log_probs_key="train_log_probs")(td)
+    assert "importance_weights" in ImportanceCorrection()(td).keys()
+
+
+def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):
+    with pytest.raises(InvalidRequestError, match=r"torch\.compile cannot compile an LLMPolicy"):
+        torch.compile(policy_of(input_mode="text"), backend="eager")(TensorDict(text=["Hi"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_policy_in_a_forked_child_says_to_open_a_backend_there(policy_of):
+    policy = policy_of(input_mode="text")
+    policy(TensorDict(text=["Hi"]))
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            policy(TensorDict(text=["Hi"]))
+        except BackendClosedError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    assert said.endswith("which this one is a fork of; call get_backend in this process")
