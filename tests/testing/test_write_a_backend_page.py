@@ -1,4 +1,7 @@
-"""docs/write-a-backend.md leads to a green run: its files and its Python, taken from the page, run as they stand."""
+"""docs/write-a-backend.md leads to a green run: its files and its Python, taken from the page, run as they stand.
+
+So does the Python of docs/conformance.md.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import venv
 import zipfile
 from pathlib import Path
@@ -109,3 +113,16 @@ def test_what_is_declared_and_not_done_is_found(
 def test_what_is_declared_and_done_is_green(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, changed(FILES["dice_backend.py"], DECLARE, HONOUR))
     result.stdout.fnmatch_lines([COUNTS[1]])
+
+
+def test_the_reference_of_the_kit_is_one_file_that_runs(
+    pytester: pytest.Pytester, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pytester.path / "tiny-model").symlink_to(tiny_model)
+    monkeypatch.chdir(pytester.path)
+    file, *methods = Page(PAGE.path.with_name("conformance.md")).blocks("py")
+    pytester.makepyfile(test_conformance="\n".join([file, *(textwrap.indent(method, "    ") for method in methods)]))
+    selected = "something_of_mine or does_not_depend_on_the_other_rows or test_every_log_prob or engine_kwargs"
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", selected)
+    outcomes = result.parseoutcomes()
+    assert outcomes.get("passed", 0) >= 1 and not {"failed", "error", "errors"} & set(outcomes), outcomes
