@@ -1,6 +1,6 @@
 """What a user of the installed wheels does first: list the backends, open one, generate, score. No pytest is here.
 
-    PYTHONPATH=examples python .ci/smoke.py CHECKOUT
+    python .ci/smoke.py CHECKOUT
 
 Fails if a module comes from the checkout instead of from the wheels.
 """
@@ -14,7 +14,7 @@ import torch
 
 import corelm
 import transformers_backend
-from tiny import build_tiny
+from corelm.examples.tiny import build_tiny
 
 checkout = Path(sys.argv[1]).resolve()
 for package in (corelm, transformers_backend):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from tiny import build_tokenizer, read_chats
+from corelm.examples.tiny import Chat, build_tokenizer, read_chats
 
 #: Vocabulary size, width and number of layers.
 Shape = tuple[int, int, int]
@@ -51,7 +47,6 @@ def tokenizer() -> Any:
     return build_tokenizer("\n".join(turn["content"] for chat in dialogues() for turn in chat))
 
 
-def dialogues() -> list[list[dict[str, Any]]]:
+def dialogues() -> list[Chat]:
     """Return short conversations, as messages with role and content."""
-    found: list[list[dict[str, Any]]] = read_chats()
-    return found
+    return read_chats()

@@ -44,9 +44,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import corelm
 from corelm import Backend, History, LLMPolicy, LogProbs
+from corelm.examples.tiny import build_tiny
 from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggregate, k1, mismatch_report
 from grpo_report import Report
-from tiny import build_tiny
 
 #: The questions, and the word that a right answer ends with.
 QUESTIONS = {

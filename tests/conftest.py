@@ -73,6 +73,6 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the demo's tiny model, trained for 60 steps."""
-    from tiny import build_tiny
+    from corelm.examples.tiny import build_tiny
 
     return build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=60, progress=False)

@@ -8,6 +8,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,25 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     page.run()
+
+
+@pytest.mark.parametrize("number", range(len(Page(ROOT / "README.md").blocks("python"))))
+def test_a_block_of_the_readme_runs_alone(number, tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "tiny-model").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(Page(ROOT / "README.md").blocks("python")[number], "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_readme_shows_no_python_that_is_not_run():
+    assert not Page(ROOT / "README.md").blocks("py")
+
+
+def test_every_command_that_a_page_shows_names_a_file_that_exists():
+    for page in [*PAGES, *ROOT.glob("plugins/*/README.md")]:
+        for path in re.findall(r"\bpython ([\w/.-]+\.py)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: python {path}"
+        for module in re.findall(r"\bpython -m (corelm[\w.]*)", page.read_text()):
+            assert find_spec(module), f"{page.name}: python -m {module}"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import configparser
 import email
+import json
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -61,7 +64,8 @@ def sdist_names(built: Path, name: str) -> set[str]:
 def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     names = sdist_names(built, "core")
     assert {name.partition("/")[0] for name in names} <= {
-        *("core", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore")
+        *("core", "docs", "examples", "pyproject.toml", "PKG-INFO", ".gitignore"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
     }
     assert {
         "core/corelm/__init__.py",
@@ -82,7 +86,7 @@ def test_the_wheel_of_core_holds_only_the_package(built):
         for path in (ROOT / "core/corelm").rglob("*.py*")
         if path.suffix in (".py", ".pyi")
     }
-    assert sources <= names and "corelm/py.typed" in names
+    assert sources <= names and {"corelm/py.typed", "corelm/examples/dialogues.txt"} <= names
     assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -150,6 +154,69 @@ def test_the_metadata_says_which_python_and_which_licence(built, name):
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == corelm.__version__
+
+
+# What the README says about installing --------------------------------------------------------------------------------
+
+INSTALL_LINES = re.findall(r"^pip (install .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def empty_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """Write a wheel that holds nothing but metadata."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that pip uses as an index: strangers have `core` and a plugin, in higher versions than ours."""
+    folder = tmp_path_factory.mktemp("index")
+    for requirement in pins().values():
+        ((_, version),) = [(each.operator, each.version) for each in requirement.specifier]
+        empty_wheel(folder, requirement.name.replace("-", "_"), version)
+    empty_wheel(folder, "core", "99.0", "Provides-Extra: transformers\n")
+    empty_wheel(folder, "core_transformers_backend", "99.0")
+    return folder
+
+
+def would_install(folder: Path, index: Path, arguments: list[str]) -> dict[str, str]:
+    """Return the versions that pip would install into an empty environment, by name."""
+    report = index / "report.json"
+    command = [sys.executable, "-m", "pip", "--isolated", *arguments, "--dry-run", "--ignore-installed", "--quiet"]
+    command += ["--no-index", "--find-links", str(index), "--no-build-isolation", "--report", str(report)]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    chosen = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    return {canonicalize_name(each["name"]): each["version"] for each in chosen}
+
+
+def test_a_stranger_with_our_name_would_win_by_name(built, index):
+    chosen = would_install(built, index, ["install", "--find-links", ".", "core[transformers]"])
+    assert chosen["core"] == "99.0"
+
+
+@pytest.mark.parametrize("line", INSTALL_LINES)
+def test_the_lines_of_the_readme_install_our_core(line, built, index, tmp_path):
+    (tmp_path / "wheels").symlink_to(built)
+    chosen = would_install(tmp_path if "wheels/" in line else ROOT, index, shlex.split(line))
+    assert chosen["core"] == chosen["core-transformers-backend"] == corelm.__version__
+    assert {"torch", "transformers", "typer"} <= set(chosen)  # Both bring the plugin's engine and the command.
+
+
+def test_the_readme_has_a_line_for_a_checkout_and_one_for_wheels():
+    assert len(INSTALL_LINES) == 2
+
+
+@pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
+def test_an_index_page_shows_no_link_that_leads_nowhere(built, name):
+    page = metadata_of(built, name).get_payload()
+    assert len(page) > 500
+    assert [target for target in re.findall(r"\]\(([^)]+)\)", page) if "://" not in target] == []
 
 
 def pins(name: str = "cpu.txt") -> dict[str, Requirement]:

@@ -30,6 +30,9 @@ Problems = dict[int, str]
 #: How many lines a message spells out. The error's `problems` hold all of them.
 _SPELLED_OUT = 5
 
+#: Characters of a text of others, for example of an engine's error, that a message in the log repeats.
+_LONGEST = 300
+
 
 class CoreLMError(Exception):
     """Root of every error raised on purpose by `corelm` and its plugins.
@@ -176,6 +179,17 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def brief(text: str) -> str:
+    r"""Return `text` as one printable line of at most 300 characters, for a message in the log.
+
+    >>> brief("two\nlines")
+    'two\\nlines'
+    """
+    # Cut first: an error may repeat megabytes of a reply.
+    line = printable(text[:_LONGEST])
+    return line if len(text) <= _LONGEST and len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
 def refuse(problems: Mapping[int, str], field: str) -> None:

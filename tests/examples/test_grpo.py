@@ -20,9 +20,9 @@ from tensordict import TensorDict
 
 import corelm
 import grpo_tiny
+from corelm.examples.tiny import build_tiny
 from grpo_tiny import CLIP, GRPO, QUESTIONS, Options
 from helpers.oracle import answer_logprobs
-from tiny import build_tiny
 
 SOME = list(QUESTIONS)[:4]
 

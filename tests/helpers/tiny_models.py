@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tiny import build_tokenizer, read_chats
+from corelm.examples.tiny import build_tokenizer, read_chats
 
 VOCAB = 512
 CONTEXT = 512

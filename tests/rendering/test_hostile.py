@@ -86,7 +86,7 @@ def test_a_stop_string_that_cannot_be_encoded_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from tiny import build_tiny
+    from corelm.examples.tiny import build_tiny
 
     folder = build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=2, progress=False)
     with corelm.get_backend("transformers", str(folder), dtype="float32") as opened:

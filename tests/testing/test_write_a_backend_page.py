@@ -1,8 +1,18 @@
-"""docs/write-a-backend.md leads to a green run: its files and its Python, taken from the page, run as they stand."""
+"""docs/write-a-backend.md leads to a green run: its files and its Python, taken from the page, run as they stand.
+
+So does the Python of docs/conformance.md.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +25,9 @@ pytest_plugins = "pytester"
 
 PAGE = Page(Path(__file__).parents[2] / "docs" / "write-a-backend.md")
 FILES = {re.match(r"# (\S+)", block)[1]: block for block in PAGE.blocks("py")}
-NAMES = dict(re.search(r'^(\w+) = "(.*)"', block, re.MULTILINE).groups() for block in PAGE.blocks("toml"))
+#: Backend → its pyproject.toml, and the class that its entry point names.
+PROJECTS = {re.search(r'^name = "(\w+)-backend"', block, re.MULTILINE)[1]: block for block in PAGE.blocks("toml")}
+NAMES = {name: re.search(rf'^{name} = "(.*)"', block, re.MULTILINE)[1] for name, block in PROJECTS.items()}
 #: The changes of step 3, as (before, after): declare `top_k`, then honour it.
 DECLARE, HONOUR = (
     ["".join(re.findall(rf"^[ {sign}](.*\n)", block, re.MULTILINE)) for sign in ("-", "+")]
@@ -47,6 +59,44 @@ def test_the_parrot_does_what_the_page_says(
     PAGE.run()
 
 
+@pytest.mark.parametrize("name", ["parrot", "dice"])
+def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_model: Path) -> None:
+    environment, project = tmp_path / "environment", tmp_path / name
+    venv.create(environment)
+    python = environment / "bin" / "python"
+    # The new environment has what this one has, core included, and pip cannot write there.
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    (packages / "tests.pth").write_text("\n".join(path for path in sys.path if path))
+    project.mkdir()
+    (project / "pyproject.toml").write_text(PROJECTS[name])
+    (project / f"{name}_backend.py").write_text(FILES[f"{name}_backend.py"])
+    if name == "dice":
+        (project / "test_conformance.py").write_text(FILES["test_conformance.py"])
+    (project / "tiny-model").symlink_to(tiny_model)
+    # The page's command; the build requirement and core are there already, and tests use no index.
+    install = [sys.executable, "-m", "pip", "--isolated", "--python", python, "install", "-e", "."]
+    run_in(project, *install, "--no-build-isolation", "--no-index")
+    listed = run_in(project, python, "-m", "corelm", "backends")
+    assert re.search(rf"^ *{name}\b.*", listed, re.MULTILINE), listed
+    opened = f"import corelm; corelm.get_backend({name!r}, 'tiny-model').close(); print('opened')"
+    assert run_in(project, python, "-c", opened) == "opened\n"
+    # What others install holds the plugin, and not its tests or a model.
+    run_in(project, sys.executable, "-m", "hatchling", "build", "-t", "wheel")
+    (wheel,) = project.glob("dist/*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert [path for path in file.namelist() if "dist-info" not in path] == [f"{name}_backend.py"]
+
+
+def run_in(folder: Path, *command: object) -> str:
+    """Run a command in a folder, outside of any checkout, and return what it prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, FILES["dice_backend.py"])
     result.stdout.fnmatch_lines([COUNTS[0]])
@@ -63,3 +113,16 @@ def test_what_is_declared_and_not_done_is_found(
 def test_what_is_declared_and_done_is_green(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, changed(FILES["dice_backend.py"], DECLARE, HONOUR))
     result.stdout.fnmatch_lines([COUNTS[1]])
+
+
+def test_the_reference_of_the_kit_is_one_file_that_runs(
+    pytester: pytest.Pytester, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pytester.path / "tiny-model").symlink_to(tiny_model)
+    monkeypatch.chdir(pytester.path)
+    file, *methods = Page(PAGE.path.with_name("conformance.md")).blocks("py")
+    pytester.makepyfile(test_conformance="\n".join([file, *(textwrap.indent(method, "    ") for method in methods)]))
+    selected = "something_of_mine or does_not_depend_on_the_other_rows or test_every_log_prob or engine_kwargs"
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", selected)
+    outcomes = result.parseoutcomes()
+    assert outcomes.get("passed", 0) >= 1 and not {"failed", "error", "errors"} & set(outcomes), outcomes

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from corelm.errors import described
+from corelm.errors import brief, described
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,10 @@ class Aborts:
         Args:
             under_way: returns whether their call has not ended yet.
         """
+        names = tuple(names)
+        _log.info("aborting %d requests", len(names))
         with self._lock:
-            self._requests.append((tuple(names), under_way))
+            self._requests.append((names, under_way))
             self._added.set()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -71,7 +73,7 @@ class Aborts:
                 self._abort(tuple(name for names, _ in requests for name in names))
             except BaseException as error:
                 # These requests then go on, and their answers are dropped.
-                _log.info("aborting %d requests failed: %s", len(requests), described(error))
+                _log.info("aborting %d requests failed: %s", len(requests), brief(described(error)))
                 with self._lock:
                     self._requests = [request for request in self._requests if request not in requests]
             self._added.wait(_AGAIN)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
+from corelm.backend.call_log import log_abort
 from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
@@ -368,6 +369,7 @@ class Backend(AnswerStreams):
         Raises:
             CapabilityError: the engine cannot abort.
         """
+        log_abort(self.name, len(request_ids))
         self.engine.abort(request_ids)
 
     def close(self) -> None:

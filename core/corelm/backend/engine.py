@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -16,10 +17,12 @@ from torch import Tensor
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_as_interrupted, interrupted, patience
 from corelm.backend.waits import seconds
-from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
 from corelm.validate import invalid, shown
+
+_log = logging.getLogger(__name__)
 
 
 class OpenEngine:
@@ -167,6 +170,7 @@ class OpenEngine:
             return error
 
         loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+        _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
 
     def require(self, capability: str, why: str) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from corelm.errors import EngineError, described, is_interrupt, is_main_thread
+from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def settle(future: Future[Any], result: Any = None, *, error: BaseException | No
         # concurrent.futures logs what a callback raises, but lets through what is not an Exception.
         if is_interrupt(failure):
             raise
-        _log.error("a callback of a request raised %s", described(failure), exc_info=failure)
+        _log.error("a callback of a request raised %s", brief(described(failure)), exc_info=failure)
     return True
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
 from corelm.backend.registering import registered
 from corelm.backend.retries import retrying, unless, until
@@ -180,9 +181,10 @@ class EngineHooks:
         end = None if timeout is None else time.monotonic() + timeout
         serve = partial(self._serve, hook, request, finish, fill, failed, end)
         attempt = partial(self._attempt, hook, request, serve, end, attended)
-        if self._retry is None or hook not in RETRIED:
-            return attempt()
-        return until(end, unless(delivered, self._retry))(attempt)
+        with logged(self._name, hook, request):
+            if self._retry is None or hook not in RETRIED:
+                return attempt()
+            return until(end, unless(delivered, self._retry))(attempt)
 
     def alone(self, function: Callable[[], T]) -> T:
         """Return what the function returns. It is called while no call is in the engine."""
@@ -242,8 +244,10 @@ class EngineHooks:
         self.closed = True
 
     def _release(self) -> None:
-        if self._release_claim.acquire(blocking=False) and self.implements("close"):
-            self._ask("close", CloseRequest())
+        if self._release_claim.acquire(blocking=False):
+            if self.implements("close"):
+                self._ask("close", CloseRequest())
+            log_closed(self._name)
 
     def _attempt(
         self,

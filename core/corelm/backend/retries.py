@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import tenacity
 
+from corelm.backend.call_log import log_retry
 from corelm.errors import EngineError
 from corelm.validate import invalid, shown
 
@@ -21,13 +22,14 @@ def retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying
         return None
     if isinstance(retry, tenacity.Retrying):
         # Raise the last error itself instead of tenacity's wrapper of it.
-        return retry.copy(reraise=True)
+        return retry.copy(reraise=True, before_sleep=retry.before_sleep or log_retry)
     if isinstance(retry, bool) or not isinstance(retry, int) or retry < 1:
         raise invalid("retry", f"expected an integer of at least 1 or a tenacity.Retrying, got {shown(retry)}")
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(retry),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=10),
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, EngineError) and error.usable is not False),
+        before_sleep=log_retry,
         reraise=True,
     )
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable
+
+from corelm.errors import brief
+
+_log = logging.getLogger(__name__)
 
 #: How many states of the weights keep their label. An owner may switch to and fro, for example an adapter on and off.
 _REMEMBERED = 16
@@ -39,6 +44,9 @@ class Weights:
         with self._mutex:
             known = self._labels.pop(state, None)
             label = known or (self.next_label() if self._labels else self.label)
+            if label != self.label:
+                told = "the weights were changed by their owner: %s are in force, after %s"
+                _log.info(told, brief(label), brief(self.label))
             self._used.add(label)
             self._labels[state] = self.label = label
             while len(self._labels) > _REMEMBERED:

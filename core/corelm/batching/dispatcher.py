@@ -22,7 +22,7 @@ from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.queued_call import QueuedCall, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, QueueFullError, described
+from corelm.errors import BackendClosedError, CoreLMError, EngineError, QueueFullError, described
 
 T = TypeVar("T")
 
@@ -224,10 +224,7 @@ class Dispatcher:
             # Before the call is queued: the system may have no room for the timers' thread.
             if call.timeout is not None:
                 call.end = now + call.timeout
-                late = BackendTimeoutError(
-                    f"backend {self.engine.name!r}: the timeout passed before the engine answered"
-                )
-                call.timer = self._timers.call_at(call.end, partial(settle, call.future, error=late))
+                call.timer = self._timers.call_at(call.end, partial(call.expire, self.engine.name))
             self.queue.add(call, now)
             self.pending[call.future] = call
             self._work.notify()

@@ -5,6 +5,7 @@ The result is checked as a whole. If it is wrong, the call has failed, and `bise
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
@@ -18,6 +19,8 @@ from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityErr
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+
+_log = logging.getLogger(__name__)
 
 Result = GenerateResult | ScoreResult | Exception
 
@@ -51,9 +54,10 @@ def ask_together(
     Raises:
         CoreLMError: the call failed for all of them; see `EngineHooks.call`.
     """
+    hook, name = calls[0].hook, calls[0].engine.name
+    _log.debug("%s: a batch of %d requests for %s, %d rows", name, len(calls), hook, sum(call.rows for call in calls))
     if len(calls) == 1:
         return [calls[0].run(timeout, attended)]
-    hook = calls[0].hook
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
     def finish(batch: Any) -> list[Result]:

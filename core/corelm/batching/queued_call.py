@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from corelm.backend.futures import settle
 from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.scheduling import Ticket
 from corelm.batching.timers import Timer
 from corelm.errors import BackendTimeoutError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -37,6 +41,16 @@ class QueuedCall(Ticket):
     end: float | None = field(default=None, init=False)
     timer: Timer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
+
+    def expire(self, name: str) -> None:
+        """Fail the request, because its timeout has passed, unless it has an answer.
+
+        Args:
+            name: the name of the backend.
+        """
+        late = BackendTimeoutError(f"backend {name!r}: the timeout passed before the engine answered")
+        if settle(self.future, error=late):
+            _log.info("%s: a request timed out after %.3g s in the batcher or the engine", name, self.timeout)
 
     def delivered(self) -> bool:
         """Return whether the caller has been given tokens before the result."""

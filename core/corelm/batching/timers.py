@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from corelm.backend.futures import start
 from corelm.backend.waits import LONGEST
-from corelm.errors import described
+from corelm.errors import brief, described
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Timers:
                 try:
                     function()
                 except BaseException as error:
-                    _log.error("a timer raised %s", described(error), exc_info=error)
+                    _log.error("a timer raised %s", brief(described(error)), exc_info=error)
             del timer, function
 
     def _due(self) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import tenacity
 
+from corelm._version import __version__
 from corelm.backend.backend import Backend
+from corelm.backend.call_log import abilities, place
 from corelm.backend.registry import check_options, load_backend, open_error
 from corelm.errors import CoreLMError, is_interrupt
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
+
+_log = logging.getLogger(__name__)
 
 
 def get_backend(
@@ -53,6 +59,7 @@ def get_backend(
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
     check_options(plugin, info, model, options)
+    started = time.monotonic()
     try:
         opened = plugin.open(model, **options)
     except CoreLMError:
@@ -62,7 +69,7 @@ def get_backend(
             raise
         raise open_error(info, error) from error
     try:
-        return Backend.from_plugin(
+        backend = Backend.from_plugin(
             opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
         )
     except BaseException:
@@ -70,6 +77,16 @@ def get_backend(
         with suppress(Exception):
             opened.close(CloseRequest())
         raise
+    _log.info(
+        "%s: opened %s in %.3g s with %s, core %s: %s",
+        name,
+        place(backend.model_name) or "an engine",
+        time.monotonic() - started,
+        info.label,
+        __version__,
+        abilities(backend.capabilities),
+    )
+    return backend
 
 
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:

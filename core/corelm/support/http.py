@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
 
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError, brief
 from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
@@ -121,7 +121,7 @@ class HttpClient:
             stop=tenacity.stop_after_attempt(max_retries + 1),
             wait=lambda state: max(_BACKOFF(state), _asked_to_wait(state)),
             retry=tenacity.retry_if_exception_type(TransientError),
-            before_sleep=_log_retry,
+            before_sleep=partial(_log_retry, self.secrets),
             sleep=sleep,
             reraise=True,
         )
@@ -382,5 +382,6 @@ def _asked_to_wait(state: tenacity.RetryCallState) -> float:
     return _failed_with(state).retry_after
 
 
-def _log_retry(state: tenacity.RetryCallState) -> None:
-    _log.warning("%s; trying again in %.1f s", _failed_with(state), state.upcoming_sleep)
+def _log_retry(secrets: Secrets, state: tenacity.RetryCallState) -> None:
+    failure = brief(secrets.masked(str(_failed_with(state))))
+    _log.warning("%s; trying again in %.1f s", failure, state.upcoming_sleep)

@@ -27,6 +27,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 from torch.utils import _pytree as pytree
 
+from corelm.errors import brief
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.stacks import Field, Shape, nested, stack_objects, stack_rows
 
@@ -194,7 +195,7 @@ def _lazy_class(ordinary: type[TensorDictBase]) -> Any:
         with torch.device("cpu"):
             failed = _trial(lazy, ordinary)
     except Exception as error:  # of any kind: this is only about speed
-        failed = repr(error)
+        failed = brief(repr(error))
     if failed is None:
         return lazy
     _log.warning(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, brief
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fingerprint import fingerprint
@@ -228,7 +228,7 @@ class SelfTest:
             type(self._engine.base).__name__,
             way,
             columns,
-            fault,
+            brief(fault),
             f"{record.refuted} tokens or more are run in a slower way" if record.refuted else "a slower way is used",
         )
 

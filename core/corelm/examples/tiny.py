@@ -1,27 +1,33 @@
 """A tiny language model: tokenizer and weights, trained in seconds from a text in this folder.
 
-    python examples/tiny.py tiny-model
+    python -m corelm.examples.tiny tiny-model
 
 The model memorises some forty short dialogues and knows nothing else. It is still a real model: a Qwen2 with a
 byte-level BPE tokenizer and a chat template, saved in the format that every engine loads.
+
+Making it needs transformers, which is imported by the functions and not with this module.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-DIALOGUES = Path(__file__).parent / "data" / "dialogues.txt"
+from corelm.errors import BackendNotInstalledError, CoreLMError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+DIALOGUES = Path(__file__).parent / "dialogues.txt"
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -51,7 +57,14 @@ def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFas
     """Train a byte-level BPE on `text`, with ChatML's special tokens and a template that marks the assistant's turns.
 
     The tokenizer has at most `vocab_size` entries; a short text gives fewer.
+
+    Raises:
+        BackendNotInstalledError: transformers is not installed.
     """
+    _require_transformers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,8 +90,16 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
     """Train a tiny Qwen2 on the shipped dialogues and save it, with its tokenizer, to the folder `path`.
 
     The same `steps` and `seed` give the same model; the global generators of torch and Python are not changed.
+
+    Raises:
+        BackendNotInstalledError: transformers is not installed.
+        InvalidRequestError: `path` is a file, or a folder that is not empty.
     """
     path, chats = Path(path), read_chats()
+    _refuse_used(path)
+    _require_transformers()
+    from tqdm import tqdm
+
     tokenizer = build_tokenizer("\n".join(f"{turn['role']}\n{turn['content']}" for chat in chats for turn in chat))
     rng = random.Random(seed)
     with torch.random.fork_rng(devices=[]), _one_thread():
@@ -98,6 +119,25 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
     return path
 
 
+def _refuse_used(path: Path) -> None:
+    # The model of another project would be overwritten: its files have the same names.
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InvalidRequestError(
+            f"path: {str(path)!r} exists already, and nothing is overwritten; choose another folder, or use the model "
+            "in this one if that is the one you want",
+            field="path",
+        )
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise BackendNotInstalledError(
+            'the tiny model is made with transformers: pip install "transformers>=5.5,<6"'
+        ) from error
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Use one thread: matrices this small are computed faster by a single thread."""
@@ -110,6 +150,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=1024,
@@ -134,10 +176,32 @@ def _batch(
 ) -> dict[str, Tensor]:
     """Return `rows` conversations of one or two dialogues each, so that the model learns changes of subject."""
     conversations = [list(chain.from_iterable(rng.sample(chats, rng.randint(1, 2)))) for _ in range(rows)]
-    batch = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
+    batch: Any = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return {**batch, "labels": labels}
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m corelm.examples.tiny",
+        description="Train a tiny language model in seconds and save it to a new folder. transformers has to be "
+        "installed.",
+    )
+    parser.add_argument("path", nargs="?", default="tiny-model", help="the new folder (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    terminal = sys.stderr.isatty()
+    try:
+        _require_transformers()
+        if not terminal:
+            # A log cannot show the bar that transformers draws while it saves a model.
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
+        path = build_tiny(options.path, progress=terminal)
+    except (CoreLMError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(f"saved to {path}; open it with corelm.get_backend('transformers', {str(path)!r})")
+
+
 if __name__ == "__main__":
-    print(f"saved to {build_tiny(sys.argv[1] if len(sys.argv) > 1 else 'tiny-model')}")
+    main()

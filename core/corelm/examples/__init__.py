@@ -1,0 +1,1 @@
+"""What users can run without a checkout: ``python -m corelm.examples.tiny``."""
