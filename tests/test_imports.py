@@ -76,6 +76,7 @@ SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 #: Private names of other libraries that a package uses, as "package: name", and why no public name does.
 THIRD_PARTY = {
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
+    "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",

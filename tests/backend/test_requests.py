@@ -76,7 +76,7 @@ def hand_made(values, lengths) -> Ragged:
         (lambda: torch.ones(1, 2, dtype=torch.int64).to_sparse(), "a sparse_coo tensor"),
         (lambda: [[1], torch.ones(2, dtype=torch.int64, device="meta")], "row 1: expected a list of token ids"),
         (lambda: [[1], torch.ones(2, dtype=torch.int64).to_sparse()], "row 1: expected a list of token ids"),
-        (lambda: np.array([["a"]]), "expected an array of integers"),
+        (lambda: np.array([["a"]]), "row 0: expected a list of token ids"),
         (lambda: hand_made([1], torch.tensor([1])), "a list, which is not a tensor"),
         (lambda: hand_made(torch.tensor([1]), [1]), "a list, which is not a tensor"),
         (lambda: hand_made(torch.tensor([1, 3]), torch.tensor([1.5, 0.5])), "one integer per length"),

@@ -59,7 +59,7 @@ def test_threads_get_the_same_results_as_without_a_batcher(mode):
         def prompt(n):
             if mode == "text":
                 return TensorDict(text=[QUESTIONS[n % 4]], batch_size=[1])
-            return TensorDict(tokens=torch.tensor([[n % 256, 65 + n % 7]]), batch_size=[1])
+            return TensorDict(tokens=torch.tensor([[1 + n % 255, 65 + n % 7]]), batch_size=[1])
 
         with ThreadPoolExecutor(16) as pool:
             outs = list(pool.map(lambda n: shared(prompt(n), seed=n), range(48)))

@@ -11,7 +11,7 @@ import corelm
 from corelm import LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError, TokenBoundaryWarning
 from corelm.kl import KLComputation
-from tiny import build_tokenizer, read_chats
+from corelm.examples.tiny import build_tokenizer, read_chats
 
 PROMPTS, RESPONSES = ["The cat ", "The sea"], ["is on", " comes and goes"]
 

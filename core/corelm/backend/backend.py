@@ -80,8 +80,8 @@ class Backend(AnswerStreams):
     def weight_version(self) -> str:
         """The label of the weights in force, "0" until they first change.
 
-        It changes with `update_weights` and `weights_changed`. If the engine runs a model that its owner trains in
-        place, and notices that (see its README), it counts up with each change.
+        `update_weights` and `weights_changed` change it. An engine that notices that the owner of its model trains it
+        in place (see its README) counts up with each change.
         """
         return self.engine.weight_version
 
@@ -351,8 +351,7 @@ class Backend(AnswerStreams):
     def weights_changed(self, version: str | None = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
 
-        Use it for changes that the engine cannot notice. It waits for the calls under way, and the engine empties its
-        caches.
+        Use it for changes that the engine cannot notice. It waits for calls under way; the engine empties its caches.
 
         Args:
             version: the label of these weights; None counts up from the last label.
@@ -391,8 +390,7 @@ class Backend(AnswerStreams):
         try:
             self._end(kind is None)
         except BackendTimeoutError:
-            # The error that ends the block is more important than that the engine is released later.
-            if kind is None:
+            if kind is None:  # else the error that ends the block is more important
                 raise
 
     def _end(self, well: bool) -> None:

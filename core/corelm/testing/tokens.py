@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 import corelm
-from corelm import Backend, LLMPolicy
+from corelm import Backend, LLMPolicy, Tokens
 from corelm.testing.base import ConformanceBase, needs
 
 TEXTS = ["Where is the cat?", "a", "two\nlines, and  two spaces", "naïve café, 猫 🐈", "{'x': [1, 2.5]}"]
@@ -62,7 +62,7 @@ class TokenPromises(ConformanceBase):
                 return_log_probs=False,
             )
             given = torch.tensor(prompts)
-            out = policy(TensorDict(tokens=given, batch_size=[len(prompts)]))
+            out = policy(TensorDict(tokens=given, attention_mask=torch.ones_like(given), batch_size=[len(prompts)]))
             assert corelm.ragged(out, ("tokens", "prompt")).tolist() == prompts
             assert [row[:6] for row in corelm.ragged(out, ("tokens", "full")).tolist()] == prompts
 
@@ -70,7 +70,7 @@ class TokenPromises(ConformanceBase):
     def test_scored_ids_come_back_unchanged(self, backend: Backend) -> None:
         rows = self._odd_prompts(backend)
         policy = LLMPolicy(backend, input_mode="tokens", generate=False)
-        out = policy(TensorDict(tokens=torch.tensor(rows), batch_size=[len(rows)]))
+        out = policy(TensorDict(tokens=Tokens.from_rows(full=rows), batch_size=[len(rows)]))
         assert corelm.ragged(out, ("tokens", "full")).tolist() == rows
 
     @needs("per_answer_seeds")
