@@ -55,8 +55,7 @@ def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, sh
     td = rollout(backend, mode, shape, pad)
     td["reward"] = torch.ones(shape)
     before, keys = contents(td), set(td.keys())
-    # The text of an answer has no special tokens, so it has to be read as tokens to be the same.
-    scorer = LLMPolicy(backend, input_mode="history" if mode == "history" else "tokens", generate=False)
+    scorer = LLMPolicy(backend, input_mode=mode, generate=False)
     assert scorer(td) is td and set(td.keys()) == keys
     after = contents(td)
     kept = [key for key in before if key[0] != "log_probs"]

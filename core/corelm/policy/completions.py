@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -19,9 +19,12 @@ from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import Text, Tokens
 from corelm.errors import InvalidRequestError, Problems, TokenBoundaryWarning, first_few, refuse
 from corelm.policy.rows import InputRows
-from corelm.policy.values import batch_of, leaves, nested_field
+from corelm.policy.values import batch_of, differing_rows, leaves, nested_field
 from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, Boundary, encode_completions
 from corelm.rendering.render import Tokenize
+
+if TYPE_CHECKING:
+    from corelm.backend.backend import Backend
 
 _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
 
@@ -117,6 +120,37 @@ def with_full(tokens: Tokens, key: str) -> Tokens:
     return Tokens(
         prompt=prompt, response=response, full=torch.cat([prompt, response], -1), batch_size=tokens.batch_size
     )
+
+
+def spelled_by(
+    held: Any, read: InputRows, sampled: InputRows, at: Collection[int], backend: Backend, options: Mapping[str, Any]
+) -> bool:
+    """Return whether a text was sampled as these ids: its prompt's own ids, and ids that decode to its response.
+
+    Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings.
+
+    Args:
+        held: the value that is read; only a `Text` with a prompt and a response can tell.
+        read: the whole texts, tokenized.
+        sampled: the ids, split into prompts and responses.
+        at: the rows to look at.
+        backend: tokenizes and decodes.
+        options: how prompts are tokenized.
+    """
+    parts = sampled.tokens
+    if not isinstance(held, Text) or not {"prompt", "response"} <= set(held.keys()) or parts.prompt is None:
+        return False
+    rows = torch.tensor(sorted(at), dtype=torch.int64)
+    prompts, responses = ([_leaves(each)[0][row] for row in rows.tolist()] for each in (held.prompt, held.response))
+    if not_texts(prompts) or not_texts(responses) or read.texts is None:
+        return False
+    if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
+        return False
+    if differing_rows(parts.prompt.select(rows), backend.tokenize(prompts, **options).ids):
+        return False
+    assert parts.response is not None
+    decoded = (backend.detokenize(parts.response.select(rows), skip_special_tokens=skip) for skip in (True, False))
+    return all(response in spellings for response, spellings in zip(responses, zip(*decoded, strict=True), strict=True))
 
 
 def unscorable(rows: InputRows) -> Problems:

@@ -23,7 +23,7 @@ from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
-from corelm.policy.completions import are_completions, read_texts, unscorable, with_full
+from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full
 from corelm.policy.conversations import ChatRenderer, tools_of
 from corelm.policy.mistakes import hint_for, input_hint
 from corelm.policy.rows import InputRows
@@ -107,8 +107,9 @@ class InputReader:
     ) -> InputRows:
         """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
 
-        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, the sequences keep the
-        layout and the split of those tokens, so that two scorings of one batch line up; if not, `conflicts` says where.
+        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was sampled as
+        those ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one
+        batch line up; if not, `conflicts` says where.
 
         Args:
             td: the TensorDict to read.
@@ -129,7 +130,7 @@ class InputReader:
         else:
             rows = self._texts(td, part, backend, on_error)
         own = self.mode == "tokens" and self.input_key is None
-        return rows if part == "prompt" or own else self._as_it_stands(td, rows)
+        return rows if part == "prompt" or own else self._as_it_stands(td, rows, backend)
 
     def _chats(
         self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool, on_error: OnError
@@ -245,7 +246,7 @@ class InputReader:
         shown = two_dimensional(as_mask(assistant, "masks.all_assistant_mask")).cpu()
         return replace(rows, assistant=ids.with_values(shown[columns]))
 
-    def _as_it_stands(self, td: TensorDictBase, rows: InputRows) -> InputRows:
+    def _as_it_stands(self, td: TensorDictBase, rows: InputRows, backend: Backend) -> InputRows:
         tokens = find_value(td, self.keys.tokens)
         if not isinstance(tokens, Tokens):
             return rows
@@ -256,6 +257,10 @@ class InputReader:
         # The mask under attention_mask_key is that of the input.
         own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
         conflicts = differing_rows(own.ids, rows.ids) or differing_splits(own.prompt_lengths, rows.prompt_lengths)
+        if conflicts and self.mode == "text" and self.prefer_tokens and len(own.ids) == len(rows.ids):
+            held = find_value(td, self.top)
+            if spelled_by(held, rows, own, conflicts, backend, {"add_special_tokens": True, **self.tokenizer_kwargs}):
+                rows, conflicts = replace(rows, ids=own.ids), {}
         if conflicts:
             return replace(rows, conflicts=conflicts)
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns, conflicts={})

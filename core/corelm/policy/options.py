@@ -55,8 +55,9 @@ class PolicyOptions:
             of the row, or of its response if the row has one, is the most probable one.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
             scores at the temperature of `sampling_params`.
-        prefer_tokens: sampled turns of a history keep their ids. False renders them from their text, and the bool
-            output `retokenized` marks the rows in which that happened.
+        prefer_tokens: sampled turns of a history keep their ids, and so does a sampled `Text` that is scored with its
+            tokens next to it. False renders turns and tokenizes texts again, and the bool output `retokenized` marks
+            the rows of a history in which that happened.
         inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and impossible
             with it. A new answer replaces the containers of an earlier answer; other entries stay. Scores join what is
             there and replace nothing (see `overwrite`). False returns a new TensorDict with the outputs alone; it is
