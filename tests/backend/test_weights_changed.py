@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import corelm
 from corelm import Backend, DynamicBatcher, hookimpl
+from corelm.backend.weights import Weights
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightsStateRequest
 from helpers.batching_fakes import SEEDED, GatedEngine, hold_one, ids, open_batcher, wait_until
@@ -157,3 +159,41 @@ def test_the_owner_waits_for_the_calls_before(update_weights):
         assert change.result(20) == "1"
         assert ids(first) and first.result().weight_versions == ("0",)
         assert later.result(20).weight_versions == ("1",)
+
+
+def test_a_thread_that_looks_late_does_not_bring_back_the_label_of_older_weights():
+    """A monitor is held up after it has read the state; then the owner trains the model, and a call looks."""
+    read, go_on = threading.Event(), threading.Event()
+    states = iter(["first", "held up", "trained"])
+
+    def state() -> bool:
+        found = next(states)
+        if found == "held up":
+            read.set()
+            assert go_on.wait(30)
+        return found == "trained"
+
+    weights = Weights(state)
+    weights.look()
+    monitor, call = threading.Thread(target=weights.look), threading.Thread(target=weights.look)
+    monitor.start()
+    assert read.wait(30)
+    call.start()
+    call.join(0.2)
+    go_on.set()
+    monitor.join(30)
+    call.join(30)
+    assert weights.label == "1"
+
+
+def test_a_label_that_another_thread_changed_during_a_call_is_noticed():
+    state = [0]
+    weights = Weights(lambda: state[0])
+    watch = weights.watch()
+    assert not watch.changed and not watch.relabelled
+    state[0] = 1
+    assert watch.changed and not watch.relabelled
+    weights.look()
+    assert watch.relabelled
+    weights.put("of a wrapper")
+    assert not watch.changed and not watch.relabelled

@@ -10,8 +10,8 @@ from toy_backend import Bigram
 import corelm
 from corelm import LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError, TokenBoundaryWarning
-from corelm.kl import KLComputation
 from corelm.examples.tiny import build_tokenizer, read_chats
+from corelm.kl import KLComputation
 
 PROMPTS, RESPONSES = ["The cat ", "The sea"], ["is on", " comes and goes"]
 

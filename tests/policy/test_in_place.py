@@ -6,46 +6,17 @@ import threading
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from toy_backend import Bigram, ByteTokenizer
+from toy_backend import ByteTokenizer
 
 import corelm
-from corelm import ChatHistory, History, Keys, LLMPolicy, LogProbs, Masks, PolicyOptions, Provenance, Text, Tokens
+from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat, prompts
+from helpers.rollouts import FIELDS, contents, rollout
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
 
 PADS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 SHAPES = pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
-FIELDS = {
-    "text": ("prompt", "response", "full"),
-    "tokens": ("prompt", "response", "full"),
-    "masks": ("all_attention_mask", "all_assistant_mask", "all_response_mask"),
-    "log_probs": ("prompt", "response", "full", "scored_mask"),
-    "history": ("prompt", "response", "full"),
-}
-
-
-@pytest.fixture(scope="module")
-def other():
-    """Yield the same model under another label: its log-probs have another provenance."""
-    with corelm.get_backend("toy", Bigram.of_talk()) as opened:
-        yield opened
-
-
-def rollout(backend, mode="history", shape=(3,), pad=False, **changes):
-    td, _ = prompts(mode, shape)
-    return LLMPolicy(backend, input_mode=mode, pad_output=pad, sampling_params=SAMPLING, **changes)(td, seed=1)
-
-
-def plain(value):
-    if isinstance(value, History):
-        return value.to_chats()
-    return [plain(item) for item in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
-
-
-def contents(td, keys=FIELDS):
-    there = [(name, field) for name in keys if name in td.keys() for field in keys[name]]
-    return {(name, field): plain(getattr(td[name], field)) for name, field in there}
 
 
 @PADS
@@ -71,87 +42,6 @@ def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, sh
         torch.testing.assert_close(values[1:].double(), TABLE[row[:-1], row[1:]], atol=1e-5, rtol=0)
     first = corelm.ragged(td, ("log_probs", "prompt"))
     assert [a[: len(b)] for a, b in zip(full.tolist(), first.tolist(), strict=True)] == first.tolist()
-
-
-@PADS
-def test_log_probs_of_another_provenance_are_refused_before_the_engine_is_asked(backend, pad):
-    calls = []
-
-    class ScoreRecorder:
-        @corelm.hookimpl(wrapper=True)
-        def score_logprobs(self, request):
-            calls.append(request)
-            return (yield)
-
-    td = rollout(backend, pad=pad)
-    before = contents(td)
-    with corelm.get_backend("toy", Bigram.of_talk(), wrappers=[ScoreRecorder()]) as watched:
-        reference = LLMPolicy(watched, generate=False)
-        advice = r'log_probs: row 0.*log_probs_key="ref_log_probs".*overwrite=True'
-        with pytest.raises(InvalidRequestError, match=advice) as error:
-            reference(td)
-        assert error.value.rows == (0, 1, 2) and error.value.field == "log_probs"
-        told = str(error.value)
-        assert "toy ('', weights '0', raw)" in told and "toy ('Bigram', weights '0', raw)" in told
-        assert calls == [] and contents(td) == before
-        assert reference.replace(log_probs_key="ref_log_probs")(td) is td
-        assert contents(td) == before and td["ref_log_probs"].provenance.model == "Bigram"
-        assert td["ref_log_probs"].padded is pad and td["ref_log_probs"].prompt is not None
-        reference.replace(overwrite=True)(td)
-    assert td["log_probs"].provenance.model == "Bigram" and td["log_probs"].response is not None
-    assert {key: value for key, value in contents(td).items() if key[0] != "log_probs"} == {
-        key: value for key, value in before.items() if key[0] != "log_probs"
-    }
-
-
-def test_a_temperature_or_new_weights_are_another_provenance():
-    with corelm.get_backend("toy") as own:
-        td = rollout(own)
-        hot = {"generate": False, "log_probs_mode": "processed", "sampling_params": {"temperature": 2.0}}
-        with pytest.raises(InvalidRequestError, match=r"processed, temperature 2.0, full support"):
-            LLMPolicy(own, **hot)(td)
-        # At temperature 1 both modes have the same numbers, and the same label.
-        LLMPolicy(own, generate=False, log_probs_mode="processed")(td)
-        own.update_weights(own.engine.plugin.model.state_dict(), version="later")
-        with pytest.raises(InvalidRequestError, match=r"weights '0', raw.*weights 'later', raw"):
-            LLMPolicy(own, generate=False)(td)
-
-
-def test_weights_that_change_during_the_call_are_noticed():
-    class Updater:
-        @corelm.hookimpl(wrapper=True)
-        def score_logprobs(self, request):
-            result = yield
-            own.engine.weight_version = "later"
-            return result
-
-    with corelm.get_backend("toy", wrappers=[Updater()]) as own:
-        td = rollout(own)
-        before = contents(td)
-        with pytest.raises(InvalidRequestError, match=r"weights 'later'"):
-            LLMPolicy(own, generate=False)(td)
-        assert contents(td) == before
-
-
-@PADS
-def test_models_that_share_a_label_are_told_apart_by_their_numbers(pad):
-    noise = torch.randn(260, 260, generator=torch.Generator().manual_seed(0))
-    sampler, reference = Bigram.of_talk(), Bigram(Bigram.of_talk().table.detach() + noise)
-    with corelm.get_backend("toy", sampler) as one, corelm.get_backend("toy", reference) as two:
-        td = rollout(one, pad=pad)
-        before = contents(td)
-        with pytest.raises(InvalidRequestError, match=r"although both have the same provenance.*log_probs_key"):
-            LLMPolicy(two, generate=False)(td)
-        assert contents(td) == before
-        LLMPolicy(two, generate=False, overwrite=True)(td)
-        assert contents(td)["log_probs", "full"] != before["log_probs", "full"]
-
-
-def test_log_probs_of_an_unknown_source_are_refused(backend):
-    td = rollout(backend, pad=True)
-    td["log_probs"] = LogProbs(full=td["log_probs"].full, batch_size=[3])
-    with pytest.raises(InvalidRequestError, match=r"come from an unknown source"):
-        LLMPolicy(backend, generate=False)(td)
 
 
 def test_a_scorer_with_another_template_or_tokenizer_mixes_nothing(backend):
@@ -251,16 +141,6 @@ def test_fields_that_are_missing_are_added(backend, pad):
     assert after["masks", "all_assistant_mask"] == expected["masks", "all_assistant_mask"]
     assert after["tokens", "response"] == expected["tokens", "response"]
     assert after["text", "prompt"] == expected["text", "prompt"] and after["text", "full"] is not None
-
-
-@PADS
-def test_scores_keep_the_split_of_log_probs_when_the_tokens_have_lost_theirs(backend, pad):
-    td = rollout(backend, pad=pad)
-    expected = contents(td)
-    lean = td.select(("tokens", "full"), "masks", "log_probs", "history")
-    LLMPolicy(backend, generate=False, return_text=False)(lean)
-    assert contents(lean)["log_probs", "response"] == expected["log_probs", "response"]
-    assert contents(lean)["tokens", "prompt"] == expected["tokens", "prompt"]
 
 
 def test_scoring_in_place_takes_the_layout_of_the_tokens(backend, other):

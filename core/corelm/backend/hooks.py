@@ -23,7 +23,7 @@ from corelm.backend.registering import registered
 from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.waits import call_for
-from corelm.backend.weights import Weights
+from corelm.backend.weights import CHANGED, Weights
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
@@ -334,7 +334,7 @@ class EngineHooks:
     ) -> Any:
         with no_inference_mode():
             request = fill(request)
-            weights, puts = self.weights.look() if hook in READ_WEIGHTS else None, self.weights.puts
+            watch = self.weights.watch() if hook in READ_WEIGHTS else None
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
@@ -346,19 +346,18 @@ class EngineHooks:
                 raise told from error
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
-            # A wrapper of the hook may have updated the weights.
-            if weights is not None and self._weights_state() != weights and self.weights.puts == puts:
-                raise self.fault(hook)(
-                    "the weights of the model were changed during the call, so its numbers are of neither the old "
-                    "weights nor the new ones; change the weights between two calls, or with update_weights, which "
-                    "waits for the calls under way"
-                )
+            if watch is not None and watch.changed:
+                raise self.fault(hook)(CHANGED)
             try:
-                return finish(result)
+                finished = finish(result)
             except CoreLMError:
                 raise
             except Exception as error:
                 raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
+            # `finish` labels the numbers. Another thread may have noticed a change in the meantime.
+            if watch is not None and watch.relabelled:
+                raise self.fault(hook)(CHANGED)
+            return finished
 
     def _ask(self, hook: str, request: Any) -> Any:
         try:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from corelm.errors import brief
 
 _log = logging.getLogger(__name__)
 
+#: Said of a call during which the weights changed.
+CHANGED = (
+    "the weights of the model were changed during the call, so its numbers are of neither the old weights nor the new "
+    "ones; change the weights between two calls, or with update_weights, which waits for the calls under way"
+)
 #: How many states of the weights keep their label. An owner may switch to and fro, for example an adapter on and off.
 _REMEMBERED = 16
 
@@ -21,13 +27,14 @@ class Weights:
         state: returns the state of the weights, see the hook `weights_state`; None if the engine does not tell it.
 
     Attributes:
+        state: see above.
         label: the label of the weights as they were when they were last looked at.
         puts: how often `put` was called.
     """
 
     def __init__(self, state: Callable[[], Hashable | None]) -> None:
         self.label, self.puts = "0", 0
-        self._state = state
+        self.state = state
         self._used = {self.label}
         self._labels: dict[Hashable, str] = {}
         # A lock in C: its `with` statement cannot be interrupted half-way.
@@ -38,10 +45,11 @@ class Weights:
 
         The state at the first look gets the label that is in force.
         """
-        state = self._state()
-        if state is None:
-            return None
         with self._mutex:
+            # Read inside, or a thread that was held up here would put the label of an older state in force again.
+            state = self.state()
+            if state is None:
+                return None
             known = self._labels.pop(state, None)
             label = known or (self.next_label() if self._labels else self.label)
             if label != self.label:
@@ -53,10 +61,14 @@ class Weights:
                 del self._labels[next(iter(self._labels))]
         return state
 
+    def watch(self) -> Watch:
+        """Return a watch over the weights as they are now, whose label is put in force."""
+        return Watch(self, self.look(), self.label, self.puts)
+
     def put(self, label: str) -> None:
         """Put a label in force for the weights as they are now. Earlier states lose theirs."""
-        state = self._state()
         with self._mutex:
+            state = self.state()
             self._used.add(label)
             self._labels = {} if state is None else {state: label}
             self.label, self.puts = label, self.puts + 1
@@ -88,3 +100,30 @@ class Weights:
             # A label that the caller has chosen need not be a number, or may be longer than Python reads.
             label = str(int(label) + 1) if label.isdecimal() and len(label) < 19 else f"{label}+1"
         return label
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tells whether the weights are still those of the beginning of a call.
+
+    `Weights.put` is no change: a wrapper of the hook may update the weights during the call.
+    """
+
+    weights: Weights
+    state_then: Hashable | None
+    label_then: str
+    puts_then: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether the weights have another state."""
+        return self._watching and self.weights.state() != self.state_then
+
+    @property
+    def relabelled(self) -> bool:
+        """Whether the weights have another label, because another thread has noticed a change."""
+        return self._watching and self.weights.label != self.label_then
+
+    @property
+    def _watching(self) -> bool:
+        return self.state_then is not None and self.weights.puts == self.puts_then

@@ -37,6 +37,9 @@ _CONTAINERS: dict[str, Any] = {
 #: How far apart, in nats and on average, two scorings of the same tokens with the same weights may be. Rounding in
 #: bfloat16 makes about a fifth of that.
 _ROUNDING = 0.05
+#: The same for the last tokens of a single row, and how many these are. Log-probs of an earlier answer differ there, if
+#: prompts are much longer than answers, or if one row of many was replaced.
+_ROUNDING_AT_END, _END = 0.25, 8
 
 
 def must_fit(td: TensorDictBase, batch_size: tuple[int, ...], options: PolicyOptions) -> None:
@@ -257,7 +260,7 @@ def merged(td: TensorDictBase, rows: InputRows, request: ContainerRequest, optio
     new = request.logprobs.values
     values, counts, new_counts = (one.values.to(new.device) for one in (old, old_scored, request.scored))
     both = counts & new_counts
-    _must_agree(old.with_values(torch.where(both, values - new, 0.0)), int(both.sum()), options)
+    _must_agree(old.with_values(torch.where(both, values - new, 0.0)), old.with_values(both), options)
     return replace(
         _with_split(there, rows, request),
         logprobs=old.with_values(torch.where(counts, values, new)),
@@ -294,27 +297,33 @@ def _with_split(there: LogProbs, rows: InputRows, request: ContainerRequest) -> 
     return replace(request, tokens=replace(rows, prompt_lengths=lengths).tokens, columns=columns)
 
 
-def _must_agree(gaps: Ragged, count: int, options: PolicyOptions) -> None:
+def _must_agree(gaps: Ragged, both: Ragged, options: PolicyOptions) -> None:
     """Refuse scores that are further from those there than rounding explains, although their labels are the same.
 
     Args:
         gaps: the differences, as long as the rows; 0.0 where only one of the two is scored.
-        count: how many tokens both have scored.
+        both: bool, as long: where both are scored.
     """
     # Where both are minus infinity, the gap is NaN, and they agree.
-    gaps = gaps.with_values(gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs())
-    mean = float(gaps.values.sum()) / max(count, 1)
-    if mean <= _ROUNDING:
+    far = gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs()
+    mean = float(far.sum()) / max(int(both.values.sum()), 1)
+    so_far, row = both.values.cumsum(0), gaps.row_index
+    per_row = torch.zeros_like(gaps.lengths).to(row.device).index_add_(0, row, both.values.long())
+    last = both.values & (per_row.cumsum(0)[row] - so_far < _END)
+    at_end = torch.zeros(len(gaps), dtype=far.dtype, device=far.device).index_add_(0, row, torch.where(last, far, 0.0))
+    at_end = at_end / per_row.clamp(1, _END)
+    if mean <= _ROUNDING and bool((at_end <= _ROUNDING_AT_END).all()):
         return
-    worst = int(gaps.values.argmax())
-    row, position = int(gaps.row_index[worst]), int(gaps.positions[worst])
-    what = f"the log-prob of position {position} differs by {float(gaps.values[worst]):.3g} nats"
+    worst = int(far.argmax() if mean > _ROUNDING else torch.where(row == at_end.argmax(), far, -1.0).argmax())
+    number, position = int(row[worst]), int(gaps.positions[worst])
+    what = f"the log-prob of position {position} differs by {float(far[worst]):.3g} nats"
     key = _dotted(options, "log_probs")
     raise InvalidRequestError(
-        f"{key}: row {row}: {what}, {mean:.3g} on average, from the one that is there, although both have the same "
-        f"provenance. The models differ, or their weights do. {_ADVICE}",
+        f"{key}: row {number}: {what} from the one that is there (all differ by {mean:.3g} on average), although both "
+        f"have the same provenance. Those that are there belong to other tokens, such as an earlier answer's; or the "
+        f"models differ, or their weights do. {_ADVICE}",
         field=key,
-        problems={row: what},
+        problems={number: what},
     )
 
 
