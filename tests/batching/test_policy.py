@@ -158,7 +158,7 @@ def test_tasks_share_calls_and_one_thread_serves_them_all():
     policy = gated_policy(engine, batching=True)
 
     async def main():
-        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9, n % 7]), seed=n)) for n in range(64)]
+        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9, 1 + n % 7]), seed=n)) for n in range(64)]
         while (state := policy.get_batching_state()).queued + state.in_flight < 64:
             await asyncio.sleep(0.001)
         ours = [each for each in threading.enumerate() if each.name.startswith("corelm")]
@@ -168,7 +168,7 @@ def test_tasks_share_calls_and_one_thread_serves_them_all():
 
     outs = run(main())
     for n, out in enumerate(outs):
-        assert responses(out) == [lone_answer([3 + n % 9, n % 7], n)]
+        assert responses(out) == [lone_answer([3 + n % 9, 1 + n % 7], n)]
     assert len(engine.calls) <= 4
     policy.close()
 

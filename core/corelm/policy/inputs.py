@@ -257,7 +257,8 @@ class InputReader:
         # The mask under attention_mask_key is that of the input.
         own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
         conflicts = differing_rows(own.ids, rows.ids) or differing_splits(own.prompt_lengths, rows.prompt_lengths)
-        if conflicts and self.mode == "text" and self.prefer_tokens and len(own.ids) == len(rows.ids):
+        sampled = self.mode == "text" and self.prefer_tokens and not rows.only_response
+        if conflicts and sampled and len(own.ids) == len(rows.ids):
             held = find_value(td, self.top)
             if spelled_by(held, rows, own, conflicts, backend, {"add_special_tokens": True, **self.tokenizer_kwargs}):
                 rows, conflicts = replace(rows, ids=own.ids), {}
