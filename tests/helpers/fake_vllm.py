@@ -38,6 +38,13 @@ def next_logprobs(ids: list[int], temperature: float = 1.0) -> list[float]:
     return [value - total for value in values]
 
 
+def _candidates(ids: list[int], token: int, count: int) -> dict[str, dict[str, float]]:
+    """Return `token` and the `count` most probable ids after `ids`, each with its log-prob and its rank."""
+    logprobs = next_logprobs(ids)
+    ranked = sorted(range(VOCAB), key=logprobs.__getitem__, reverse=True)
+    return {str(i): {"logprob": logprobs[i], "rank": ranked.index(i) + 1} for i in [token, *ranked[:count]]}
+
+
 class FakeVLLM:
     """Returns a reply to each request of a `FaultServer`.
 
@@ -140,8 +147,6 @@ class FakeVLLM:
                 "top_logprobs": values,
             }
         if "prompt_logprobs" in body:
-            scored = [
-                {str(prompt[t]): {"logprob": next_logprobs(prompt[:t])[prompt[t]]}} for t in range(1, len(prompt))
-            ]
+            scored = [_candidates(prompt[:t], prompt[t], body["prompt_logprobs"]) for t in range(1, len(prompt))]
             choice["prompt_logprobs"] = [None, *scored]
         return choice

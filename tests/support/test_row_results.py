@@ -16,6 +16,7 @@ from corelm.support import (
     AccessError,
     RowAnswer,
     RowFailure,
+    RowScores,
     TransientError,
     generate_result,
     raise_if_none_was_served,
@@ -36,7 +37,9 @@ def generation(logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
     )
 
 
-def scoring(rows: list[list[int]], score_from: list[int], temperature: float = 1.0) -> ScoreRequest:
+def scoring(
+    rows: list[list[int]], score_from: list[int], temperature: float = 1.0, return_argmax: bool = False
+) -> ScoreRequest:
     return ScoreRequest(
         sequences=Ragged.from_list(rows),
         score_from=torch.tensor(score_from),
@@ -46,6 +49,7 @@ def scoring(rows: list[list[int]], score_from: list[int], temperature: float = 1
         device=None,
         request_ids=tuple(map(str, range(len(rows)))),
         timeout=None,
+        return_argmax=return_argmax,
     )
 
 
@@ -100,27 +104,44 @@ def test_log_probs_are_labelled_with_their_distribution(logprobs: Any, sampling:
 
 def test_scores_stand_at_the_end_of_their_sequences():
     request = scoring([[5, 6, 7], [8, 9], [4, 4, 4, 4], [3]], [1, 1, 3, 1])
-    result = score_result(request, {0: [-0.5, -2.0], 1: RowFailure("too long"), 2: [-9.0, -1.0]})
+    result = score_result(request, {0: RowScores([-0.5, -2.0]), 1: RowFailure("too long"), 2: RowScores([-9.0, -1.0])})
     assert rounded(result.logprobs) == [[0, -0.5, -2], [0, 0], [0, 0, 0, -1], [0]]
     assert result.scored.tolist() == [[False, True, True], [False] * 2, [False, False, False, True], [False]]
     assert result.errors == ("", "too long", "", "") and (result.mode, result.temperature) == ("raw", 1.0)
 
 
+def test_the_most_probable_ids_stand_where_the_scores_are():
+    request = scoring([[5, 6, 7], [8, 9], [4, 4, 4, 4], [3]], [1, 1, 3, 1], return_argmax=True)
+    found = {0: RowScores([-0.5, -2.0], [6, 2]), 1: RowFailure("too long"), 2: RowScores([-9.0, -1.0], [1, 4])}
+    result = score_result(request, found)
+    assert result.argmax is not None and result.argmax.values.dtype == torch.int64
+    assert result.argmax.tolist() == [[-1, 6, 2], [-1, -1], [-1, -1, -1, 4], [-1]]
+    assert score_result(scoring([[5, 6]], [1]), {0: RowScores([-0.5], [6])}).argmax is None
+
+
+def test_a_row_without_its_most_probable_ids_is_an_error_of_that_row():
+    request = scoring([[5, 6], [7, 8]], [1, 1], return_argmax=True)
+    result = score_result(request, {0: RowScores([-0.5]), 1: RowScores([-1.0], [8])})
+    assert result.errors == ("the engine returned 0 most probable ids for 1 log-probs", "")
+    assert result.argmax is not None and result.argmax.tolist() == [[-1, -1], [-1, 8]]
+    assert result.scored.tolist() == [[False, False], [False, True]]
+
+
 def test_a_row_of_which_nothing_was_asked_is_not_scored():
     request = scoring([[5, 6], [7, 8], [9]], [2, 1, 0])
-    result = score_result(request, {0: [], 1: [-1.0], 2: [-3.0]})
+    result = score_result(request, {0: RowScores([]), 1: RowScores([-1.0]), 2: RowScores([-3.0])})
     assert rounded(result.logprobs) == [[0, 0], [0, -1], [0]] and result.errors is None
     assert result.scored.tolist() == [[False, False], [False, True], [False]]
 
 
 def test_too_few_scores_for_a_row_are_an_error_of_that_row():
-    result = score_result(scoring([[5, 6], [7, 8, 9]], [1, 1]), {0: [-1.0], 1: [-1.0]})
+    result = score_result(scoring([[5, 6], [7, 8, 9]], [1, 1]), {0: RowScores([-1.0]), 1: RowScores([-1.0])})
     assert result.errors == ("", "the engine returned 1 log-probs, but 2 were asked for")
     assert result.scored.tolist() == [[False, True], [False] * 3]
 
 
 def test_scores_at_another_temperature_are_processed_ones():
-    result = score_result(scoring([[5, 6]], [1], temperature=2.0), {0: [-1.0]})
+    result = score_result(scoring([[5, 6]], [1], temperature=2.0), {0: RowScores([-1.0])})
     assert (result.mode, result.temperature) == ("processed", 2.0)
 
 

@@ -204,8 +204,8 @@ class ScoreResult:
         scored: as long as the sequences: whether the log-probability of this token was computed. Never at position 0.
         logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
             predicts token t. Rows that are not scored are 0.
-        argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, the
-            lowest of equally probable ones; -1 where `scored` is False. None unless requested.
+        argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, any of
+            equally probable ones; -1 where `scored` is False. None unless requested.
         mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
             the next two fields.
         temperature: the temperature of that distribution.

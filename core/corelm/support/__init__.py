@@ -4,8 +4,10 @@
   the text of an answer leaves out.
 - `AnswerTexts`: the text of answers whose tokens arrive little by little.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
-- `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_finish_reason`: is this the answer that a row asked for?
-- `generate_result`, `score_result`, `RowFailure`: the result of a call, built from the outcome of each row.
+- `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_finish_reason`: is this the answer that a
+  row asked for?
+- `generate_result`, `score_result`, `RowAnswer`, `RowScores`, `RowFailure`: the result of a call, built from the
+  outcome of each row.
 - `RowStreams`: streams the rows of an engine that reports each answer so far.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).

@@ -26,6 +26,7 @@ from .http_events import Streamed as Streamed
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
+from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids
 from .row_checks import checked_logprobs as checked_logprobs
@@ -34,6 +35,7 @@ from .row_checks import row_failure as row_failure
 from .row_checks import row_outcome as row_outcome
 from .row_results import RowAnswer as RowAnswer
 from .row_results import RowFailure as RowFailure
+from .row_results import RowScores as RowScores
 from .row_results import generate_result as generate_result
 from .row_results import score_result as score_result
 from .row_streams import RowStreams as RowStreams

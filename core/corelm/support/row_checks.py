@@ -21,6 +21,8 @@ T = TypeVar("T")
 _INFINITE = -9999.0
 #: Rounding may put a log-prob above 0, but by no more than this.
 _ABOVE_ZERO = 2.0**-10
+#: How far, in nats, two log-probs of the same id may be apart. An engine may compute them in two ways.
+_SAME = 2.0**-7
 #: Statuses by which a server refuses any request for the moment: too many requests, or not serving.
 _BUSY = frozenset({429, 503})
 
@@ -130,6 +132,29 @@ def checked_logprobs(values: Any, count: int) -> list[float]:
             return numbers
     position, value = next((place, value) for place, value in enumerate(values) if not _is_logprob(value))
     raise RowError(f"the log-prob at position {position} is {_short(value)}, expected a finite number of at most 0")
+
+
+def checked_argmax(argmax: Sequence[int], of_argmax: Any, ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
+    """Return the most probable ids of scored positions, unless the log-probs contradict them.
+
+    Args:
+        argmax: what the engine named, one id per position.
+        of_argmax: the log-probs of these ids, as the engine returned them.
+        ids: the scored ids, one per position.
+        logprobs: the log-probs of `ids`, which were checked.
+
+    Raises:
+        RowError: there are more or fewer than positions, a log-prob is not a finite number of at most 0, a scored id is
+            more probable than the id that was named for its position, or the same id has two log-probs.
+    """
+    numbers = checked_logprobs(of_argmax, len(ids))
+    for position, (best, of_best, token, of_token) in enumerate(zip(argmax, numbers, ids, logprobs, strict=True)):
+        if of_best < of_token - _SAME or (best == token and of_best > of_token + _SAME):
+            raise RowError(
+                f"it names id {_short(best)} with the log-prob {of_best:.4g} as the most probable one at position "
+                f"{position}, but id {token} has {of_token:.4g} there"
+            )
+    return list(argmax)
 
 
 def checked_finish_reason(

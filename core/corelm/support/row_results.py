@@ -1,7 +1,7 @@
 """Build the result of a call from the outcome of each of its rows.
 
 Many engines answer row by row, and a row may fail alone. A plugin turns the reply for a row into a `RowAnswer`
-(or, of a scored row, its log-probs) or a `RowFailure`. These functions then lay out the tensors and label them.
+(or, of a scored row, `RowScores`) or a `RowFailure`. These functions then lay out the tensors and label them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ class RowAnswer:
     ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """The scores of the last ids of one sequence, up to and including its last.
+
+    Attributes:
+        logprobs: one number for each of these ids.
+        argmax: the most probable id at each of these positions; empty if none were asked for.
+    """
+
+    logprobs: Sequence[float]
+    argmax: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +78,26 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     )
 
 
-def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | RowFailure]) -> ScoreResult:
-    """Return the result of `request` from the log-probs of each of its rows.
+def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailure]) -> ScoreResult:
+    """Return the result of `request` from the scores of each of its rows.
 
-    Sequences ``[[5, 6, 7], [8, 9]]`` scored from 1 and 1, with rows ``{0: [-0.5, -2.0], 1: RowFailure("too long")}``::
+    Sequences ``[[5, 6, 7], [8, 9]]`` scored from 1 and 1, with rows
+    ``{0: RowScores([-0.5, -2.0]), 1: RowFailure("too long")}``::
 
         logprobs  [[0.0, -0.5, -2.0], [0.0, 0.0]]
         scored    [[False, True, True], [False, False]]
         errors    ("", "too long")
 
     Args:
-        rows: by row number, the log-probs of the last ids of the sequence, up to and including its last. There may be
-            more of them than ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if
-            nothing of it was asked for. A row with fewer log-probs than were asked for is an error of that row.
+        rows: by row number, the scores of the last ids of the sequence. There may be more of them than
+            ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if nothing of it was
+            asked for. A row with fewer scores than were asked for is an error of that row.
     """
     sequences = request.sequences
     starts = request.score_from.clamp_min(1).tolist()
     values = torch.zeros(sequences.values.shape[0])
     scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
+    argmax = torch.full((sequences.values.shape[0],), -1) if request.return_argmax else None
     errors = [""] * len(sequences)
     for number, found in rows.items():
         first, end = sequences.offsets[number : number + 2].tolist()
@@ -90,15 +105,22 @@ def score_result(request: ScoreRequest, rows: Mapping[int, Sequence[float] | Row
             errors[number] = found.why
             continue
         asked = max(0, end - first - starts[number])
-        if len(found) < asked:
-            errors[number] = f"the engine returned {len(found)} log-probs, but {asked} were asked for"
+        count = len(found.logprobs)
+        if count < asked:
+            errors[number] = f"the engine returned {count} log-probs, but {asked} were asked for"
             continue
-        values[end - asked : end] = torch.tensor(list(found[len(found) - asked :]))
+        if argmax is not None:
+            if len(found.argmax) != count:
+                errors[number] = f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
+                continue
+            argmax[end - asked : end] = torch.tensor(list(found.argmax[count - asked :]), dtype=torch.int64)
+        values[end - asked : end] = torch.tensor(list(found.logprobs[count - asked :]))
         scored[end - asked : end] = True
     device = request.device or sequences.values.device
     return ScoreResult(
         logprobs=Ragged(values, sequences.lengths).to(device),
         scored=Ragged(scored, sequences.lengths).to(device),
+        argmax=None if argmax is None else Ragged(argmax, sequences.lengths).to(device),
         errors=tuple(errors) if any(errors) else None,
         **Provenance.label_of_scores(request.temperature),
     )

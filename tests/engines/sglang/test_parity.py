@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
-from helpers.tiny_models import random_rows, tiny_tokenizer
+from helpers.tiny_models import VOCAB, random_rows, tiny_tokenizer
 
 LENGTHS = [1, 2, 3, *range(5, 65, 2), *range(70, 460, 12)]
 NEW = 32
@@ -42,3 +43,18 @@ def test_scores_agree(shared, reference, prompts, record_property):
     difference = float((sglang.logprobs.values - transformers.logprobs.values).abs().max())
     record_property("largest difference", difference)
     assert difference < 1e-4
+
+
+def test_the_most_probable_ids_are_those_of_the_plain_logits(shared, reference):
+    last = VOCAB - 1
+    prompts = [*random_rows(*LENGTHS[:64]), [last], [last, last], [5, last, 7, last]]
+    starts = [max(1, len(row) // 2) for row in prompts]
+    found = shared.score_logprobs(prompts, score_from=starts, return_argmax=True)
+    expected = reference.score_logprobs(prompts, score_from=starts, return_logits=True)
+    argmax, logits, scored = found.argmax.values, expected.logits.values, expected.scored.values
+    assert torch.equal(found.scored.values, scored) and bool((argmax[~scored] == -1).all())
+    # SGLang writes the last id of the vocabulary as 0 where a prompt has it, but not as the most probable one.
+    assert bool((argmax == last).any())
+    chosen = logits[scored].gather(-1, argmax[scored].unsqueeze(-1)).squeeze(-1)
+    # Equal up to rounding: of two ids that differ by less, either may be named.
+    torch.testing.assert_close(chosen, logits[scored].amax(-1), rtol=0, atol=1e-4)

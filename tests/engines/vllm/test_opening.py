@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from engines.vllm.conftest import SMALL
 from engines.vllm.engine_access import sync_engine
 from helpers.tiny_models import tiny_tokenizer
+from vllm_backend.capabilities import read_model
 
 Open = Callable[..., Backend]
 
@@ -42,6 +45,18 @@ def test_opening_without_a_model_is_refused() -> None:
 def test_modes_that_do_not_return_log_probs_are_refused(tiny_folder: Path, mode: str) -> None:
     with pytest.raises(CapabilityError, match=mode):
         corelm.get_backend("vllm", tiny_folder, logprobs_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "offered"),
+    [({}, True), ({"max_logprobs": 0}, False), ({"logits_processors": ["a_module:AProcessor"]}, False)],
+)
+def test_the_most_probable_ids_are_offered_only_if_vllm_returns_them(
+    tiny_folder: Path, options: dict[str, Any], offered: bool
+) -> None:
+    config = AsyncEngineArgs(model=str(tiny_folder), **SMALL, **options).create_engine_config()
+    capabilities = read_model(config, tiny_tokenizer(), abort=True, concurrent_calls=True).capabilities
+    assert capabilities.argmax is offered and capabilities.score
 
 
 @pytest.mark.parametrize("engine", ["async", "sync"])

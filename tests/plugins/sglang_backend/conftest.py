@@ -104,6 +104,9 @@ class FakeSGLang:
         pairs = [(float(self.logprobs(a)[b]), b) for a, b in zip(prompt[start:], prompt[start + 1 :], strict=False)]
         meta["input_token_logprobs"] = [[None, self._echo(t), None] for t in prompt[start : start + 1]]
         meta["input_token_logprobs"] += [[value, self._echo(token), None] for value, token in pairs]
+        if body.get("top_logprobs_num"):
+            best = [self.logprobs(token).max(0) for token in prompt[start:-1]]
+            meta["input_top_logprobs"] = [None, *([[float(value), int(token), None]] for value, token in best)]
         ids, values, finish = self._answer(prompt[-1], sampling)
         meta |= {"output_token_logprobs": [[v, t, None] for v, t in zip(values, ids, strict=True)]}
         return {"text": "", "output_ids": ids, "meta_info": meta | {"finish_reason": finish}}

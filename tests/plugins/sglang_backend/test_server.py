@@ -57,6 +57,21 @@ def test_scoring_samples_nothing(backend, fake):
         torch.testing.assert_close(found[1:], torch.tensor(expected))
 
 
+def test_the_most_probable_ids_come_with_the_scores(backend, fake):
+    fake.logits[9, VOCAB - 1] = 99.0  # SGLang writes this id as 0 in a prompt, but not as the most probable one
+    rows, starts = [[5, 9, 300], [7], [VOCAB - 1, 0, VOCAB - 1], [4, 4, 4]], [1, 1, 2, 3]
+    batch = backend.score_logprobs(rows, score_from=starts, return_argmax=True)
+    assert [body["top_logprobs_num"] for body in fake.requests] == [1] * len(fake.requests)
+    for row, start, found in zip(rows, starts, batch.argmax.tolist(), strict=True):
+        assert found == [-1] * min(start, len(row)) + fake.logits[row[start - 1 : -1]].argmax(-1).tolist()
+    assert batch.argmax.tolist()[0][2] == VOCAB - 1
+
+
+def test_the_most_probable_ids_are_requested_only_if_they_are_wanted(backend, fake):
+    assert backend.score_logprobs([[5, 9, 300]]).argmax is None
+    assert "top_logprobs_num" not in fake.requests[0]
+
+
 def test_scores_are_requested_from_one_position_earlier(backend, fake):
     batch = backend.score_logprobs([[5, 9, 300, 4], [5, 6]], score_from=[3, 2])
     assert {len(body["input_ids"]): body["logprob_start_len"] for body in fake.requests} == {4: 2, 2: 1}
@@ -130,6 +145,29 @@ def test_implausible_scores_are_an_error(backend, fake, defect):
     fake.spoil, message = SPOILT_SCORES[defect]
     with pytest.raises(EngineError, match=message):
         backend.score_logprobs([[5, 6, 7]])
+
+
+def top_entry(position: int, value: Any) -> Spoil:
+    return lambda reply: reply["meta_info"]["input_top_logprobs"].__setitem__(position, value)
+
+
+SPOILT_ARGMAX: dict[str, tuple[Spoil, str]] = {
+    "none": (lambda reply: reply["meta_info"].pop("input_top_logprobs"), "leave out return_argmax=True"),
+    "too-few": (lambda reply: reply["meta_info"]["input_top_logprobs"].pop(), "leave out return_argmax=True"),
+    "no-candidate": (top_entry(1, []), "leave out return_argmax=True"),
+    "not-an-id": (top_entry(1, [[-0.5, "6", None]]), "not a list of integers"),
+    "outside-the-vocabulary": (top_entry(1, [[-0.5, VOCAB, None]]), "outside the vocabulary"),
+    "log-prob-is-none": (top_entry(1, [[None, 3, None]]), "log-prob at position 0 is None"),
+    "less-probable": (top_entry(2, [[-50.0, 3, None]]), "names id 3 .* at position 1, but id 7 has"),
+    "two-log-probs-of-one-id": (top_entry(2, [[-0.001, 7, None]]), "names id 7 .* at position 1, but id 7 has"),
+}
+
+
+@pytest.mark.parametrize("defect", SPOILT_ARGMAX)
+def test_an_id_that_is_not_the_most_probable_one_is_an_error(backend, fake, defect):
+    fake.spoil, message = SPOILT_ARGMAX[defect]
+    with pytest.raises(EngineError, match=message):
+        backend.score_logprobs([[5, 6, 7]], return_argmax=True)
 
 
 def test_a_failed_row_leaves_the_others_alone(backend, fake):

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from corelm import SamplingParams
+from corelm import LLMPolicy, SamplingParams, Tokens
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged
-from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
+from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
 from vllm_backend.capabilities import ServerInfo
 from vllm_backend.protocol_http import generation_requests, generation_result
+
+
+def likeliest(*starts: list[int]) -> list[int]:
+    """Return the most probable id after each of `starts`."""
+    return [int(torch.tensor(next_logprobs(start)).argmax()) for start in starts]
+
 
 # Right replies --------------------------------------------------------------------------------------------------------
 
@@ -34,6 +41,36 @@ def test_log_probs_and_scores_are_the_models(connect: Connect) -> None:
         assert torch.equal(result.logprobs.split()[number], expected[len(prompt) :])
         assert torch.equal(answers[number][len(prompt) :], expected[len(prompt) :])
         assert not answers[number][: len(prompt)].any()
+
+
+def test_the_most_probable_ids_come_with_the_scores(connect: Connect, server: FaultServer) -> None:
+    backend = connect()
+    rows = [[5, 17, 300, 2], [8, 9], [40], [7, *likeliest([7], [7, 0])], [6] * (backend.capabilities.max_context or 0)]
+    starts = [1, 1, 1, 2, 60]
+    before = len(server.requests)
+    result = backend.score_logprobs(rows, score_from=starts, return_argmax=True)
+    assert result.argmax is not None
+    assert [request.body.get("prompt_logprobs") for request in server.requests[before:]].count(1) == 2
+    for row, start, found in zip(rows, starts, result.argmax.tolist(), strict=True):
+        assert found == [-1] * min(start, len(row)) + likeliest(*(row[:t] for t in range(start, len(row))))
+
+
+def test_the_most_probable_ids_are_requested_only_if_they_are_wanted(connect: Connect, server: FaultServer) -> None:
+    backend = connect()
+    before = len(server.requests)
+    assert backend.score_logprobs([[5, 17, 300, 2]]).argmax is None
+    (sent,) = server.requests[before:]
+    assert sent.body["prompt_logprobs"] == 0 and sent.body["logprobs"] == 0
+
+
+def test_a_policy_says_which_completions_are_greedy(connect: Connect) -> None:
+    backend = connect()
+    (first,) = likeliest([5, 17])
+    (second,) = likeliest([5, 17, first])
+    completions = [[first, second], [first, (second + 1) % VOCAB], [first], [(first + 1) % VOCAB]]
+    tokens = Tokens.from_rows(prompt=[[5, 17]] * 4, response=completions)
+    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, return_argmax=True)
+    assert scorer(TensorDict(tokens=tokens, batch_size=[4]))["is_greedy"].tolist() == [True, False, True, False]
 
 
 def test_a_row_as_long_as_the_context_is_scored(connect: Connect) -> None:
@@ -143,6 +180,58 @@ WRONG_SCORES: dict[str, tuple[Spoil, str]] = {
     "no-log-prob-of-the-last-id": (in_logprobs(lambda found: found.update(top_logprobs=[{}])), "logprob_token_ids"),
     "another-prompt": (put(prompt_token_ids=[1, 2]), "another prompt"),
 }
+
+
+def keep_own_ids(choice: dict[str, Any]) -> None:
+    """Reply as a server that does not return more candidates than the prompt's own ids."""
+    choice["prompt_logprobs"][1:] = [dict([next(iter(each.items()))]) for each in choice["prompt_logprobs"][1:]]
+
+
+def drop_ranks(choice: dict[str, Any]) -> None:
+    for candidates in choice["prompt_logprobs"][1:]:
+        for candidate in candidates.values():
+            del candidate["rank"]
+
+
+def candidates(own: float, best: int, of_best: float) -> Spoil:
+    """Name `best` as the most probable id where the prompt has id 17, whose log-prob is `own`."""
+    found = {"17": {"logprob": own, "rank": 2}, str(best): {"logprob": of_best, "rank": 1}}
+    return lambda choice: choice["prompt_logprobs"].__setitem__(1, found)
+
+
+WRONG_ARGMAX: dict[str, tuple[Spoil, str]] = {
+    "no-candidates": (keep_own_ids, "leave out return_argmax=True"),
+    "no-ranks": (drop_ranks, "leave out return_argmax=True"),
+    "less-probable": (candidates(-4.0, 3, -50.0), "names id 3 .* at position 0, but id 17 has -4"),
+    "outside-the-vocabulary": (candidates(-4.0, 600, -1.0), "600, which is outside the vocabulary"),
+    "no-sampled-token": (put(token_ids=[]), "its sampled token"),
+    "another-is-sampled": (put(token_ids=[3]), "its sampled token"),
+    "less-probable-is-sampled": (
+        in_logprobs(lambda found: found["top_logprobs"][0].update({"token_id:2": -0.001})),
+        "at position 2, but id 2 has -0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_ARGMAX)
+def test_an_id_that_is_not_the_most_probable_one_is_an_engine_error(
+    connect: Connect, fake: FakeVLLM, fault: str
+) -> None:
+    backend = connect()
+    fake.spoil, message = WRONG_ARGMAX[fault]
+    with pytest.raises(EngineError, match=message):
+        backend.score_logprobs([[5, 17, 300, 2]], return_argmax=True)
+
+
+def test_a_server_that_returns_no_candidates_fails_each_row_with_its_reason(connect: Connect, fake: FakeVLLM) -> None:
+    """vLLM started with ``--max-logprobs 0``."""
+    backend = connect(logprobs_mode="raw")
+    reason = "Requested prompt logprobs of 1, which is greater than max allowed: 0"
+    refused = json_reply({"error": {"message": reason, "type": "BadRequestError", "code": 400}}, 400)
+    fake.fault = lambda request: refused if request.body and request.body.get("prompt_logprobs") else None
+    with pytest.raises(EngineError, match=reason):
+        backend.score_logprobs([[5, 17, 300, 2]], return_argmax=True)
+    assert backend.score_logprobs([[5, 17, 300, 2]]).errors is None
 
 
 @pytest.mark.parametrize("fault", WRONG_SCORES)

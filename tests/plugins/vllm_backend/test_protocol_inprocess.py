@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -13,6 +16,9 @@ from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, ScoreRequest
 from helpers.half_characters import Pieces
 from vllm_backend.protocol_inprocess import generation_result, scoring_result
+
+#: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
+Candidates = list[tuple[int, float]]
 
 
 def output(ids: list[int], values: list[float], reason: str = "length", prompt: list[float] | None = None) -> Any:
@@ -37,6 +43,34 @@ def request(logprobs: Literal["raw", "processed"] = "raw", **sampling: Any) -> G
     )
 
 
+def scoring(return_argmax: bool) -> ScoreRequest:
+    return ScoreRequest(
+        sequences=Ragged.from_list([[5, 6, 7], [5, 6, 8]]),
+        score_from=torch.tensor([1, 1]),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("a", "b"),
+        timeout=None,
+        return_argmax=return_argmax,
+    )
+
+
+def scored(last: Candidates, *prompt: Candidates) -> Any:
+    """What vLLM returns for a scored row: the candidates of its last position, then those of the others."""
+
+    def flat(positions: Sequence[Candidates]) -> Any:
+        ends = list(accumulate(map(len, positions)))
+        ids, values = zip(*chain(*positions), strict=True)
+        starts = [0, *ends[:-1]]
+        return SimpleNamespace(token_ids=ids, logprobs=values, start_indices=starts, end_indices=ends)
+
+    sampled, _ = last[0]
+    completion = SimpleNamespace(token_ids=[sampled], finish_reason="length", stop_reason=None, logprobs=flat([last]))
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=flat([[], *prompt]))
+
+
 RAW, GREEDY = request(), request("processed", temperature=0.0)
 
 
@@ -53,20 +87,35 @@ def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, val
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_score_that_is_none_fails_its_row_alone(value: float) -> None:
-    scoring = ScoreRequest(
-        sequences=Ragged.from_list([[5, 6, 7], [5, 6, 8]]),
-        score_from=torch.tensor([1, 1]),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b"),
-        timeout=None,
-    )
     good, bad = (output([3], [-9.0, -1.0], prompt=[0.0, found]) for found in (-2.0, value))
-    result = scoring_result(scoring, {0: bad, 1: good})
+    result = scoring_result(scoring(return_argmax=False), {0: bad, 1: good})
     assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [0, -2, -1]
     assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
+
+
+def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token() -> None:
+    rows = {0: scored([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+    result = scoring_result(scoring(return_argmax=True), rows)
+    assert result.argmax is not None and result.argmax.tolist() == [[-1, 9, 3], [-1, 6, 8]]
+    assert result.logprobs.tolist()[1] == [0, -1, -1] and result.errors is None
+    assert scoring_result(scoring(return_argmax=False), rows).argmax is None
+
+
+@pytest.mark.parametrize(
+    ("last", "prompt", "message"),
+    [
+        ([(3, -0.7), (7, -2.0)], [(6, -1.5)], "did not return the most probable ids"),
+        ([(3, -0.7), (7, -2.0)], [(6, -0.5), (9, -0.9)], "id 9 .* at position 0, but id 6 has -0.5"),
+        # The tokens are not sampled from the model's own distribution.
+        ([(3, -0.7), (7, -0.6)], [(6, -1.5), (9, -0.3)], "id 3 .* at position 1, but id 7 has -0.6"),
+        ([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, math.nan)], "log-prob at position 0 is nan"),
+    ],
+)
+def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone(last: Any, prompt: Any, message: str) -> None:
+    rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+    result = scoring_result(scoring(return_argmax=True), rows)
+    assert result.argmax is not None and result.argmax.tolist() == [[-1] * 3, [-1, 6, 8]]
+    assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
 
 
 def test_an_unknown_reason_is_an_error_and_repetition_ends_an_answer_if_it_was_asked_for() -> None:

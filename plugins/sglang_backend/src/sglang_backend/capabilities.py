@@ -83,6 +83,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         eos_token_ids=_eos_token_ids(hints, (config, _generation_config(model)), tokenizer, vocab_size),
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
+        argmax=True,
         concurrent_calls=True,
         stops_at_timeout=True,
         # Such a server sends deltas and not, as others do, the whole answer so far.

@@ -17,9 +17,11 @@ from corelm.support import (
     RowAnswer,
     RowError,
     RowFailure,
+    RowScores,
     RowStreams,
     StopStrings,
     Streamed,
+    checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -154,6 +156,7 @@ def scoring_requests(request: ScoreRequest) -> list[Payload]:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": _logprob_start(ids, start),
+            **({"top_logprobs_num": 1} if request.return_argmax else {}),
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
@@ -162,8 +165,9 @@ def scoring_requests(request: ScoreRequest) -> list[Payload]:
 def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerInfo) -> ScoreResult:
     """Return the scores in `entries`, which are in the order of `scoring_requests`."""
 
-    def parse(entry: Any, ids: list[int], start: int) -> list[float] | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _scores(reply, ids[_logprob_start(ids, start) :], info))
+    def parse(entry: Any, ids: list[int], start: int) -> RowScores | RowFailure:
+        asked = ids[_logprob_start(ids, start) :]
+        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request.return_argmax))
 
     sequences, starts = request.sequences.tolist(), request.score_from.tolist()
     rows = map(parse, entries, sequences, starts)
@@ -246,8 +250,8 @@ def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> in
     return by_id if by_string is None else by_string
 
 
-def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float] | RowFailure:
-    """Return the log-probs of `ids`, the part of the row that was asked for, without the first one."""
+def _scores(reply: Any, ids: Sequence[int], info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+    """Return the scores of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
@@ -259,7 +263,21 @@ def _scores(reply: Any, ids: Sequence[int], info: ServerInfo) -> list[float] | R
             "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
             "differently"
         )
-    return checked_logprobs([value for value, *_ in reported[1:]], len(ids) - 1)
+    logprobs = checked_logprobs([value for value, *_ in reported[1:]], len(ids) - 1)
+    return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
+
+
+def _argmax(meta: Any, ids: Sequence[int], logprobs: Sequence[float], info: ServerInfo) -> list[int]:
+    """Return the most probable id at the position of each of `ids`.
+
+    Here SGLang does not write the last id of the vocabulary as 0; see `_check_echo`.
+    """
+    top = meta.get("input_top_logprobs")
+    if not isinstance(top, list) or len(top) != len(ids) + 1 or not all(top[1:]):
+        raise RowError("it does not have input_top_logprobs for every token; leave out return_argmax=True")
+    best = [candidates[0] for candidates in top[1:]]
+    argmax = checked_ids([token for _, token, *_ in best], vocab_size=info.capabilities.vocab_size, limit=len(ids))
+    return checked_argmax(argmax, [value for value, *_ in best], ids, logprobs)
 
 
 def _finish_reason(meta: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         sampling=honoured,
         generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
         score=True,
+        argmax=model.max_logprobs != 0 and not _has_logits_processors(model),
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls,
@@ -106,6 +108,11 @@ def _seeds_are_costly() -> bool:
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
+
+
+def _has_logits_processors(model: Any) -> bool:
+    """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
+    return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
 
 
 def _can_reload(config: Any) -> bool:
@@ -214,12 +221,15 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     config, problem = _config(model, trusted)
     vocab_size = _vocab_size(config, model, problem) if hints.vocab_size is None else hints.vocab_size
     tokenizer = _tokenizer(hints, model, trusted)
+    scores = fields is None or fields >= SCORING_FIELDS
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=_max_context(card.get("max_model_len"), hints.max_context),
         eos_token_ids=eos_token_ids(_generation_config(model) or config, tokenizer, vocab_size=vocab_size),
         sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
-        score=fields is None or fields >= SCORING_FIELDS,
+        score=scores,
+        # A server does not state its --max-logprobs. With 0, it refuses each row that asks for the most probable ids.
+        argmax=scores,
         concurrent_calls=True,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),

@@ -17,9 +17,11 @@ from corelm.support import (
     RowAnswer,
     RowError,
     RowFailure,
+    RowScores,
     RowStreams,
     StopStrings,
     Streamed,
+    checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -256,12 +258,16 @@ def scoring_requests(request: ScoreRequest) -> dict[int, Payload]:
 
     A server keeps one position of the context for a sampled token, but a row may be as long as the context. So the
     prompt is all ids except the last one, whose log-prob is asked for by id at the sampled position.
+
+    The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
+    greedy.
     """
     payloads = {}
+    candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
-            within: Payload = {"prompt_logprobs": 0} if start < len(ids) - 1 else {}
+            within: Payload = {"prompt_logprobs": candidates} if start < len(ids) - 1 else {}
             payloads[number] = {**NEUTRAL, **within, "logprobs": 0, "logprob_token_ids": ids[-1:], "prompt": ids[:-1]}
     return payloads
 
@@ -271,20 +277,21 @@ def scoring_result(
 ) -> ScoreResult:
     """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
 
-    def outcome(entry: Any, payload: Payload) -> list[float] | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _row_scores(reply, payload, info))
+    def outcome(entry: Any, payload: Payload) -> RowScores | RowFailure:
+        return row_outcome(entry, lambda reply, aborted: _row_scores(reply, payload, info, request.return_argmax))
 
     return score_result(request, dict(zip(payloads, map(outcome, entries, payloads.values()), strict=True)))
 
 
-def _row_scores(reply: Any, payload: Payload, info: ServerInfo) -> list[float] | RowFailure:
-    """Return the log-probs of the row's last ids: of all but the first one, or of the very last one."""
+def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+    """Return the scores of the row's last ids: of all but the first one, or of the very last one."""
     choice = only_choice(reply)
     if choice.get("finish_reason") == "abort":
         return RowFailure("the request was aborted", aborted=True)
     prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
-    _answer_ids(choice, payload, info)
-    before_last = []
+    sampled_ids = _answer_ids(choice, payload, info)
+    before_last: list[Any] = []
+    best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
         positions = choice.get("prompt_logprobs")
         if not isinstance(positions, list) or len(positions) != len(prompt):
@@ -293,10 +300,32 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo) -> list[float] |
             if not isinstance(candidates, dict) or str(token) not in candidates:
                 raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
             before_last.append(candidates[str(token)].get("logprob"))
+            if with_argmax:
+                best.append(_most_probable(candidates))
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
-    return checked_logprobs([*before_last, sampled[0][_label(last)]], len(before_last) + 1)
+    logprobs = checked_logprobs([*before_last, sampled[0][_label(last)]], len(before_last) + 1)
+    if not with_argmax:
+        return RowScores(logprobs)
+    if len(sampled_ids) != 1 or _label(sampled_ids[0]) not in sampled[0]:
+        raise RowError("it does not give the log-prob of its sampled token, which is the most probable id")
+    best.append((sampled_ids[0], sampled[0][_label(sampled_ids[0])]))
+    argmax, of_argmax = zip(*best, strict=True)
+    checked_ids([*argmax], vocab_size=info.capabilities.vocab_size, limit=len(logprobs))
+    return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
+
+
+def _most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any]:
+    """Return the most probable id of a position of the prompt, and its log-prob.
+
+    Raises:
+        RowError: the candidates do not name it.
+    """
+    first = [(int(token), found.get("logprob")) for token, found in candidates.items() if found.get("rank") == 1]
+    if len(first) != 1:
+        raise RowError("its prompt_logprobs do not say which id is the most probable one; leave out return_argmax=True")
+    return first[0]
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

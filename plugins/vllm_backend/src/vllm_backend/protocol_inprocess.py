@@ -15,8 +15,10 @@ from corelm.support import (
     RowAnswer,
     RowError,
     RowFailure,
+    RowScores,
     RowStreams,
     StopStrings,
+    checked_argmax,
     checked_logprobs,
     generate_result,
     score_result,
@@ -141,8 +143,12 @@ def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailur
     vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
     is all ids except the last one, whose log-prob is asked for by id at the sampled position. If only that one is
     asked for, no prompt log-probs are needed and vLLM may use its prefix cache.
+
+    The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
+    greedy.
     """
     requests = {}
+    candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
@@ -150,7 +156,7 @@ def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailur
                 ids[:-1],
                 max_tokens=1,
                 temperature=0.0,
-                prompt_logprobs=0 if start < len(ids) - 1 else None,
+                prompt_logprobs=candidates if start < len(ids) - 1 else None,
                 logprob_token_ids=ids[-1:],
                 detokenize=False,
             )
@@ -159,18 +165,37 @@ def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailur
 
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput]) -> ScoreResult:
     """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
-    return score_result(request, {number: _outcome(output, _row_scores) for number, output in outputs.items()})
+    return score_result(
+        request,
+        {
+            number: _outcome(output, lambda found: _row_scores(found, request.return_argmax))
+            for number, output in outputs.items()
+        },
+    )
 
 
-def _row_scores(output: Any) -> list[float]:
-    """Return the log-probs of the row's last ids: of all but the first one, or of the very last one."""
+def _row_scores(output: Any, with_argmax: bool) -> RowScores:
+    """Return the scores of the row's last ids: of all but the first one, or of the very last one."""
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
     prompt = output.prompt_logprobs
     before_last = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
     # The first candidate is the sampled token, the second is the id that was asked for.
-    return checked_logprobs([*before_last, completion.logprobs.logprobs[1]], len(before_last) + 1)
+    last = completion.logprobs
+    logprobs = checked_logprobs([*before_last, last.logprobs[1]], len(before_last) + 1)
+    if not with_argmax:
+        return RowScores(logprobs)
+    argmax, of_argmax, ids = [last.token_ids[0]], [last.logprobs[0]], [last.token_ids[1]]
+    if prompt is not None:
+        starts, ends = prompt.start_indices[1:], prompt.end_indices[1:]
+        # The first candidate is the prompt's own id, the second is the most probable one.
+        if any(end - start != 2 for start, end in zip(starts, ends, strict=True)):
+            raise RowError("vLLM did not return the most probable ids; leave out return_argmax=True")
+        argmax = [prompt.token_ids[start + 1] for start in starts] + argmax
+        of_argmax = [prompt.logprobs[start + 1] for start in starts] + of_argmax
+        ids = [prompt.token_ids[start] for start in starts] + ids
+    return RowScores(logprobs, checked_argmax(argmax, of_argmax, ids, logprobs))
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
