@@ -1,8 +1,11 @@
 """Conversations that end with an assistant turn, and conversations with tools of their own."""
 
 import pytest
+import tokenizers
+import torch
 from tensordict import TensorDict
-from toy_backend import ByteTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from toy_backend import Bigram, ByteTokenizer
 
 import corelm
 from corelm import History, LLMPolicy
@@ -94,6 +97,71 @@ def test_a_response_parser_reads_the_whole_turn(backend):
     )
     policy(TensorDict(history=History.from_chats([BEGUN])))
     assert seen[0].startswith("I am")
+
+
+def metaspace_tokenizer():
+    """Return a tokenizer of transformers that drops the first space of a text, as those of SentencePiece do."""
+    transformers = pytest.importorskip("transformers")
+    words = ["<unk>", "</s>", "▁I", "▁am", "▁Pip", "▁not", "▁Who?"]
+    rust = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust,
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{{ messages | map(attribute='content') | join(' ') }}",
+    )
+
+
+def follows(size, pairs):
+    """Return a model in which each id is almost always followed by the one given with it."""
+    table = torch.zeros(size, size)
+    table[tuple(zip(*pairs, strict=True))] = 50.0
+    return Bigram(table)
+
+
+@pytest.mark.parametrize("prefer_tokens", [True, False])
+def test_a_continued_turn_reads_as_its_ids_decode(prefer_tokens):
+    tokenizer, parsed = metaspace_tokenizer(), []
+    model = follows(7, [(3, 4), (4, 1), (6, 2), (2, 3)])
+
+    def parser(text):
+        parsed.append(text)
+        return {"role": "assistant", "content": text}
+
+    with corelm.get_backend("toy", model, tokenizer=tokenizer) as backend:
+        policy = policy_of(backend, continue_final_message=True, prefer_tokens=prefer_tokens, response_parser=parser)
+        typed = policy(TensorDict(history=History.from_chats([BEGUN, chat("Who?")])))["history"].full.chats
+        assert [turns[-1].content for turns in typed] == parsed == ["I am Pip"] * 2
+        assert typed[0][-1].token_ids == (2, 3, 4, 1)
+        cut = policy.replace(sampling_params={"max_new_tokens": 2})(
+            TensorDict(history=History.from_chats([chat("Who?")]))
+        )
+        assert cut["history"].full.chats[0][-1].content == "I am"
+        whole = policy(TensorDict(history=cut["history"].full))["history"].full.chats[0][-1]
+        assert whole.content == "I am Pip" == tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+        stopped = policy.replace(sampling_params={"stop": ["Pip"]})(TensorDict(history=History.from_chats([BEGUN])))
+        assert stopped["history"].full.chats[0][-1].content == "I am "
+        # What the user typed is kept, although these ids decode to something else.
+        odd = [*chat("Who?"), {"role": "assistant", "content": " I am"}]
+        kept = policy(TensorDict(history=History.from_chats([odd])))["history"].full.chats[0][-1]
+        assert kept.content.startswith(" I am") and kept.content.endswith(" Pip")
+
+
+def test_a_character_that_was_cut_in_two_is_whole_in_the_continued_turn(backend):
+    with corelm.get_backend("toy", follows(260, [(10, 0xC3), (0xC3, 0xA9), (0xA9, 259)])) as accents:
+        short = policy_of(accents, continue_final_message=True).replace(sampling_params={"max_new_tokens": 1})
+        first = short(TensorDict(history=History.from_chats([chat("Which?")])))
+        assert first["history"].full.chats[0][-1].content == "\ufffd"
+        assert short(TensorDict(history=first["history"].full))["history"].full.chats[0][-1].content == "é"
+
+
+def test_a_skipped_row_keeps_the_turn_that_it_could_not_continue(backend):
+    illegal = [corelm.Message("user", "Hi"), corelm.Message("assistant", "I am", token_ids=(7, 99999))]
+    policy = policy_of(backend, continue_final_message=True, on_error="skip")
+    out = policy(TensorDict(history=History.of([illegal, BEGUN], (2,))), seed=1)
+    assert out["errors"][0] and not out["errors"][1]
+    assert out["history"].full.chats[0][-1].content == "I am"
 
 
 @pytest.mark.parametrize("name", ["continue_final_message", "add_generation_prompt", "chat_template"])

@@ -45,7 +45,8 @@ def generated(
         asked = rows.texts or given_texts(rows.ids, backend)
         texts = Parts(asked, said, _joined(asked, said))
         if rows.chats is not None:
-            messages, problems = response_messages(said, batch, parser, rows.begun)
+            continued = continued_turns(rows.begun, said, batch, sampling, backend)
+            messages, problems = response_messages(said, batch, parser, continued)
             if problems:
                 # Not an error: the answers have been paid for, and those of the other rows are fine.
                 warnings.warn(
@@ -152,26 +153,78 @@ def response_messages(
     texts: tuple[str, ...],
     batch: GenerateResult,
     parser: ResponseParser | None,
-    begun: tuple[Message | None, ...] | None = None,
+    continued: Mapping[int, Message] | None = None,
 ) -> tuple[tuple[Message, ...], Problems]:
     """Return one assistant message per answer, with its ids, and the problems of answers that did not parse.
 
-    The message of an answer that did not parse holds its plain text. An answer that continues a turn, of which `begun`
-    holds the beginning, becomes one message with it.
+    The message of an answer that did not parse holds its plain text.
+
+    Args:
+        continued: by row, the whole turn, if the answer continues one.
     """
     messages, problems = [], {}
     for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):
-        message = Message("assistant", text)
-        if begun is not None and (turn := begun[row]) is not None:
-            text, ids = (turn.content or "") + text, [*(turn.token_ids or ()), *ids]
-            message = replace(turn, content=text)
+        message = (continued or {}).get(row) or Message("assistant", text, token_ids=tuple(ids))
         if parser is not None:
             try:
-                message = Message.from_dict(parser(text))
+                message = replace(Message.from_dict(parser(message.content or "")), token_ids=message.token_ids)
             except Exception as error:
                 problems[row] = f"{type(error).__name__}: {error}"
-        messages.append(replace(message, token_ids=tuple(ids)))
+        messages.append(message)
     return tuple(messages), problems
+
+
+def continued_turns(
+    begun: tuple[Message | None, ...] | None,
+    answers: tuple[str, ...],
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+) -> dict[int, Message]:
+    """Return, by row, each turn that was continued, as one message with its answer: the text and the ids of both.
+
+    Args:
+        begun: for each row the turn that the answer continues, with its ids, or None.
+        answers: their texts.
+    """
+    made: dict[int, Message] = {}
+    for row, (turn, then) in enumerate(zip(begun or (), batch.ids.tolist(), strict=False)):
+        if turn is None:
+            continue
+        first, content = list(turn.token_ids or ()), turn.content or ""
+        # The ids of a row that was skipped may be illegal, so they cannot be decoded.
+        if then:
+            texts = backend.detokenize([first, then, first + then], skip_special_tokens=sampling.skip_special_tokens)
+            content = _continued_text(content, answers[row], *texts)
+        made[row] = replace(turn, content=content, token_ids=(*first, *then))
+    return made
+
+
+def _continued_text(content: str, answer: str, first: str, then: str, both: str) -> str:
+    """Return the text of a turn and the answer that continues it.
+
+    Texts that are decoded apart are not always the parts of what both decode to: SentencePiece drops the first space of
+    a text, and a character may have bytes on both sides.
+
+    >>> _continued_text("I am", "Pip", "I am", "Pip", "I am Pip")
+    'I am Pip'
+
+    Args:
+        content: the text of the turn.
+        answer: the text of the answer, perhaps without its end, where a stop string was.
+        first: what the ids of the turn decode to.
+        then: what the ids of the answer decode to.
+        both: what all of these ids decode to.
+    """
+    stop = then[len(answer) :]
+    if not (then.startswith(answer) and both.endswith(stop)):
+        # The engine's own text, which may have been decoded with the tokens before it.
+        return content + answer
+    both = both[: len(both) - len(stop)]
+    if first == content:
+        return both
+    # The text that the user gave is kept as it is.
+    return content + both[len(first) :] if both.startswith(first) else content + answer
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
