@@ -12,7 +12,7 @@ import corelm
 from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
-from helpers.rollouts import FIELDS, contents, rollout
+from helpers.rollouts import FIELDS, contents, plain, rollout
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
 
 PADS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
@@ -248,6 +248,34 @@ def test_retrieving_replaces_no_sampled_log_probs_of_another_provenance(backend,
     assert td["ref_log_probs"].provenance == td["log_probs"].provenance
     RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, overwrite=True)(td)
     assert td["log_probs"].provenance.model == "Bigram"
+
+
+@PADS
+@SHAPES
+def test_retrieving_protects_sampled_log_probs_under_every_key(backend, other, pad, shape):
+    # The scorer has its own key, but RetrieveKL writes to "log_probs" by default.
+    own = LLMPolicy(other, log_probs_key="gen_log_probs")
+    td = rollout(backend, shape=shape, pad=pad)
+    before = contents(td)
+    for make in (
+        lambda: RetrieveKL(LLMPolicy(other), gen_policy=own, add_to_reward=False),
+        lambda: RetrieveLogProb(own, log_probs_key="log_probs"),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"^log_probs: row 0.*gen_log_probs_key.*overwrite=True"):
+            make()(td)
+    assert contents(td) == before and "gen_log_probs" not in td.keys()
+    # The sampler had another key, which none of the scorers has.
+    td = rollout(backend, shape=shape, pad=pad, log_probs_key=("gen", "log_probs"))
+    answers = plain(td["gen", "log_probs"].full)
+    retrieve = RetrieveLogProb(LLMPolicy(other), log_probs_key=("gen", "log_probs"))
+    with pytest.raises(InvalidRequestError, match=r"^gen.log_probs: row 0.*overwrite=True"):
+        retrieve(td)
+    assert plain(td["gen", "log_probs"].full) == answers
+    RetrieveLogProb(LLMPolicy(other), log_probs_key=("gen", "log_probs"), overwrite=True)(td)
+    assert td["gen", "log_probs"].provenance.model == "Bigram"
+    # What was retrieved under such a key is not sampled.
+    RetrieveLogProb(LLMPolicy(backend), log_probs_key=("gen", "log_probs"))(td)
+    assert td["gen", "log_probs"].provenance.model == ""
 
 
 # Generating ----------------------------------------------------------------------------------------------------------

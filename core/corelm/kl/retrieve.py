@@ -8,13 +8,15 @@ from typing import Any
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.containers.classes import Tokens, provenance_of_rows
+from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows
+from corelm.containers.field_access import rows
 from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
 from corelm.kl.penalty import KLComputation
 from corelm.policy.delivery import refuse_other_provenance
+from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag
@@ -36,8 +38,9 @@ class RetrieveLogProb(TensorDictModuleBase):
         log_probs_key: where the result is written.
         tokens_key: the `Tokens`; None means the policy's own key.
         masks_key: the `Masks` of dense tokens; None means the policy's own key.
-        overwrite: whether log-probs of another provenance may be replaced if `log_probs_key` is the policy's own key,
-            where the log-probs of sampling are. Under other keys, what was retrieved before is replaced.
+        overwrite: whether log-probs of sampling may be replaced by those of another provenance. Log-probs under
+            "log_probs" or the policy's own key are taken for such, and under other keys those that score responses and
+            no token of a prompt. Other log-probs under other keys, such as those retrieved before, are replaced.
 
     Raises:
         InvalidRequestError: `policy` is not an `LLMPolicy`, or, on a call, the tokens or masks are of another type or
@@ -61,9 +64,8 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = log_probs_key
-        # Sampled log-probs cannot be computed again.
-        sampled = key_parts(log_probs_key) == key_parts(policy.options.keys.log_probs)
-        self._protected = sampled and not flag("overwrite", overwrite)
+        self._sampled_keys = {key_parts(key) for key in (Keys().log_probs, policy.options.keys.log_probs)}
+        self.overwrite = flag("overwrite", overwrite)
         outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
         # One scorer per layout, so that the scores come back in the layout of the tokens.
@@ -92,8 +94,24 @@ class RetrieveLogProb(TensorDictModuleBase):
         return tensordict
 
     def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
-        if self._protected and self.log_probs_key in target.keys(include_nested=True):
-            refuse_other_provenance(target.get(self.log_probs_key), new, self.log_probs_key, _ADVICE)
+        # Sampled log-probs cannot be computed again.
+        if self.overwrite or self.log_probs_key not in target.keys(include_nested=True):
+            return
+        there = target.get(self.log_probs_key)
+        if key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there):
+            refuse_other_provenance(there, new, self.log_probs_key, _ADVICE)
+
+
+def _score_responses_alone(there: Any) -> bool:
+    """Return whether these are `LogProbs` in which no token of a prompt is scored, as in those of sampling."""
+    if not isinstance(there, LogProbs):
+        return False
+    fields = set(there.keys())
+    if "full" not in fields:
+        return "response" in fields
+    if not {"prompt", "scored_mask"} <= fields:
+        return False
+    return not any(bool(row.scored_mask[: row.prompt.shape[-1]].any()) for row in rows(there))
 
 
 class RetrieveKL(TensorDictModuleBase):
@@ -101,8 +119,8 @@ class RetrieveKL(TensorDictModuleBase):
 
     Args:
         ref_policy: the reference.
-        gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass a
-            `gen_log_probs_key` of your own.
+        gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass
+            another `gen_log_probs_key`.
         estimator: as in `KLComputation`.
         coeff: as in `KLComputation`.
         gen_log_probs_key: as in `KLComputation`.
