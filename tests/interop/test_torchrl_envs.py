@@ -312,6 +312,7 @@ def test_training_on_one_batch_of_a_collector(backend, model):
         ({"input_mode": "tokens"}, "generates from a history or from text"),
         ({"return_history": False}, "returns that container"),
         ({"num_samples": 2}, "repeat the prompts"),
+        ({"continue_final_message": True}, "continue_final_message=True is not supported: .* leave"),
     ],
 )
 def test_policies_that_do_not_fit_an_environment_are_refused(backend, options, message):

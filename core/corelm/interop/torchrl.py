@@ -51,7 +51,8 @@ class EnvPolicy(TensorDictModuleBase):
 
     Raises:
         InvalidRequestError: the policy scores, reads tokens (`ChatEnv` gives no tokens for prompts of different
-            lengths), has other keys, or adds a batch dimension with `num_samples`.
+            lengths), has other keys, adds a batch dimension with `num_samples`, or continues assistant turns with
+            `continue_final_message`.
     """
 
     def __init__(self, policy: LLMPolicy) -> None:
@@ -65,6 +66,13 @@ class EnvPolicy(TensorDictModuleBase):
             raise invalid(
                 "policy",
                 "num_samples adds a batch dimension, which the environment lacks; repeat the prompts instead",
+            )
+        if options.continue_final_message:
+            raise invalid(
+                "policy",
+                "continue_final_message=True is not supported: the environment also samples for rows that have ended, "
+                "and would continue their last turns. Continue turns with the LLMPolicy itself, and leave "
+                "continue_final_message out here: after an assistant turn, a new turn is sampled",
             )
         # A row of an environment that has ended keeps its last turn, and is sampled on with the others.
         self.policy = _for_torchrl(policy).replace(continue_final_message=None)
