@@ -268,8 +268,9 @@ def shown(given: Any) -> str:
 def refuse_missing_path(field: str, given: Any) -> None:
     """Refuse a text or path that names a file or folder that is not there, before anyone looks for it on a hub.
 
-    A text is meant as a path if it begins with ``.``, ``~`` or a separator, ends with one, has more than one, or if its
-    first part is a folder here. What else has one slash is a name on a hub, and an address has a scheme.
+    A text is meant as a path if it begins with ``.``, ``~`` or a separator, ends with one, or has more than one. What
+    else has one slash is a name on a hub, also if its first part is a folder here, such as one of downloads; it is
+    refused only if it looks like a misspelt name of something in that folder. An address has a scheme.
     """
     if not isinstance(given, (str, os.PathLike)) or os.path.exists(given):
         return
@@ -277,10 +278,16 @@ def refuse_missing_path(field: str, given: Any) -> None:
     if not isinstance(name, str) or "://" in name:
         return
     first, slash, rest = name.replace("\\", "/").partition("/")
-    partly = bool(slash) and os.path.isdir(first)
     begins = first in ("", ".", "..", "~") or name[0] in ".~"
     on_hub = "\\" not in name and (not slash or (rest and "/" not in rest))
-    if isinstance(given, str) and on_hub and not (begins or partly):
+    if isinstance(given, str) and on_hub and not begins:
+        if meant := _misspelt(rest, _listed(first) if slash else []):
+            raise invalid(
+                field,
+                f"there is no file or folder {name!r} (looked for it in {os.getcwd()}); did you mean "
+                f"{os.path.join(first, meant)!r}? If {name!r} is a model on the Hugging Face hub, pass "
+                f"huggingface_hub.snapshot_download({name!r})",
+            )
         return
     home = os.path.expanduser(name)
     if home != name and os.path.exists(home):
@@ -292,6 +299,25 @@ def refuse_missing_path(field: str, given: Any) -> None:
     near = nearest(os.path.relpath(os.path.abspath(name), there).split(os.sep)[0], _listed(there))
     hint = f"; did you mean {os.path.join(there, near)!r}?" if near else f"; the path exists up to {there!r}"
     raise invalid(field, f"there is no file or folder {name!r}{inside}{hint}")
+
+
+def _misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name of which `name` looks like a misspelling; None if it may well be another name.
+
+    >>> _misspelt("finl", ["final"]), _misspelt("Qwen3-0.6B", ["Qwen3-1.7B"]), _misspelt("gemma-2b", ["gemma-2b-it"])
+    ('final', None, None)
+    """
+
+    def differs(other: str) -> bool:
+        # Models of one family have names that differ in numbers or at the end.
+        return _digits(other) != _digits(name) or other.startswith(name) or name.startswith(other)
+
+    near = difflib.get_close_matches(name, [one for one in known if not differs(one)], n=1, cutoff=0.85)
+    return next(iter(near), None)
+
+
+def _digits(name: str) -> list[str]:
+    return [one for one in name if one.isdigit()]
 
 
 def _listed(folder: str) -> list[str]:

@@ -121,6 +121,27 @@ def test_a_path_that_is_not_there_is_refused_without_asking_a_hub(
         corelm.get_backend("transformers", tiny_model(), tokenizer="./absent")
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/QwQ-32B"])
+def test_a_name_on_a_hub_is_looked_up_also_next_to_a_folder_of_downloads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fail(path: str, *_: object, **__: object) -> None:
+        asked.append(path)
+        raise OSError("no hub in this test")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen2.5-1.5B").mkdir(parents=True)
+    for loader in ("AutoConfig", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"transformers.{loader}.from_pretrained", fail)
+    with pytest.raises(EngineError, match=name):
+        corelm.get_backend("transformers", name)
+    assert set(asked) == {name}
+    with pytest.raises(InvalidRequestError, match=r"'Qwen/Qwen2.5-1.5B'\? .*snapshot_download\('Qwen/Qwne2.5-1.5B'\)"):
+        corelm.get_backend("transformers", "Qwen/Qwne2.5-1.5B")
+
+
 def test_a_name_that_no_hub_has_is_one_error_without_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("absent-model is not a local folder\nand more lines")
