@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from toy_backend import Bigram
 
 import corelm
 from corelm import LLMPolicy, Text, Tokens
+from corelm.containers import PerToken
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 
 #: After id 0 comes 1, after 1 comes 2 or 3 alike, after 2 comes 0; after 3 id 4 is almost certain.
@@ -54,6 +55,40 @@ def test_a_policy_says_which_rows_are_greedy(backend):
     assert dense["argmax"].tolist() == [row + [-1] * (4 - len(row)) for row in BEST]
     assert dense["is_greedy"].dtype == torch.bool
     assert corelm.ragged(out, ("argmax", "full")).tolist() == BEST
+
+
+def test_other_layouts_keep_minus_one_where_nothing_is_scored(backend):
+    rows, dense = (scorer(backend, pad_output=pad)(of_rows(ROWS)) for pad in (False, True))
+    for td in (rows, dense):
+        assert corelm.repad(td)["argmax"].tolist() == dense["argmax"].tolist()
+        assert corelm.ragged(corelm.repad(td, pad_output=False), ("argmax", "full")).tolist() == BEST
+    narrow = [[-1, 1, 2], [-1, -1, -1]]
+    for options in ({}, {"per_token": ["argmax"]}, {"per_token": []}):
+        assert corelm.repad(dense[2:], **options)["argmax"].tolist() == narrow
+    assert corelm.repad(TensorDict({"next": dense}, batch_size=4)[2:])["next", "argmax"].tolist() == narrow
+    widths = [*corelm.repad(dense[:2]), *corelm.repad(dense[2:])]
+    assert corelm.collate(widths)["argmax"].tolist() == dense["argmax"].tolist()
+    ranks = PerToken.from_rows(full=[[1.0, 2.0, 3.0, 4.0]] * 2 + [[1.0, 2.0, 3.0], [1.0]])
+    assert corelm.repad(rows.clone().set("ranks", ranks))["ranks"][3].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_argmax_that_is_not_laid_out_like_the_tokens_is_an_entry_like_others(backend):
+    td = scorer(backend, pad_output=True, return_argmax=False)(of_rows(ROWS))
+    for mine in (torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
+        assert corelm.repad(td.set("argmax", mine), pad_output=False)["argmax"] is mine
+    with pytest.raises(InvalidRequestError, match=r"per_token=\['argmax'\]"):
+        corelm.repad(td.set("argmax", torch.zeros(4, 4)), pad_output=False)
+    assert corelm.to_records(td)[3]["argmax"] == [0.0] * 4
+
+
+@pytest.mark.parametrize("by", ["row", "token"])
+def test_records_of_both_layouts_have_the_argmax(backend, by):
+    rows, dense = (scorer(backend, pad_output=pad)(of_rows(ROWS)) for pad in (False, True))
+    records = corelm.to_records(dense, by=by)
+    wanted = BEST if by == "row" else [best for row in BEST for best in row]
+    assert [one["argmax"] for one in records] == wanted
+    mixed = lazy_stack([*corelm.repad(dense[:2]), *corelm.repad(dense[2:])])
+    assert records == corelm.to_records(rows, by=by) == corelm.to_records(mixed, by=by)
 
 
 def test_only_the_response_decides(backend):

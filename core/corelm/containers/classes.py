@@ -195,7 +195,7 @@ class PerToken(TensorClass["nocast"]):
 
     Attributes:
         full: float, as long as ``tokens.full``; 0.0 where the number means nothing. The `argmax` of scores is int64,
-            and -1 where nothing was scored.
+            and -1 where nothing was scored. In pads, floats are 0.0 and integers -1.
         padded: whether the rows are dense.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corelm.containers.assemble import dense_columns, non_tensors
 from corelm.containers.classes import LogProbs, Masks, PerToken, Tokens, ragged
-from corelm.containers.reading import Path, masks_of, row_data, same_lengths
+from corelm.containers.reading import Path, dense_field, is_integer, masks_of, row_data, same_lengths
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import Columns, Parts
 from corelm.tensors.lazy_rows import lazy_rows
@@ -101,11 +101,11 @@ class DenseLayout:
         masks = masks_of(held, path)
         # No rows are stored like dense ones, but not marked as padded.
         dense = pad_output or 0 in shape
-        filler = pad_id if isinstance(container, Tokens) else False if isinstance(container, Masks) else 0
         fields: dict[str, Any] = {}
         for name in container.keys():
             if name not in ("padded", "provenance"):
                 values = ragged(held, (*path, name), masks=masks)
+                filler = _filler(container, values, pad_id)
                 fields[name] = self.dense(values, (*path, name), filler, shape) if dense else values
         if isinstance(container, PerToken) and pad_output:
             return fields["full"]
@@ -147,11 +147,18 @@ def dense_layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[
 
 def dense_mask(masks: Masks) -> Tensor | None:
     """Return bool[rows, width]: the attention mask of a dense batch, on the CPU. None if it is not one tensor."""
-    try:
-        mask = masks.all_attention_mask if masks.padded else None
-    except InvalidRequestError:  # rows of both layouts, or of different widths
-        return None
+    mask = dense_field(masks, "all_attention_mask")
     return mask.reshape(masks.batch_size.numel(), mask.shape[-1]).cpu() if isinstance(mask, Tensor) else None
+
+
+def _filler(container: Any, values: Ragged, pad_id: int) -> Any:
+    """Return what stands in the pads of a field."""
+    if isinstance(container, Tokens):
+        return pad_id
+    if isinstance(container, Masks):
+        return False
+    # 0 may be an id, so it would read as one.
+    return -1 if isinstance(container, PerToken) and is_integer(values.values) else 0
 
 
 def _columns(lengths: Tensor, prompt_lengths: Tensor | None) -> Columns:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from corelm.containers.classes import Masks, PerToken
 from corelm.containers.dense_layout import DenseLayout, dense_layouts, dense_mask
-from corelm.containers.field_access import rows as rows_of
 from corelm.containers.keys import key_parts, list_keys
-from corelm.containers.reading import PER_TOKEN, Path, entries, must_have_batch
+from corelm.containers.reading import PER_TOKEN, Path, entries_per_token, must_have_batch, per_token_of_rows
 from corelm.errors import InvalidRequestError
 from corelm.validate import invalid
 
@@ -35,7 +34,8 @@ def repad(
         minibatch = corelm.repad(rollout[indices])
         rows = corelm.repad(minibatch, pad_output=False)
 
-    All numbers stay exactly what they are, and gradients flow through the log-probs. Entries without values per token
+    All numbers stay exactly what they are, and gradients flow through the log-probs. Pads of values per token are 0.0,
+    those of integers, such as `argmax`, -1. Entries without values per token
     are those of `td`, not copies. Dense containers without a `Masks` next to them get one, because nothing else tells
     their lengths.
 
@@ -45,7 +45,7 @@ def repad(
         pad_id: the id in the pads of dense tokens. Policies use ``backend.pad_id``.
         per_token: the keys of plain tensors ``[*batch, width]``, such as advantages, whose columns are those of
             ``tokens.full``. They are laid out with the tokens: as a plain tensor in a dense batch, as a `PerToken` in
-            rows. ``[]`` says that there are none. None refuses tensors that may be such.
+            rows. ``[]`` says that there are none. None refuses tensors that may be such. An `argmax` need not be named.
 
     Raises:
         InvalidRequestError: a tensor is as wide as the dense tokens, and `per_token` does not say whether its columns
@@ -55,7 +55,7 @@ def repad(
     if not isinstance(td, TensorDictBase):
         raise invalid("td", f"expected a TensorDict, such as a policy returns, got {type(td).__name__}")
     shape = tuple(td.batch_size)
-    found = dict(entries(td))
+    found = dict(entries_per_token(td))
     containers = {path: value for path, value in found.items() if isinstance(value, PER_TOKEN)}
     for path, container in containers.items():
         must_have_batch(td, path, container)
@@ -161,12 +161,7 @@ def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: tupl
     values = value if isinstance(value, list) else list(value.reshape(math.prod(shape), *value.shape[len(shape) :]))
     if any(one.ndim != 1 for one in values):
         raise invalid("per_token", f"{name}: expected one value per token, so [tokens] in each row")
-    level: list[Any] = [
-        PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows_of(beside), strict=True)
-    ]
-    for width in reversed(shape):
-        level = [lazy_stack(level[at : at + width]) for at in range(0, len(level), width)]
-    return level[0]
+    return per_token_of_rows(values, beside, shape)
 
 
 def _refuse_unnamed(

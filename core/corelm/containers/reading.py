@@ -9,7 +9,15 @@ from itertools import islice
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+    lazy_stack,
+)
 from torch import Tensor
 
 from corelm.containers.assemble import non_tensors
@@ -43,6 +51,61 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from entries(value._tensordict, here)
         else:
             yield here, value
+
+
+def entries_per_token(td: TensorDictBase) -> Iterator[tuple[Path, Any]]:
+    """Yield every entry as `entries` does, but a dense `argmax` as a `PerToken`, which it is in rows."""
+    for path, value in entries(td):
+        yield path, _argmax(td, path, value) if path[-1] == "argmax" else value
+
+
+def _argmax(td: TensorDictBase, path: Path, value: Any) -> Any:
+    """Return integers that are laid out like the masks as a `PerToken`, and anything else unchanged."""
+    parts = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, Tensor) and is_integer(one) for one in parts):
+        return value
+    masks = td.get(masks_of(td, path), None)
+    if not isinstance(masks, Masks) or "all_attention_mask" not in masks.keys() or masks.batch_size != td.batch_size:
+        return value
+    if isinstance(value, Tensor):
+        attention = dense_field(masks, "all_attention_mask")
+        fits = isinstance(attention, Tensor) and attention.shape == value.shape
+        return PerToken(full=value, batch_size=td.batch_size) if fits else value
+    alike = all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
+    return per_token_of_rows(value, masks, tuple(td.batch_size)) if alike else value
+
+
+def dense_field(container: Any, name: str) -> Any:
+    """Return a field of a dense container; None if it is not dense, or its rows do not form one tensor."""
+    try:
+        return getattr(container, name) if container.padded else None
+    except InvalidRequestError:
+        return None
+
+
+def is_integer(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def per_token_of_rows(values: list[Tensor], beside: Any, shape: tuple[int, ...]) -> PerToken:
+    """Return one value per token in each row, as a `PerToken` in the layout that each row of `beside` has."""
+    level: list[Any] = [
+        PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows(beside), strict=True)
+    ]
+    for width in reversed(shape):
+        level = [lazy_stack(level[at : at + width]) for at in range(0, len(level), width)]
+    return level[0]
+
+
+def numbers_of(td: TensorDictBase, path: Path, numbers: PerToken) -> Ragged:
+    """Return the rows of a `PerToken` that `entries_per_token` yielded."""
+    key, masks = (*path, "full"), masks_of(td, path)
+    if isinstance(entry(td.get(path[:-1]) if path[:-1] else td, path[-1]), PerToken):
+        return ragged(td, key, masks=masks)
+    held = TensorDict({}, batch_size=td.batch_size)
+    held.set(path, numbers)
+    held.set(masks, td.get(masks))
+    return ragged(held, key, masks=masks)
 
 
 def entry(td: TensorDictBase, name: str) -> Any:
@@ -142,14 +205,15 @@ class TokenColumns:
         ids, prompt_lengths = token_ids(td, path)
         made = cls(ids=ids, prompt_lengths=prompt_lengths)
         assistant = None
-        for other, value in entries(td):
+        for other, value in entries_per_token(td):
             if other[:-1] != path[:-1]:
                 continue
             name = ".".join(other)
             if isinstance(value, Masks) and "all_assistant_mask" in value.keys():
                 assistant = made.aligned(td, (*other, "all_assistant_mask"))
             elif isinstance(value, PerToken):
-                made.numbers[name] = made.aligned(td, (*other, "full"))
+                made.numbers[name] = numbers_of(td, other, value).to("cpu")
+                same_lengths(made.numbers[name], ids.lengths, (*other, "full"))
             elif isinstance(value, LogProbs):
                 values = made.aligned(td, (*other, "full" if "full" in value.keys() else "response"))
                 made.log_probs[name] = values, made.scored(td, other, values)

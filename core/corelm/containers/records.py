@@ -17,9 +17,10 @@ from corelm.containers.reading import (
     CONTAINERS,
     Path,
     TokenColumns,
-    entries,
+    entries_per_token,
     masks_of,
     must_have_batch,
+    numbers_of,
     objects,
     provenances,
     token_ids,
@@ -62,7 +63,8 @@ def to_records(
     =======================================  =============================================================
 
     Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are split),
-    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``assistant``.
+    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``assistant``, and
+    one key for each `PerToken` and for ``argmax`` (-1 where not scored).
 
     A container under another key keeps that key: that of ``ref_log_probs`` is ``ref_log_probs``, its provenance
     ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a number, a
@@ -120,7 +122,7 @@ def _index(td: TensorDictBase) -> Columns:
 
 def _row_columns(td: TensorDictBase) -> Columns:
     """Return the columns of all entries: texts first, lists of numbers last."""
-    found = list(entries(td))
+    found = list(entries_per_token(td))
     own = {".".join(path) for path, value in found if not isinstance(value, CONTAINERS)}
     readers = {
         Text: _text_columns,
@@ -217,7 +219,7 @@ def _scored_only(values: Ragged, scored: Ragged) -> list[list[float | None]]:
 
 
 def _number_columns(td: TensorDictBase, path: Path, numbers: PerToken) -> Columns:
-    return {".".join(path): ragged(td, (*path, "full"), masks=masks_of(td, path)).tolist()}
+    return {".".join(path): numbers_of(td, path, numbers).tolist()}
 
 
 def _mask_columns(td: TensorDictBase, path: Path, masks: Masks) -> Columns:
