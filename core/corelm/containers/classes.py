@@ -254,6 +254,39 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     Raises:
         InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field.
     """
+    container, name, flat_rows = _field_of(td, key)
+    if flat_rows is not None:
+        # A copy, because the caller may modify it.
+        return flat_rows.clone()
+    found = _values(td, container, name, masks)
+    if found is None:
+        return Ragged.cat([ragged(row, key, masks=masks) for row in _batch_rows(td, container, key, masks)])
+    values, mask = found
+    if mask is not None:
+        return Ragged(values[mask], mask.sum(-1).flatten())
+    row_values = flat(values)
+    # If there are no rows, the stored tensor still has their dtype and device.
+    stored = torch.cat(row_values) if row_values else container._tensordict.get(name).flatten()
+    return Ragged(stored, torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
+
+
+def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
+    """Return ``ragged(td, key, masks=masks).lengths``, on the CPU, without reading any values."""
+    container, name, flat_rows = _field_of(td, key)
+    if flat_rows is not None:
+        return flat_rows.lengths
+    found = _values(td, container, name, masks)
+    if found is None:
+        parts = _batch_rows(td, container, key, masks)
+        return torch.cat([row_lengths(row, key, masks=masks) for row in parts])
+    values, mask = found
+    if mask is not None:
+        return mask.sum(-1).flatten().cpu()
+    return torch.tensor([row.shape[0] for row in flat(values)], dtype=torch.int64)
+
+
+def _field_of(td: TensorDictBase, key: NestedKey) -> tuple[Any, str, Ragged | None]:
+    """Return the container of a field, the field's name, and its rows if they are still held flat."""
     *path, name = (key,) if isinstance(key, str) else key
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, (Tokens, Masks, LogProbs, PerToken)) or name not in container.keys():
@@ -263,24 +296,25 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
             field=str(key),
         )
     source = flat_source(container._tensordict)
-    if isinstance(source, FlatRows) and isinstance(field := source.fields[name], Ragged):
-        # A copy, because the caller may modify it.
-        return field.clone()
+    field = source.fields[name] if isinstance(source, FlatRows) else None
+    return container, name, field if isinstance(field, Ragged) else None
+
+
+def _values(td: TensorDictBase, container: Any, name: str, masks: NestedKey) -> tuple[Any, Tensor | None] | None:
+    """Return a field and, if it is dense, which of its values are no pads. None if its rows must be read one by one."""
     try:
         padded, values = container.padded, getattr(container, name)
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
-        # `td` may have fewer batch dimensions than the container, or none.
-        held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
-        batch = TensorDict(held, batch_size=container.batch_size)
-        return Ragged.cat([ragged(row, key, masks=masks) for row in rows(batch)])
-    if padded:
-        mask = _attention_columns(values, attention, name, masks)
-        return Ragged(values[mask], mask.sum(-1).flatten())
-    row_values = flat(values)
-    # If there are no rows, the stored tensor still has their dtype and device.
-    stored = torch.cat(row_values) if row_values else container._tensordict.get(name).flatten()
-    return Ragged(stored, torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
+        return None
+    return values, _attention_columns(values, attention, name, masks) if padded else None
+
+
+def _batch_rows(td: TensorDictBase, container: Any, key: NestedKey, masks: NestedKey) -> list[TensorDictBase]:
+    """Return the rows of the container, each with its masks."""
+    # `td` may have fewer batch dimensions than the container, or none.
+    held = {tuple(key)[:-1]: container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
+    return rows(TensorDict(held, batch_size=container.batch_size))
 
 
 def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:

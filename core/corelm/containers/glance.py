@@ -16,8 +16,9 @@ from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Text, ragged
 from corelm.containers.field_access import rows
-from corelm.containers.history import History
+from corelm.containers.history import History, last_turns
 from corelm.containers.reading import CONTAINERS, Path, entries, head, masks_of, objects
+from corelm.containers.windows import row_tensors
 from corelm.errors import InvalidRequestError, printable
 from corelm.spec.message import Chat
 from corelm.spec.provenance import Provenance
@@ -111,10 +112,9 @@ def row_count(batch_size: Sequence[int]) -> str:
     return words if len(batch_size) == 1 else f"{words} as {tuple(batch_size)}"
 
 
-def last_words(chat: Chat, width: int) -> str:
-    """Return the messages of a conversation on one line; of a long one, only the last two."""
-    shown = chat[-2:]
-    before = f"… {len(chat) - 2} messages | " if len(chat) > 2 else ""
+def last_words(count: int, shown: Chat, width: int) -> str:
+    """Return the last messages of a conversation of `count` messages on one line."""
+    before = f"… {count - len(shown)} messages | " if count > len(shown) else ""
     room = max(8, (width - len(before)) // max(len(shown), 1) - 3)
     return before + " | ".join(cut(f"{one.role}: {one.content or '(no text)'}", room) for one in shown)
 
@@ -151,11 +151,11 @@ def field_lengths(container: Any, name: str) -> list[int]:
 def row_means(log_probs: LogProbs, count: int) -> list[float | None]:
     """Return the mean log-prob of each of the first `count` rows, over its scored tokens; None if there are none."""
     means: list[float | None] = []
-    for row in rows(first(log_probs, count)):
-        values, scored = row.full, row.scored_mask
+    for row in row_tensors(first(log_probs, count)):
+        values, scored = row.get("full"), row.get("scored_mask")
         if values is None:
             # The mask is as wide as all tokens, and a response is at their end.
-            values = row.response
+            values = row["response"]
             scored = None if scored is None else scored[scored.shape[-1] - values.shape[-1] :]
         if scored is not None:
             values = values[scored]
@@ -205,7 +205,7 @@ def prompts_of(td: TensorDictBase) -> list[str]:
     """Return what was asked in every row: the last message of a conversation, else the text of the prompt."""
     for chats in containers_of(td, ChatHistory).values():
         if isinstance(chats.prompt, History):
-            return [chat[-1].content or "" if chat else "" for chat in chats.prompt.chats]
+            return [chat[-1].content or "" if chat else "" for _, chat in last_turns(chats.prompt, 1)]
     return _texts(td, ("prompt", "full"))
 
 

@@ -84,12 +84,10 @@ class History(TensorClass["nocast"]):
     @property
     def chats(self) -> tuple[Chat, ...]:
         """The conversations, flat, in C order of the batch."""
-        value = self._tensordict.get("conversation")
-        source = flat_source(value)
-        if isinstance(source, FlatObjects) and isinstance(source.values, _Conversations):
-            return tuple(tuple(map(_copy, chat)) for chat in source.values.chats)
-        rows = [value.data] * self._count if isinstance(value, NonTensorData) else _at_depth(value.tolist(), self.ndim)
-        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in rows)
+        stored = self._stored()
+        if isinstance(stored, _Conversations):
+            return tuple(tuple(map(_copy, chat)) for chat in stored.chats)
+        return tuple(tuple(map(Message.from_dict, row["messages"])) for row in stored)
 
     def to_chats(self) -> list[Any]:
         """Return lists of dicts: the inverse of `from_chats`. Turns that have `token_ids` keep them."""
@@ -168,6 +166,14 @@ class History(TensorClass["nocast"]):
     def _shape_error(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(f"{what}; the history's batch shape is {tuple(self.batch_size)}", field="messages")
 
+    def _stored(self) -> Sequence[dict[str, Any]]:
+        """Return the rows, flat, in C order of the batch."""
+        value = self._tensordict.get("conversation")
+        source = flat_source(value)
+        if isinstance(source, FlatObjects) and isinstance(source.values, _Conversations):
+            return source.values
+        return [value.data] * self._count if isinstance(value, NonTensorData) else _at_depth(value.tolist(), self.ndim)
+
     @property
     def _count(self) -> int:
         return math.prod(self.batch_size)
@@ -176,6 +182,22 @@ class History(TensorClass["nocast"]):
         chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
         return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
+
+
+def last_turns(history: History, most: int) -> list[tuple[int, Chat]]:
+    """Return how many messages each conversation has, and its last ones, at most `most`, for a caller that only reads.
+
+    The ids of sampled turns may be left out: converting them takes longer than everything else.
+    """
+    stored = history._stored()
+    if isinstance(stored, _Conversations):
+        return [(len(chat), chat[-most:]) for chat in stored.chats]
+    chats = [row["messages"] for row in stored]
+    return [(len(chat), tuple(map(_without_ids, chat[-most:]))) for chat in chats]
+
+
+def _without_ids(message: Mapping[str, Any]) -> Message:
+    return Message.from_dict({name: value for name, value in message.items() if name != "token_ids"})
 
 
 class _Conversations(Sequence[dict[str, Any]]):
@@ -188,6 +210,8 @@ class _Conversations(Sequence[dict[str, Any]]):
         return len(self.chats)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Conversations(self.chats[index])
         return {"messages": [message.to_dict() for message in self.chats[index]]}
 
 

@@ -12,9 +12,9 @@ from html import escape
 from typing import Any
 
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.field_access import rows
 from corelm.containers.glance import (
     attempt,
     containers_of,
@@ -27,8 +27,9 @@ from corelm.containers.glance import (
     row_means,
     strings_of,
 )
-from corelm.containers.history import History
-from corelm.containers.reading import TokenColumns, head
+from corelm.containers.history import History, last_turns
+from corelm.containers.reading import TokenColumns, head, token_lengths, tokens_path
+from corelm.containers.windows import row_tensors, window
 from corelm.errors import printable
 
 #: Rows, tokens of a row (of the prompt the last ones), and characters of a text that a page shows.
@@ -117,32 +118,38 @@ def _rows_table(td: TensorDictBase, tokenizer: Any) -> str:
 
 
 def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
-    found = TokenColumns.of(td)
-    if found is None:
+    path = tokens_path(td)
+    if path is None:
         return []
-    ids = found.ids.tolist()
+    lengths, prompt_lengths = token_lengths(td, path)
+    splits = [None] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
+    shown = [_shown(count, split) for count, split in zip(lengths.tolist(), splits, strict=True)]
+    reduced = attempt(window, td, lengths, prompt_lengths, shown, otherwise=None)
+    # Rows of both layouts are read whole.
+    found = TokenColumns.of(td if reduced is None else reduced)
+    assert found is not None
+    left_out = [0 if reduced is None else positions.start for positions in shown]
     log_probs = {key: (values.tolist(), scored.tolist()) for key, (values, scored) in found.log_probs.items()}
     assistant = None if found.assistant is None else found.assistant.tolist()
     numbers = {key: values.tolist() for key, values in found.numbers.items()}
     cells = []
-    for row, tokens in enumerate(ids):
-        split = None if found.prompt_lengths is None else int(found.prompt_lengths[row])
-        shown = _shown(len(tokens), split)
+    for row, (tokens, positions, split) in enumerate(zip(found.ids.tolist(), shown, splits, strict=True)):
         pieces = []
-        for at in shown:
+        for position in positions:
+            at = position - left_out[row]
             scores = [values[row][at] for values, scored in log_probs.values() if scored[row][at]]
             hover = [f"id {tokens[at]}"]
             hover += [f"{key} {values[row][at]:.6g}" for key, values in numbers.items()]
             text = str(tokens[at]) if tokenizer is None else tokenizer.decode([tokens[at]], skip_special_tokens=False)
             one = _Token(
                 label=text if tokenizer is not None else f"{text} ",
-                role="" if split is None else "prompt" if at < split else "response",
+                role="" if split is None else "prompt" if position < split else "response",
                 assistant=None if assistant is None else assistant[row][at],
                 log_prob=scores[0] if scores else None,
                 hover=", ".join(hover),
             )
-            pieces.append(one.html(at))
-        cells.append(_joined(pieces, shown, len(tokens)))
+            pieces.append(one.html(position))
+        cells.append(_joined(pieces, positions, int(lengths[row])))
     return cells
 
 
@@ -172,50 +179,57 @@ def _text_body(text: Text) -> str:
 def _tokens_body(container: Any) -> str:
     """Show the values of all positions, and as their roles whether they are in the prompt or in the response."""
     cells = []
-    for row in rows(first(container, _ROWS)):
-        parts = [(name, row.get(name)) for name in ("prompt", "response") if name in row.keys()]
-        if len(parts) < 2 and "full" in row.keys():
-            parts = [("", row.full)]
-        scored = row.scored_mask if isinstance(container, LogProbs) else None
-        values = [(role, value) for role, part in parts for value in part.detach().tolist()[: 2 * _TOKENS]]
-        shown = range(min(len(values), _TOKENS))
+    for row in row_tensors(first(container, _ROWS)):
+        parts: dict[str, Tensor] = {name: row[name] for name in ("prompt", "response") if name in row}
+        if len(parts) < 2 and "full" in row:
+            parts = {"": row["full"]}
+        count = sum(part.shape[0] for part in parts.values())
+        scored = row.get("scored_mask") if isinstance(container, LogProbs) else None
+        known = None if scored is None or scored.shape[-1] != count else scored[:_TOKENS].tolist()
+        values = [(role, value) for role, part in parts.items() for value in part.detach()[:_TOKENS].tolist()]
+        shown = range(min(count, _TOKENS))
         pieces = []
         for at in shown:
             role, value = values[at]
-            counts = scored is None or len(values) != scored.shape[-1] or bool(scored[at])
+            counts = known is None or known[at]
             is_log_prob = isinstance(container, LogProbs) and counts
             shown_as = str(value) if isinstance(value, int) else f"{value:.3g}" if counts else "·"
             one = _Token(label=f"{shown_as} ", role=role, log_prob=value if is_log_prob else None, hover=f"{value}")
             pieces.append(one.html(at))
-        cells.append(_joined(pieces, shown, len(values)))
+        cells.append(_joined(pieces, shown, count))
     return _table({"": [str(row) for row in range(len(cells))], "values": cells})
 
 
 def _masks_body(masks: Masks) -> str:
     """Show a letter per position: p for the prompt, r for the response, a dot for a pad."""
     cells = []
-    for row in rows(first(masks, _ROWS)):
-        attention = row.all_attention_mask
-        shown = range(min(attention.shape[-1], _TOKENS))
+    for row in row_tensors(first(masks, _ROWS)):
+        count = row["all_attention_mask"].shape[-1]
+        shown = range(min(count, _TOKENS))
+        here = row["all_attention_mask"][:_TOKENS].tolist()
+        answered, assistant = (
+            row[name][:_TOKENS].tolist() if name in row else None
+            for name in ("all_response_mask", "all_assistant_mask")
+        )
         pieces = []
         for at in shown:
-            answered = row.all_response_mask is not None and bool(row.all_response_mask[at])
-            role = "" if row.all_response_mask is None else "response" if answered else "prompt"
-            known = None if row.all_assistant_mask is None else bool(row.all_assistant_mask[at])
-            here = bool(attention[at])
-            letter = (role or "token")[0] if here else "·"
-            pieces.append(
-                _Token(label=letter, role=role if here else "", assistant=known, hover="" if here else "pad").html(at)
+            role = "" if answered is None else "response" if answered[at] else "prompt"
+            letter = (role or "token")[0] if here[at] else "·"
+            one = _Token(
+                label=letter,
+                role=role if here[at] else "",
+                assistant=None if assistant is None else assistant[at],
+                hover="" if here[at] else "pad",
             )
-        cells.append(_joined(pieces, shown, attention.shape[-1]))
+            pieces.append(one.html(at))
+        cells.append(_joined(pieces, shown, count))
     return _table({"": [str(row) for row in range(len(cells))], "p prompt, r response, · pad": cells})
 
 
 def _chats_body(history: History) -> str:
     cells = []
-    for chat in first(history, _ROWS).chats:
-        turns = chat[-6:]
-        before = f"<p>… {len(chat) - len(turns)} messages before</p>" if len(turns) < len(chat) else ""
+    for count, turns in last_turns(first(history, _ROWS), 6):
+        before = f"<p>… {count - len(turns)} messages before</p>" if len(turns) < count else ""
         said = "".join(f"<p><b>{_escaped(cut(one.role, 40))}</b> {_text_cell(one.content or '')}</p>" for one in turns)
         cells.append(before + said)
     return _table({"": [str(row) for row in range(len(cells))], "messages": cells})

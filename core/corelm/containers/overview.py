@@ -28,7 +28,7 @@ from corelm.containers.glance import (
     tally,
 )
 from corelm.containers.html import result_html
-from corelm.containers.reading import head, token_ids
+from corelm.containers.reading import head, token_lengths
 from corelm.validate import invalid
 
 #: Rows that are shown at most, in however large a terminal.
@@ -99,11 +99,11 @@ def facts(td: TensorDictBase) -> list[str]:
 
 
 def _lengths(td: TensorDictBase, path: tuple[str, ...], tokens: Tokens) -> str:
-    ids, prompt_lengths = token_ids(td, path)
+    lengths, prompt_lengths = token_lengths(td, path)
     layout = "padded" if tokens.padded else "not padded"
     if prompt_lengths is None:
-        return f"{span(ids.lengths.tolist())} a row, {layout}"
-    response = (ids.lengths - prompt_lengths).tolist()
+        return f"{span(lengths.tolist())} a row, {layout}"
+    response = (lengths - prompt_lengths).tolist()
     return f"prompt {span(prompt_lengths.tolist())}, response {span(response)}, {layout}"
 
 
@@ -157,8 +157,8 @@ def _index(td: TensorDictBase, number: int) -> str:
 
 
 def _row_lengths(td: TensorDictBase, path: tuple[str, ...]) -> list[str]:
-    ids, prompt_lengths = token_ids(td, path)
+    lengths, prompt_lengths = token_lengths(td, path)
     if prompt_lengths is None:
-        return [str(length) for length in ids.lengths.tolist()]
-    both = zip(prompt_lengths.tolist(), (ids.lengths - prompt_lengths).tolist(), strict=True)
+        return [str(length) for length in lengths.tolist()]
+    both = zip(prompt_lengths.tolist(), (lengths - prompt_lengths).tolist(), strict=True)
     return [f"{prompt} + {response}" for prompt, response in both]

@@ -19,7 +19,7 @@ from corelm.containers.glance import (
     row_means,
     span,
 )
-from corelm.containers.history import History
+from corelm.containers.history import History, last_turns
 from corelm.errors import InvalidRequestError, described
 
 #: How many rows a container shows, and how wide its lines are. TensorDict indents them.
@@ -76,8 +76,8 @@ def _history(history: History, count: str) -> str:
 
 
 def _chat_lines(history: History) -> list[str]:
-    chats = first(history, _ROWS).chats
-    return [f"{number}: {last_words(chat, _WIDTH)}" for number, chat in enumerate(chats)]
+    turns = last_turns(first(history, _ROWS), 2)
+    return [f"{number}: {last_words(*row, _WIDTH)}" for number, row in enumerate(turns)]
 
 
 def _with_rows(container: Any, top: str, lines: list[str]) -> str:

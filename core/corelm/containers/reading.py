@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import (
@@ -21,7 +21,17 @@ from tensordict import (
 from torch import Tensor
 
 from corelm.containers.assemble import non_tensors
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, as_provenance, ragged
+from corelm.containers.classes import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    PerToken,
+    Text,
+    Tokens,
+    as_provenance,
+    ragged,
+    row_lengths,
+)
 from corelm.containers.field_access import rows
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError, refuse
@@ -29,6 +39,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
 from corelm.tensors.ragged import Ragged
 
+T = TypeVar("T")
 Path = tuple[str, ...]
 
 PER_TOKEN = (Tokens, Masks, LogProbs, PerToken)
@@ -198,10 +209,9 @@ class TokenColumns:
         Raises:
             InvalidRequestError: rows of a container have other lengths than the tokens, or dense tokens have no masks.
         """
-        found = [path for path, value in entries(td) if isinstance(value, Tokens)]
-        if not found:
+        path = tokens_path(td)
+        if path is None:
             return None
-        path = ("tokens",) if ("tokens",) in found else found[0]
         ids, prompt_lengths = token_ids(td, path)
         made = cls(ids=ids, prompt_lengths=prompt_lengths)
         assistant = None
@@ -249,23 +259,41 @@ class TokenColumns:
         return self.ids.positions >= self.prompt_lengths[self.ids.row_index]
 
 
+def tokens_path(td: TensorDictBase) -> Path | None:
+    """Return the path of the `Tokens` of `td`: "tokens", else the first. None if there are none."""
+    found = [path for path, value in entries(td) if isinstance(value, Tokens)]
+    return ("tokens",) if ("tokens",) in found else next(iter(found), None)
+
+
+def token_lengths(td: TensorDictBase, path: Path) -> tuple[Tensor, Tensor | None]:
+    """Return the lengths of the rows of the `Tokens` at `path`, and of their prompts if the rows are split. int64."""
+    parts = _parts(td, path, row_lengths)
+    if "prompt" in parts and ("response" in parts or "full" in parts):
+        both = parts["full"] if "full" in parts else parts["prompt"] + parts["response"]
+        return both, parts["prompt"]
+    if "response" in parts and "full" in parts:
+        return parts["full"], parts["full"] - parts["response"]
+    return next(iter(parts.values())), None
+
+
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    fields = td.get(path).keys()
-    masks = masks_of(td, path)
-    parts = {
-        name: ragged(td, (*path, name), masks=masks).to("cpu")
-        for name in ("prompt", "response", "full")
-        if name in fields
-    }
+    parts = {name: rows.to("cpu") for name, rows in _parts(td, path, ragged).items()}
     if "prompt" in parts and ("response" in parts or "full" in parts):
         ids = parts["full"] if "full" in parts else parts["prompt"].join(parts["response"])
         return ids, parts["prompt"].lengths
     if "response" in parts and "full" in parts:
         return parts["full"], parts["full"].lengths - parts["response"].lengths
+    return next(iter(parts.values())), None
+
+
+def _parts(td: TensorDictBase, path: Path, read: Callable[..., T]) -> dict[str, T]:
+    """Read the fields of the `Tokens` at `path`."""
+    fields, masks = td.get(path).keys(), masks_of(td, path)
+    parts = {name: read(td, (*path, name), masks=masks) for name in ("prompt", "response", "full") if name in fields}
     if not parts:
         raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
-    return next(iter(parts.values())), None
+    return parts
 
 
 def same_lengths(values: Ragged, lengths: Tensor, key: Path) -> None:
@@ -283,15 +311,14 @@ def same_lengths(values: Ragged, lengths: Tensor, key: Path) -> None:
 def head(td: TensorDictBase, count: int) -> Any:
     """Return the first `count` rows, in C order, under one batch dimension. Makes no other lazily created row.
 
-    Entries that cannot be read are left out.
+    Entries that cannot be read are left out. Values are not copied.
     """
     source = flat_source(td)
     total = math.prod(td.batch_size)
     count = min(count, total)
     if isinstance(source, FlatRows):
-        first = torch.arange(count)
         fields = {
-            name: value.select(first) if isinstance(value, Ragged) else [value[row] for row in range(count)]
+            name: value.first(count) if isinstance(value, Ragged) else value[:count]
             for name, value in source.fields.items()
         }
         return lazy_rows(fields, (count,)) if count else TensorDict({}, batch_size=[0])
@@ -322,8 +349,7 @@ def _head_of(value: Any, dims: int, count: int) -> Any:
     if is_non_tensor(value):
         source = flat_source(value)
         if isinstance(source, FlatObjects):
-            # Row by row: the conversations of a History take no slices.
-            return non_tensors([source.values[row] for row in range(count)], (count,))
+            return non_tensors(source.values[:count], (count,))
         if isinstance(value, NonTensorData):
             return NonTensorData(value.data, batch_size=[count])
         return head(value, count)

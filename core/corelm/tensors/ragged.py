@@ -203,6 +203,15 @@ class Ragged:
         index = torch.arange(int(lengths.sum())) - starts[picked] + self.offsets[:-1][rows][picked]
         return _unchecked(self.values[index.to(self.values.device)], lengths)
 
+    def first(self, count: int) -> Ragged:
+        """Return the first `count` rows: views, not copies.
+
+        >>> Ragged.from_list([[1, 2], [3], [4]]).first(2).tolist()
+        [[1, 2], [3]]
+        """
+        lengths = self.lengths[:count]
+        return _unchecked(self.values[: int(lengths.sum())], lengths)
+
     def repeat(self, n: int) -> Ragged:
         """Return every row `n` times, its copies next to each other.
 
