@@ -14,13 +14,13 @@ from torch import Tensor
 
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
-from corelm.backend.call_log import log_abort
+from corelm.backend.call_log import log_abort, log_close_failed
 from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.errors import BackendTimeoutError
+from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
@@ -31,7 +31,6 @@ class Backend(AnswerStreams):
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
     If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine can.
-
     Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one
     thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
     process cannot use it: open the engine in the process that needs it.
@@ -389,9 +388,10 @@ class Backend(AnswerStreams):
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         try:
             self._end(kind is None)
-        except BackendTimeoutError:
-            if kind is None:  # else the error that ends the block is more important
+        except CoreLMError as error:
+            if kind is None:  # else the exception that ends the block is more important
                 raise
+            log_close_failed(self.name, error)
 
     def _end(self, well: bool) -> None:
         """Close at the end of a ``with`` block, which ended `well` if it raised nothing."""

@@ -92,3 +92,8 @@ def _of(error: BaseException) -> str:
 
 def _since(started: float) -> float:
     return time.monotonic() - started
+
+
+def log_close_failed(name: str, error: Exception) -> None:
+    """Report an error while closing that is not raised, because another exception is on its way to the caller."""
+    _log.warning("closing backend %s failed: %s", name, brief(str(error)))

@@ -45,7 +45,8 @@ def at_program_end(function: F) -> F:
 
 def interrupted() -> bool:
     """Return whether the program ends because of a `KeyboardInterrupt` that nothing caught."""
-    return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+    # At a prompt, which sets `sys.ps1`, an interrupt ends a statement and not the program.
+    return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) and not hasattr(sys, "ps1")
 
 
 def patience() -> float:
@@ -60,6 +61,18 @@ def end_as_interrupted() -> None:
             stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.raise_signal(signal.SIGINT)
+
+
+@atexit.register
+def _say_again_that_it_was_interrupted() -> None:
+    """Have Python end the process by the signal, also if a thread ran `exec` or `eval` after the interrupt.
+
+    Python decides by a flag that an uncaught `KeyboardInterrupt` sets, and that each of these calls clears if it gets a
+    str: a library that makes a dataclass or a named tuple is enough. Only such a call can set the flag again.
+    """
+    if interrupted():
+        with suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _before_threads_are_awaited() -> None:
