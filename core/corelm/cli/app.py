@@ -219,11 +219,12 @@ def chat(
 ) -> None:
     """Chat with a model on the terminal. Each line is a question; the conversation is kept.
 
-    /reset forgets the conversation, but not the system prompt. /exit or Ctrl-D ends the chat. Ctrl-C drops the question
-    that is being answered; otherwise it ends the chat.
+    Answers are shown as they come, if the engine streams. Ctrl-C ends the answer: what was said so far stays in the
+    conversation, and a question without an answer is dropped. At the prompt, Ctrl-C ends the chat, and so do Ctrl-D and
+    /exit. /reset forgets the conversation, but not the system prompt.
 
     If the standard input is a pipe, each of its lines is a question as well, and only the answers are printed to the
-    standard output.
+    standard output. Ctrl-C then ends the chat.
 
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
