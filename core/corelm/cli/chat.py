@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from corelm.backend.streams import AnswerChunk
 from corelm.cli.streams import Messages, Stream, is_terminal, opened_input, tell
+from corelm.cli.wording import as_flags
 from corelm.containers.history import History
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
 from corelm.policy.policy import LLMPolicy
@@ -143,7 +144,7 @@ def run(conversation: Conversation, stdout: Stream) -> bool:
                 answer.end()
             if isinstance(error, EngineError) and not _serves(conversation):
                 raise
-            tell(f"error: {error}")
+            tell(f"error: {as_flags(str(error))}")
             complete = False
             continue
         answer.end()

@@ -1,0 +1,22 @@
+"""What the messages of core advise in Python, as a user of the command types it."""
+
+from __future__ import annotations
+
+import re
+
+_PHRASES = (
+    (re.compile(r"\bgive max_new_tokens=(\d+)"), r"give --max-new-tokens \1"),
+    (re.compile(r"\bgive the policy truncation='left'"), "give --truncation left"),
+    (
+        re.compile(r"\bpass chat_template= .*?, or use input_mode='text' or 'tokens'"),
+        "give --chat-template, a jinja file or chatml",
+    ),
+    (re.compile(r"\bpass jinja text \(not the path of a file\), or"), "give jinja text, a file such as ./NAME, or"),
+)
+
+
+def as_flags(message: str) -> str:
+    """Return a message that names the flags of the command instead of Python's arguments."""
+    for phrase, flag in _PHRASES:
+        message = phrase.sub(flag, message)
+    return message
