@@ -189,7 +189,7 @@ def test_greedy_completions_are_marked(files):
         (["--template-kwargs", "thinking"], "expected KEY=VALUE"),
         (["--tokenizer-kwargs", "add_special=false"], "add_special_tokens"),
         (["--truncation", "right"], "'right' is not one of 'error', 'left'"),
-        (["--chat-template", "nowhere.jinja"], "No such file or directory: 'nowhere.jinja'"),
+        (["--chat-template", "nowhere.jinja"], "error: No such file or directory: 'nowhere.jinja'"),
         (["--chat-template", "chatlm"], "did you mean 'chatml'"),
     ],
 )

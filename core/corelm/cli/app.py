@@ -6,6 +6,7 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -171,7 +172,7 @@ def score(
     timeout: flags.Timeout = None,
     batch_size: flags.BatchSize = 16,
     temperature: Annotated[
-        float, typer.Option(min=0, help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
+        float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
     ] = 1.0,
     per_token: Annotated[
         bool,
@@ -205,6 +206,8 @@ def score(
 
     Files and exit codes are those of `corelm generate`.
     """
+    if not 0 < temperature < math.inf:
+        raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = _engine(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score

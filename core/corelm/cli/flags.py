@@ -82,10 +82,14 @@ EngineOptions = Annotated[
     ),
 ]
 Retry = Annotated[
-    int | None, typer.Option(min=1, help="Attempts per engine call, including the first.", rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(min=1, metavar="<int>", help="Attempts per engine call, including the first.", rich_help_panel=ENGINE),
 ]
 Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE)
+    float | None,
+    typer.Option(
+        min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
+    ),
 ]
 Input = Annotated[
     Path,
@@ -116,7 +120,10 @@ AsJson = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=1, help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE)
+    int,
+    typer.Option(
+        min=1, metavar="<int>", help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE
+    ),
 ]
 ReturnTokens = Annotated[
     bool, typer.Option("--return-tokens", help="Write the token ids as well.", rich_help_panel=FILES)
@@ -334,7 +341,7 @@ def _may_be_none(field: dataclasses.Field[Any]) -> bool:
 def _help(field: dataclasses.Field[Any]) -> str:
     """Return the field's line in the docstring of `SamplingParams`, with its default and its aliases."""
     # The default follows in the form that all flags share.
-    text = re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
+    text = _IN_FLAGS.get(field.name) or re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
     parts, kind, default = [text[:1].upper() + text[1:]], _kind(field), getattr(SamplingParams(), field.name)
     if kind in (int, float) and default is not None:
         parts.append(f"Default: {default:g}.")
@@ -363,6 +370,14 @@ def _value(name: str, given: Any) -> Any:
         raise typer.BadParameter(f"expected an integer or none, got {given!r}", param_hint=flag) from None
 
 
+#: What the docstring says with Python's values, or of a TensorDict.
+_IN_FLAGS = {
+    "max_new_tokens": "Answer length limit in tokens; none fills the model's context.",
+    "top_k": "Keep this many of the likeliest tokens; 0 or -1 keeps all, as without this flag. Applied first.",
+    "num_samples": "Answers per prompt, each on a line that says which `sample` it is.",
+    "seed": "Fixes the answers: each gets a seed derived from this one.",
+    "do_sample": "--no-do-sample is temperature 0. It follows from the temperature if it is not given.",
+}
 _HINTS = get_type_hints(SamplingParams)
 #: The lines of the docstring under "Attributes:", by name.
 _DESCRIPTIONS = {
