@@ -135,7 +135,8 @@ def test_a_stop_string_and_an_engine_option_reach_the_engine(files):
     answers = rows(files[1])
     assert result.exit_code == 1
     assert rows(files[1].with_name("answers.errors.jsonl"))[0]["id"] == "chat"
-    assert "line 2: " in result.stderr and "leave no room for an answer in the context of 25" in result.stderr
+    assert "line 2: " in result.stderr
+    assert "no room for an answer of max_new_tokens=9 in the context of 25" in result.stderr
     assert len(answers) == 4 and not any("is" in row["response"] for row in answers)
 
 

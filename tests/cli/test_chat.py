@@ -17,38 +17,71 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
+from corelm.errors import printable
 from helpers.command_line import corelm_command
 from helpers.processes import PATIENCE, heed_interrupts
 
 #: An answer is one line.
 ALWAYS = ("--max-new-tokens", 9, "--seed", 3, "--stop", "\n")
 
-#: A plugin that tells what it was asked, never ends an answer to "slow", and fails for "poison" and "plague".
-TELLING = """
-import os, time
+#: What the plugin says before it fails or waits: a control character, and in the end half of an é.
+BEGUN = "Un\x1b caf"
+
+#: A plugin that tells what it was asked and aborted. To "slow" it begins an answer and waits until it is aborted, to
+#: "mute" it waits without a word, to "broken" it begins an answer and fails, and for "poison" and "plague" it fails. It
+#: streams unless `WHOLE` is set.
+TELLING = f"""
+import dataclasses, os, threading
 from toy_backend import ToyBackend
 import corelm
+from corelm.spec import TokenChunk
+from corelm.support import RowAnswer, generate_result
+
+BEGUN = list({BEGUN!r}.encode()) + [0xC3]
 
 class Telling(ToyBackend):
     dead = False
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        streaming = "WHOLE" not in os.environ
+        self.capabilities = dataclasses.replace(self.capabilities, abort=True, streaming=streaming)
+        self.aborted = threading.Event()
+
     @corelm.hookimpl
     def generate(self, request):
         (prompt,) = [bytes(min(i, 255) for i in row) for row in request.prompts.tolist()]
-        with open(os.environ["ASKED"], "ab") as file:
-            file.write(prompt.replace(b"\\n", b"/") + b"\\n")
+        self.tell(prompt.replace(b"\\n", b"/"))
         last = prompt.rpartition(b"user")[2]
-        if b"slow" in last:
-            print("SLOW", flush=True)
-            time.sleep(600)
+        ids = [] if b"mute" in last else BEGUN
+        if any(word in last for word in (b"slow", b"mute", b"broken")):
+            if b"broken" not in last:
+                print("ANSWERING", flush=True)
+            for token in ids:
+                if request.on_tokens is not None:
+                    request.on_tokens(TokenChunk(row=0, ids=[token], logprobs=[-1.0]))
+            if b"broken" in last:
+                raise RuntimeError("internal error")
+            assert self.aborted.wait(600)
+            return generate_result(request, [RowAnswer(ids, [-1.0] * len(ids), "abort")])
         self.dead |= b"plague" in last
         if self.dead or b"poison" in last:
             raise RuntimeError("internal error")
         return super().generate(request)
 
     @corelm.hookimpl
+    def abort(self, request):
+        self.tell(b"aborted")
+        self.aborted.set()
+        return True
+
+    @corelm.hookimpl
     def health(self, request):
         return not self.dead
+
+    def tell(self, what):
+        with open(os.environ["ASKED"], "ab") as file:
+            file.write(what + b"\\n")
 """
 
 
@@ -96,6 +129,22 @@ def test_a_question_that_fails_is_dropped_and_the_rest_are_answered(telling):
     assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
     assert "error: " in result.stderr and "internal error" in result.stderr
     assert "poison" not in telling.read_text(errors="replace").splitlines()[-1]
+
+
+def test_an_answer_that_fails_on_its_way_does_not_join_the_next_one(telling):
+    result = talk("broken\ntwo\n", backend="telling")
+    first, second = result.stdout.splitlines()
+    assert result.exit_code == 1 and first == BEGUN and second and "internal error" in result.stderr
+    assert b"broken" not in telling.read_bytes().splitlines()[-1]
+
+
+def test_an_engine_that_does_not_stream_gives_the_same_conversation(telling, monkeypatch):
+    streamed = talk("one\ntwo\n", backend="telling")
+    monkeypatch.setenv("WHOLE", "1")
+    whole = talk("one\ntwo\n", backend="telling")
+    assert whole.exit_code == 0 and whole.stdout == streamed.stdout
+    asked = telling.read_bytes().splitlines()
+    assert asked[:2] == asked[2:]
 
 
 def test_an_engine_that_is_gone_ends_the_chat(telling):
@@ -159,12 +208,13 @@ def test_ctrl_c_ends_a_chat_over_a_pipe(telling):
     assert run.stdin is not None and run.stderr is not None
     run.stdin.write("slow\n")
     run.stdin.flush()
-    # What the engine prints goes to the standard error.
-    while "SLOW" not in run.stderr.readline():
-        assert run.poll() is None
+    assert run.stdout is not None and run.stdout.read(len(BEGUN)) == BEGUN
     run.send_signal(signal.SIGINT)
     printed, said = run.communicate(timeout=PATIENCE)
-    assert (run.returncode, printed) == (130, "") and "interrupted" in said and "Traceback" not in said
+    assert (run.returncode, printed) == (130, "\n") and "interrupted" in said and "Traceback" not in said
+    # What the engine prints goes to the standard error.
+    assert "ANSWERING" in said
+    assert telling.read_bytes().splitlines()[-1] == b"aborted"
 
 
 # ---------------------------------------------------------------- on a terminal
@@ -234,22 +284,43 @@ def test_a_person_is_prompted_and_ctrl_d_ends_the_chat(telling):
         assert terminal.run.wait(PATIENCE) == 0
 
 
-def test_ctrl_c_drops_the_question_that_is_being_answered(telling):
+def test_an_answer_is_shown_as_it_comes_and_ctrl_c_ends_it_alone(telling):
+    with Terminal() as terminal:
+        terminal.until("> ")
+        terminal.type("slow\n")
+        # The engine has not finished. Half a character, and characters that a terminal obeys, are not shown.
+        terminal.until(f"ANSWERING\r\n{printable(BEGUN)}")
+        terminal.type("\x03")
+        assert terminal.until("interrupted; the answer ends here") == "^C\r\n"
+        terminal.until("> ")
+        terminal.type("two\n")
+        terminal.until("> ")
+        terminal.type("\x03")
+        assert terminal.run.wait(PATIENCE) == 130
+    first, aborted, second = telling.read_bytes().splitlines()
+    # The conversation goes on from what was shown; 255 stands for the special tokens.
+    assert aborted == b"aborted" and second.startswith(first + BEGUN.encode() + b"\xff") and b"two" in second
+
+
+@pytest.mark.parametrize("engine", ["streams", "does not stream"])
+def test_ctrl_c_drops_a_question_that_has_no_answer_yet(telling, monkeypatch, engine):
+    if engine == "does not stream":
+        monkeypatch.setenv("WHOLE", "1")
     with Terminal() as terminal:
         terminal.until("> ")
         terminal.type("one\n")
         terminal.until("> ")
-        terminal.type("slow\n")
-        terminal.until("SLOW")
+        terminal.type("mute\n")
+        terminal.until("ANSWERING")
         terminal.type("\x03")
-        terminal.until("the question is dropped")
+        terminal.until("interrupted; the question is dropped")
         terminal.until("> ")
         terminal.type("two\n")
         terminal.until("> ")
         terminal.type("/exit\n")
         assert terminal.run.wait(PATIENCE) == 0
     last = telling.read_text(errors="replace").splitlines()[-1]
-    assert "one" in last and "two" in last and "slow" not in last
+    assert "one" in last and "two" in last and "mute" not in last
 
 
 def test_ctrl_c_at_the_prompt_ends_the_chat(telling):

@@ -21,7 +21,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return write_prompts(tmp_path)
 
 
-def command(files: tuple[Path, Path], *more: object) -> list[str]:
+def command(files: tuple[Path | str, Path], *more: object) -> list[str]:
     always = ("--backend", "toy", "--input", files[0], "--output", files[1], "--max-new-tokens", 9, "--seed", 5)
     return [sys.executable, "-m", "corelm", "generate", *map(str, always + more)]
 
@@ -99,20 +99,28 @@ def test_a_run_does_not_need_its_messages_to_be_read(files, stderr):
     assert len(rows(files[1].with_name("answers.errors.jsonl"))) == 1
 
 
-def test_a_run_goes_on_when_its_terminal_is_closed(files):
-    write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(300)])
+def test_a_run_goes_on_when_its_terminal_is_closed(tmp_path):
+    output = tmp_path / "answers.jsonl"
     terminal, stderr = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE")}
     # The command runs in a separate session, so it outlives the terminal, as it does under nohup.
     run = subprocess.Popen(
-        command(files, "--batch-size", 1), stderr=stderr, env={**environment, "TERM": "xterm"}, start_new_session=True
+        command(("-", output), "--batch-size", 1),
+        stdin=subprocess.PIPE,
+        stderr=stderr,
+        env={**environment, "TERM": "xterm"},
+        start_new_session=True,
     )
     os.close(stderr)
     shown = b""
     while b"answering" not in shown:
         shown += os.read(terminal, 1024)
     os.close(terminal)
-    assert run.wait(PATIENCE) == 0 and len(rows(files[1])) == 300
+    # A bad line is reported at once, by the thread that answers the lines. An error there would end the run.
+    run.communicate(b'{"prompt": "The cat"}\nnot json\n{"prompt": "The sea"}\n', timeout=PATIENCE)
+    assert run.returncode == 1 and [row["line"] for row in rows(output)] == [1, 3]
+    (failed,) = rows(output.with_name("answers.errors.jsonl"))
+    assert failed["line"] == 2
 
 
 def test_a_list_that_cannot_be_printed_is_an_error():

@@ -241,6 +241,7 @@ def test_scoring_goes_on_where_it_stopped(files):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--temperature", 0], "expected a number above 0, got 0"),
         (["--temperature", 0.5], "made with temperature 1.0, but temperature is now 0.5"),
         (["--per-token"], "made with per_token False, but per_token is now True"),
         (["--option", "max_context=99"], "made with options {}"),

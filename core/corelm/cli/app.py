@@ -6,6 +6,7 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from corelm._version import __version__
 from corelm.cli import flags, interrupt_ends_process, listing
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
+from corelm.cli.wording import as_flags
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.spec.sampling import SamplingParams
 
@@ -95,6 +97,11 @@ def generate(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    tokenizer_kwargs: flags.TokenizerKwargs = None,
+    truncation: flags.Truncation = flags.Truncate.error,
+    continue_final_message: flags.ContinueFinalMessage = False,
 ) -> None:
     """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
 
@@ -115,19 +122,33 @@ def generate(
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
         from corelm.cli.prompts import Prompt, read_prompt
-        from corelm.cli.settings import recorded_sampling
+        from corelm.cli.settings import recorded_policy, recorded_sampling
 
     with _typed_exits():
         params = SamplingParams.make(sampling)
+        options = flags.policy_options(
+            chat_template,
+            template_kwargs,
+            tokenizer_kwargs,
+            truncation=truncation.value,
+            continue_final_message=continue_final_message,
+        )
     written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input}
     job: Job[Prompt] = Job(
         source=_file(input),
         target=_file(output),
         engine=engine,
-        settings={"command": "generate", **_recorded(engine), **written, **recorded_sampling(params)},
+        settings={
+            "command": "generate",
+            **_recorded(engine),
+            **written,
+            **recorded_policy(options),
+            **recorded_sampling(params),
+        },
         read=read_prompt,
         worker=lambda opened: Generator(
             engine=opened,
+            options=options,
             sampling=params,
             log_probs=log_probs.value,
             return_tokens=return_tokens,
@@ -151,7 +172,7 @@ def score(
     timeout: flags.Timeout = None,
     batch_size: flags.BatchSize = 16,
     temperature: Annotated[
-        float, typer.Option(min=0, help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
+        float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
     ] = 1.0,
     per_token: Annotated[
         bool,
@@ -161,9 +182,14 @@ def score(
             rich_help_panel=flags.FILES,
         ),
     ] = False,
+    is_greedy: flags.IsGreedy = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    tokenizer_kwargs: flags.TokenizerKwargs = None,
+    completion_boundary: flags.CompletionBoundary = flags.Boundary.joint,
 ) -> None:
     """Score every line of a JSONL file. If interrupted, run it again to continue.
 
@@ -175,28 +201,43 @@ def score(
     Each output line has `log_prob`, the sum of the log-probabilities of the tokens that count, and `tokens`, their
     number; for `completions`, both are lists. The token that ends a turn of a conversation counts as well.
 
-    Prompt and completion are tokenized together, as in lm-eval: whitespace at the end of the prompt belongs to the
-    completion, and the completion begins after as many tokens as the prompt has alone.
+    By default, prompt and completion are tokenized together, as in lm-eval: whitespace at the end of the prompt belongs
+    to the completion, and the completion begins after as many tokens as the prompt has alone.
 
     Files and exit codes are those of `corelm generate`.
     """
+    if not 0 < temperature < math.inf:
+        raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = _engine(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
         from corelm.cli.scoring import Scorer
+        from corelm.cli.settings import recorded_policy
 
-    written = {"per_token": per_token, "return_tokens": return_tokens, "copy_input": copy_input}
+    with _typed_exits():
+        options = flags.policy_options(
+            chat_template, template_kwargs, tokenizer_kwargs, completion_boundary=completion_boundary.value
+        )
+    written = {
+        "per_token": per_token,
+        "is_greedy": is_greedy,
+        "return_tokens": return_tokens,
+        "copy_input": copy_input,
+        "temperature": temperature,
+    }
     job: Job[ToScore] = Job(
         source=_file(input),
         target=_file(output),
         engine=engine,
-        settings={"command": "score", **_recorded(engine), **written, "temperature": temperature},
+        settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
         read=read_to_score,
         worker=lambda opened: Scorer(
             engine=opened,
+            options=options,
             temperature=temperature,
             per_token=per_token,
+            is_greedy=is_greedy,
             return_tokens=return_tokens,
             copy_input=copy_input,
         ),
@@ -215,15 +256,22 @@ def chat(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
-    system: Annotated[str | None, typer.Option(help="System prompt: the first message of the conversation.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System prompt: the first message of the conversation.", rich_help_panel=flags.PROMPTS),
+    ] = None,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    truncation: flags.Truncation = flags.Truncate.error,
 ) -> None:
     """Chat with a model on the terminal. Each line is a question; the conversation is kept.
 
-    /reset forgets the conversation, but not the system prompt. /exit or Ctrl-D ends the chat. Ctrl-C drops the question
-    that is being answered; otherwise it ends the chat.
+    Answers are shown as they come, if the engine streams. Ctrl-C ends the answer: what was said so far stays in the
+    conversation, and a question without an answer is dropped. At the prompt, Ctrl-C ends the chat, and so do Ctrl-D and
+    /exit. /reset forgets the conversation, but not the system prompt.
 
     If the standard input is a pipe, each of its lines is a question as well, and only the answers are printed to the
-    standard output.
+    standard output. Ctrl-C then ends the chat.
 
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
@@ -236,8 +284,9 @@ def chat(
     with _typed_exits(), standard_output() as stdout:
         try:
             params = SamplingParams.make(sampling)
+            options = flags.policy_options(chat_template, template_kwargs, truncation=truncation.value)
             with engine.open() as opened:
-                policy = LLMPolicy(opened, sampling_params=params, return_log_probs=False, return_masks=False)
+                policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
                 complete = run(Conversation(policy=policy, system=system, seed=params.seed), stdout)
         except KeyboardInterrupt:
             print(file=Messages())
@@ -323,8 +372,8 @@ def _run_to_the_end(job: Job[Any], summary: Summary, stdout: Stream | None) -> i
         code = _code(error)
         if summary.status == "running" or code == ENGINE_FAILED:
             summary.status = "failed"
-        summary.error = str(error)
-        tell(f"error: {error}")
+        summary.error = as_flags(str(error))
+        tell(f"error: {as_flags(str(error))}")
         return code
     summary.status = "finished"
     return SOME_FAILED if summary.failed else 0
@@ -336,7 +385,7 @@ def _typed_exits() -> Iterator[None]:
     try:
         yield
     except (CoreLMError, OSError) as error:
-        tell(f"error: {error}")
+        tell(f"error: {as_flags(str(error))}")
         raise typer.Exit(_code(error)) from error
 
 

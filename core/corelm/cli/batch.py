@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Generic
 
 from corelm.backend.backend import Backend
 from corelm.cli.lines import L, LineError
 from corelm.errors import CoreLMError, InvalidRequestError, TemplateError
-from corelm.rendering.render import render
+from corelm.policy.conversations import ChatRenderer
+from corelm.policy.options import PolicyOptions
 from corelm.spec.message import Chat
 from corelm.spec.provenance import Provenance
 
@@ -26,11 +26,13 @@ class Worker(ABC, Generic[L]):
 
     Attributes:
         engine: the engine.
+        options: how conversations and texts become token ids.
         copy_input: whether to copy what a line asks to its row.
         attempted: the lines of the last call that was not a check of the engine.
     """
 
     engine: Backend
+    options: PolicyOptions = field(default_factory=PolicyOptions)
     copy_input: bool = False
     attempted: list[L] = field(default_factory=list)
 
@@ -126,55 +128,45 @@ class RenderedRows:
     problems: dict[int, str]
 
 
-_ENDED = "the conversation ends with an assistant turn; add the turn that the answer replies to"
-
-
 def render_chats(
-    backend: Backend, chats: Mapping[int, Chat], tools: Mapping[int, list[Any] | None], *, prompt: bool
+    backend: Backend,
+    chats: Mapping[int, Chat],
+    tools: Mapping[int, list[Any] | None],
+    options: PolicyOptions,
+    *,
+    prompt: bool,
+    ended: str = "",
 ) -> RenderedRows:
     """Render and tokenize conversations, each with its own tools.
 
     Args:
-        prompt: True for prompts to answer, which end with the generation prompt; False for conversations to score.
+        prompt: True for prompts to answer, False for conversations to score.
+        ended: for prompts, what to say about one that ends with an assistant turn, unless `options` continue it.
     """
-    found = RenderedRows({}, {}, {})
-    if prompt:
-        found.problems.update({key: _ENDED for key, chat in chats.items() if chat and chat[-1].role == "assistant"})
-        chats = {key: chat for key, chat in chats.items() if key not in found.problems}
-    named = {key: json.dumps(tools[key]) for key in chats}
-    for _, alike in groupby(sorted(chats, key=named.__getitem__), key=named.__getitem__):
-        _render(backend, list(alike), chats, tools, prompt, found)
-    return found
-
-
-def _render(
-    backend: Backend,
-    keys: Sequence[int],
-    chats: Mapping[int, Chat],
-    tools: Mapping[int, list[Any] | None],
-    prompt: bool,
-    found: RenderedRows,
-) -> None:
-    """Add the conversations with these keys, which have equal tools, to `found`."""
-    while keys:
-        shared = tools[keys[0]]
+    apply = ChatRenderer(
+        backend=backend,
+        prompt=prompt,
+        continue_final_message=options.continue_final_message,
+        prefer_tokens=options.prefer_tokens,
+        template_kwargs=options.template_kwargs,
+        options={"chat_template": options.chat_template, "want_assistant": not prompt},
+    )
+    begun, problems = apply.begin(list(chats.values()))
+    if not options.continue_final_message:
+        problems = dict.fromkeys(problems, ended)
+    turns = dict(zip(chats, begun, strict=True))
+    found = RenderedRows({}, {}, {key: problems[row] for row, key in enumerate(chats) if row in problems})
+    while keys := [key for key in chats if key not in found.problems]:
         try:
-            rendered = render(
-                [chats[key] for key in keys],
-                backend.tokenizer,
-                backend.tokenize,
-                add_generation_prompt=prompt,
-                eos_ids=backend.eos_token_ids,
-                template_kwargs=None if shared is None else {"tools": shared},
-                want_assistant=not prompt,
-            )
+            rendered = apply([chats[key] for key in keys], [tools[key] for key in keys], [turns[key] for key in keys])
         except (TemplateError, InvalidRequestError) as error:
             if not error.problems:
                 raise
+            # Conversations with other tools are refused with errors of their own.
             found.problems.update((keys[row], what) for row, what in error.problems.items())
-            keys = [key for row, key in enumerate(keys) if row not in error.problems]
         else:
             found.ids.update(zip(keys, rendered.ids.tolist(), strict=True))
             if rendered.assistant is not None:
                 found.assistant.update(zip(keys, rendered.assistant.tolist(), strict=True))
-            return
+            break
+    return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from tensordict import TensorDict
 
+from corelm.backend.streams import AnswerChunk
 from corelm.cli.streams import Messages, Stream, is_terminal, opened_input, tell
+from corelm.cli.wording import as_flags
 from corelm.containers.history import History
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
 from corelm.policy.policy import LLMPolicy
@@ -41,21 +44,70 @@ class Conversation:
         """Forget everything but the system prompt."""
         self.chat = () if self.system is None else (Message("system", self.system),)
 
-    def ask(self, question: str) -> tuple[str, str]:
-        """Return the answer and its finish reason. If this raises, the conversation is as it was before."""
-        history = History.from_chats([[*self.chat, Message("user", question)]])
+    def ask(self, question: str, show: Callable[[str], object]) -> str:
+        """Pass the text of the answer to `show` as it comes, and return the finish reason.
+
+        An engine that does not stream gives the text in one piece. If Ctrl-C ends an answer that has begun, the
+        conversation goes on from what was said so far. If this raises anything else, the conversation is as it was
+        before.
+        """
+        asked = (*self.chat, Message("user", question))
+        prompt = TensorDict(history=History.from_chats([asked]))
         seed = None if self.seed is None else self.seed + self.asked
-        result = self.policy(TensorDict(history=history), seed=seed)
+        if self.policy.backend.capabilities.streaming:
+            chunks: list[AnswerChunk] = []
+            try:
+                with self.policy.stream(prompt, seed=seed) as stream:
+                    for chunk in stream:
+                        chunks.append(chunk)
+                        show(chunk.text)
+                    result = stream.result
+            except KeyboardInterrupt:
+                self._keep(asked, chunks)
+                raise
+        else:
+            # On this thread, so that Ctrl-C reaches the engine.
+            result = self.policy(prompt, seed=seed)
+            show(result["text"].response[0])
         (self.chat,) = result["history"].full.chats
         self.asked += 1
-        return result["text"].response[0], result["finish_reason"][0]
+        reason: str = result["finish_reason"][0]
+        return reason
+
+    def _keep(self, asked: Chat, chunks: list[AnswerChunk]) -> None:
+        """Let an answer that was interrupted be the next turn, without half a character at its end."""
+        while chunks and not chunks[-1].text:
+            chunks.pop()
+        if chunks:
+            ids = tuple(chain.from_iterable(chunk.ids for chunk in chunks))
+            self.chat = (*asked, Message("assistant", "".join(chunk.text for chunk in chunks), token_ids=ids))
+            self.asked += 1
+
+
+class _Answer:
+    """An answer on the standard output, as it comes."""
+
+    def __init__(self, stdout: Stream) -> None:
+        self._stdout, self._watched = stdout, is_terminal(sys.stdout)
+        self.begun = False
+
+    def show(self, text: str) -> None:
+        self.begun |= bool(text)
+        # A terminal obeys some characters.
+        self._write(printable(text, keep="\n\t") if self._watched else text)
+
+    def end(self) -> None:
+        self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._stdout.write(text.encode(errors="backslashreplace"))
 
 
 def run(conversation: Conversation, stdout: Stream) -> bool:
     """Answer every line of the standard input until it ends; return whether all were answered.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, except on a terminal while the engine works: that drops the question only.
+        KeyboardInterrupt: Ctrl-C, except on a terminal while the engine works: that ends the answer only.
         EngineError: the engine failed and cannot serve any more.
     """
     person = is_terminal(sys.stdin)
@@ -74,22 +126,28 @@ def run(conversation: Conversation, stdout: Stream) -> bool:
             continue
         if not question:
             continue
+        answer, before = _Answer(stdout), conversation.asked
         try:
-            answer, reason = conversation.ask(question)
+            reason = conversation.ask(question, answer.show)
         except KeyboardInterrupt:
+            if answer.begun:
+                answer.end()
             if not person:
                 raise
-            print(file=Messages())
-            tell("interrupted; the question is dropped")
+            if not answer.begun:
+                print(file=Messages())  # after the ^C that the terminal shows
+            kept = conversation.asked > before
+            tell(f"interrupted; {'the answer ends here' if kept else 'the question is dropped'}")
             continue
         except (CoreLMError, BackendTimeoutError) as error:
+            if answer.begun:
+                answer.end()
             if isinstance(error, EngineError) and not _serves(conversation):
                 raise
-            tell(f"error: {error}")
+            tell(f"error: {as_flags(str(error))}")
             complete = False
             continue
-        shown = printable(answer, keep="\n\t") if is_terminal(sys.stdout) else answer
-        stdout.write(f"{shown}\n".encode(errors="backslashreplace"))
+        answer.end()
         if reason != "stop":
             tell(f"(ended early: {reason}; --max-new-tokens sets the longest answer)")
     return complete or person

@@ -10,9 +10,10 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +21,9 @@ from typer.core import TyperCommand
 from corelm.backend.registry import scan
 from corelm.cli import strict_json
 from corelm.spec.sampling import ALIASES, SamplingParams
+
+if TYPE_CHECKING:
+    from corelm.policy.options import PolicyOptions
 
 #: Arguments of `corelm.get_backend` itself, which never reach an engine, and what to do instead.
 NOT_OPTIONS = {
@@ -29,7 +33,7 @@ NOT_OPTIONS = {
     "retry": "use --retry",
     "timeout": "use --timeout",
 }
-ENGINE, FILES, SAMPLING = "Engine", "Files", "Sampling"
+ENGINE, FILES, PROMPTS, SAMPLING = "Engine", "Files", "Prompts", "Sampling"
 
 
 class GroupedCommand(TyperCommand):
@@ -78,10 +82,14 @@ EngineOptions = Annotated[
     ),
 ]
 Retry = Annotated[
-    int | None, typer.Option(min=1, help="Attempts per engine call, including the first.", rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(min=1, metavar="<int>", help="Attempts per engine call, including the first.", rich_help_panel=ENGINE),
 ]
 Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE)
+    float | None,
+    typer.Option(
+        min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
+    ),
 ]
 Input = Annotated[
     Path,
@@ -112,11 +120,124 @@ AsJson = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=1, help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE)
+    int,
+    typer.Option(
+        min=1, metavar="<int>", help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE
+    ),
 ]
 ReturnTokens = Annotated[
     bool, typer.Option("--return-tokens", help="Write the token ids as well.", rich_help_panel=FILES)
 ]
+
+
+class Truncate(str, Enum):
+    """What happens to a prompt that does not fit the context."""
+
+    error = "error"
+    left = "left"
+
+
+class Boundary(str, Enum):
+    """How prompt and completion become tokens."""
+
+    joint = "joint"
+    separate = "separate"
+
+
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Renders conversations: a jinja file, jinja text, the name of one of the tokenizer's templates, or "
+        "chatml. Default: the tokenizer's own.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+TemplateKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Variable for the chat template, such as enable_thinking=false; VALUE is JSON or text. Can be repeated.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+TokenizerKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="How texts that are not conversations become tokens. add_special_tokens=false adds no BOS; "
+        "parse_special=false reads the text of a special token as ordinary characters. Can be repeated.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Truncation = Annotated[
+    Truncate,
+    typer.Option(
+        help="What happens to a prompt that does not fit the context: an error, or its first tokens are dropped "
+        "(left).",
+        rich_help_panel=PROMPTS,
+    ),
+]
+
+ContinueFinalMessage = Annotated[
+    bool,
+    typer.Option(
+        "--continue-final-message",
+        help="Continue a conversation that ends with an assistant turn; `response` is what follows it. Otherwise such "
+        "a line fails.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+CompletionBoundary = Annotated[
+    Boundary,
+    typer.Option(
+        help="Tokenize `prompt` and completion as one text, as lm-eval does (joint), or each by itself, as TRL does "
+        "(separate).",
+        rich_help_panel=PROMPTS,
+    ),
+]
+IsGreedy = Annotated[
+    bool,
+    typer.Option(
+        "--is-greedy",
+        help="Write `is_greedy`: whether every token that is counted is the most probable one.",
+        rich_help_panel=FILES,
+    ),
+]
+
+
+def policy_options(
+    chat_template: str | None, template_kwargs: list[str] | None, tokenizer_kwargs: list[str] | None = None, **more: Any
+) -> PolicyOptions:
+    """Return the options of `LLMPolicy` that have flags.
+
+    Raises:
+        OSError: the file of the template cannot be read.
+        InvalidRequestError: an illegal value.
+    """
+    from corelm.policy.options import PolicyOptions
+
+    return PolicyOptions(
+        chat_template=template(chat_template),
+        template_kwargs=key_values(template_kwargs or [], "--template-kwargs"),
+        tokenizer_kwargs=key_values(tokenizer_kwargs or [], "--tokenizer-kwargs"),
+        **more,
+    )
+
+
+def template(given: str | None) -> str | None:
+    """Return the value of ``--chat-template``: the text of a file, or what was given if it is jinja text or a name.
+
+    Jinja text has a brace. The path of a file has a dot or a slash, and the name of a template has none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if given is None or "{" in given or not ("." in given or "/" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{given} is not UTF-8 text: {error}", param_hint="--chat-template") from error
 
 
 def engine_options(given: list[str] | None, base_url: str | None) -> dict[str, Any]:
@@ -220,7 +341,7 @@ def _may_be_none(field: dataclasses.Field[Any]) -> bool:
 def _help(field: dataclasses.Field[Any]) -> str:
     """Return the field's line in the docstring of `SamplingParams`, with its default and its aliases."""
     # The default follows in the form that all flags share.
-    text = re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
+    text = _IN_FLAGS.get(field.name) or re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
     parts, kind, default = [text[:1].upper() + text[1:]], _kind(field), getattr(SamplingParams(), field.name)
     if kind in (int, float) and default is not None:
         parts.append(f"Default: {default:g}.")
@@ -249,6 +370,14 @@ def _value(name: str, given: Any) -> Any:
         raise typer.BadParameter(f"expected an integer or none, got {given!r}", param_hint=flag) from None
 
 
+#: What the docstring says with Python's values, or of a TensorDict.
+_IN_FLAGS = {
+    "max_new_tokens": "Answer length limit in tokens; none fills the model's context.",
+    "top_k": "Keep this many of the likeliest tokens; 0 or -1 keeps all, as without this flag. Applied first.",
+    "num_samples": "Answers per prompt, each on a line that says which `sample` it is.",
+    "seed": "Fixes the answers: each gets a seed derived from this one.",
+    "do_sample": "--no-do-sample is temperature 0. It follows from the temperature if it is not given.",
+}
 _HINTS = get_type_hints(SamplingParams)
 #: The lines of the docstring under "Attributes:", by name.
 _DESCRIPTIONS = {

@@ -11,6 +11,7 @@ from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm.cli.lines import LineError
 from corelm.cli.prompts import Prompt
 from corelm.policy.outputs import answer_texts
+from corelm.policy.rows import last_tokens, room_for_prompts
 from corelm.spec.message import Message
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
@@ -18,6 +19,11 @@ from corelm.tensors.ragged import Ragged
 #: Prompts that every working engine can answer.
 HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
 HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
+
+_ENDED = (
+    "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "
+    "add the turn that the next answer replies to"
+)
 
 
 @dataclass(kw_only=True)
@@ -54,9 +60,10 @@ class Generator(Worker[Prompt]):
         seeds = None
         if sampling.seed is not None and not sampling.greedy:
             seeds = answer_seeds(sampling.seed, [prompt.line for prompt in prompts], samples)
-        batch = self.engine.generate(
-            Ragged.from_list(ids), sampling, logprobs=self.log_probs, seeds=seeds, on_error="skip"
-        )
+        rows_of_ids = Ragged.from_list(ids)
+        if self.options.truncation == "left":
+            rows_of_ids = last_tokens(rows_of_ids, room_for_prompts(sampling, self.engine.capabilities))
+        batch = self.engine.generate(rows_of_ids, sampling, logprobs=self.log_probs, seeds=seeds, on_error="skip")
         texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
         provenance = self.engine.provenance(batch, sampling)
@@ -86,8 +93,9 @@ class Generator(Worker[Prompt]):
         """Return the prompts that were tokenized, their ids, and an error for each other prompt."""
         texts = {at: prompt.text for at, prompt in enumerate(prompts) if prompt.text is not None}
         chats = {at: prompt.chat for at, prompt in enumerate(prompts) if prompt.chat is not None}
-        rendered = render_chats(self.engine, chats, {at: prompts[at].tools for at in chats}, prompt=True)
-        encoded = self.engine.tokenize(list(texts.values())).ids.tolist()
+        tools = {at: prompts[at].tools for at in chats}
+        rendered = render_chats(self.engine, chats, tools, self.options, prompt=True, ended=_ENDED)
+        encoded = self.engine.tokenize(list(texts.values()), **self.options.tokenizer_kwargs).ids.tolist()
         ids = {**rendered.ids, **dict(zip(texts, encoded, strict=True))}
         errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in rendered.problems.items()]
         return [prompts[at] for at in sorted(ids)], [ids[at] for at in sorted(ids)], errors

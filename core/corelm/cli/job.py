@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -20,6 +20,7 @@ from corelm.cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm.cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
 from corelm.cli.streams import Stream, is_terminal, opened_input
 from corelm.cli.summary import Summary
+from corelm.cli.wording import as_flags
 from corelm.errors import BackendTimeoutError, EngineError, printable
 from corelm.opening.by_name import get_backend
 
@@ -148,6 +149,7 @@ class _Run(Generic[L]):
 
     def _report(self, failed: list[LineError]) -> None:
         for error in sorted(failed, key=lambda error: error.line):
+            error = replace(error, error=as_flags(error.error))
             _tell(self.console, f"line {error.line}: {_shortened(error.error)}")
             self.errors.add(error)
         self.summary.failed = len(self.errors.failed)

@@ -33,16 +33,21 @@ class Scorable:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The tokens of a sequence that count, with their log-probs."""
+    """The tokens of a sequence that count, with their log-probs; `is_greedy` is False unless it was asked for."""
 
     ids: list[int]
     log_probs: list[float]
     provenance: dict[str, Any]
+    is_greedy: bool
 
 
 #: The sequences of a line, or why there are none.
 Encoded = list[Scorable] | str
 
+_ENDED = (
+    "messages: the conversation ends with an assistant turn, and a completion is scored as the assistant's next turn; "
+    "add the turn that it replies to, or put the beginning of the turn and the completion into one"
+)
 _TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
 
 
@@ -53,11 +58,13 @@ class Scorer(Worker[ToScore]):
     Attributes:
         temperature: the logits are divided by it.
         per_token: whether to add the log-prob of every token that counts.
+        is_greedy: whether to add whether all tokens that count are the most probable ones.
         return_tokens: whether to add the ids of the tokens that count.
     """
 
     temperature: float = 1.0
     per_token: bool = False
+    is_greedy: bool = False
     return_tokens: bool = False
 
     def ask_harmless(self, *, chat: bool) -> bool:
@@ -76,17 +83,21 @@ class Scorer(Worker[ToScore]):
             Ragged.from_list([each.ids for _, each in sequences]),
             temperature=self.temperature,
             score_from=[each.counted.index(True) for _, each in sequences],
+            return_argmax=self.is_greedy,
             on_error="skip",
         )
         provenance = self.engine.provenance(batch)
+        best = None if batch.argmax is None else batch.argmax.tolist()
         made: dict[int, list[_Scored]] = {}
         for row, ((at, each), log_probs) in enumerate(zip(sequences, batch.logprobs.tolist(), strict=True)):
             if batch.errors and batch.errors[row]:
                 errors.setdefault(at, batch.errors[row])
+            ids = list(compress(each.ids, each.counted))
             scored = _Scored(
-                list(compress(each.ids, each.counted)),
+                ids,
                 list(compress(log_probs, each.counted)),
                 provenance_of_row(provenance, row),
+                best is not None and ids == list(compress(best[row], each.counted)),
             )
             made.setdefault(at, []).append(scored)
         for at, parts in made.items():
@@ -100,6 +111,8 @@ class Scorer(Worker[ToScore]):
             "log_prob": [math.fsum(part.log_probs) for part in parts],
             "tokens": [len(part.ids) for part in parts],
         }
+        if self.is_greedy:
+            fields["is_greedy"] = [part.is_greedy for part in parts]
         if self.return_tokens:
             fields["token_ids"] = [part.ids for part in parts]
         if self.per_token:
@@ -112,12 +125,19 @@ class Scorer(Worker[ToScore]):
     def _encode(self, lines: list[ToScore]) -> list[Encoded]:
         """Return the sequences of every line."""
         found: dict[int, Encoded] = {}
+        how = self.options.tokenizer_kwargs
         texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
-        for at, ids in zip(texts, self.engine.tokenize(list(texts.values())).ids.tolist(), strict=True):
+        for at, ids in zip(texts, self.engine.tokenize(list(texts.values()), **how).ids.tolist(), strict=True):
             found[at] = [_after(ids, 1)] if len(ids) > 1 else _TOO_SHORT
         continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
         pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
-        encoded = encode_completions(self.engine.tokenize, [one for one, _ in pairs], [other for _, other in pairs])
+        encoded = encode_completions(
+            self.engine.tokenize,
+            [one for one, _ in pairs],
+            [other for _, other in pairs],
+            self.options.completion_boundary,
+            how,
+        )
         wholes = zip(encoded.ids.tolist(), encoded.starts.tolist(), strict=True)
         made = iter([encoded.problems.get(row) or _after(*whole) for row, whole in enumerate(wholes)])
         for at in continued:
@@ -132,11 +152,12 @@ class Scorer(Worker[ToScore]):
             wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
         prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
         tools = {at: line.tools for at, line in lines.items()}
-        before = render_chats(self.engine, prompts, tools, prompt=True)
+        before = render_chats(self.engine, prompts, tools, self.options, prompt=True, ended=_ENDED)
         after = render_chats(
             self.engine,
             {key: chat for key, (_, chat) in enumerate(wholes)},
             {key: tools[at] for key, (at, _) in enumerate(wholes)},
+            self.options,
             prompt=False,
         )
         found: dict[int, list[Scorable | str]] = {at: [] for at in lines}

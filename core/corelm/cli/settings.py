@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from corelm.policy.options import PolicyOptions
 from corelm.spec.sampling import FIELDS, SamplingParams
 
 #: Written instead of a secret.
@@ -47,6 +48,26 @@ def recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
             for name, value in sampling.engine_kwargs.items()
         }
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
+def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
+    """Return the options for prompts that are not at their default, in JSON types.
+
+    A template's text may be long, so its fingerprint is saved.
+    """
+    default = PolicyOptions()
+    names = (
+        "chat_template",
+        "template_kwargs",
+        "tokenizer_kwargs",
+        "truncation",
+        "continue_final_message",
+        "completion_boundary",
+    )
+    settings = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+    if "{" in settings.get("chat_template", ""):
+        settings["chat_template"] = _fingerprint(settings["chat_template"])
+    return settings
 
 
 def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from corelm.policy.inputs import InputReader, Part
 from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, refuse_compiling
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored
-from corelm.policy.rows import InputRows, truncate_left
+from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -169,15 +169,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
-        context = engine.capabilities.max_context
-        if options.truncation == "left" and context is not None:
-            room = context - (sampling.max_new_tokens or 1)
-            if room < 1:
-                raise validate.invalid(
-                    "max_new_tokens",
-                    f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
-                )
-            rows = truncate_left(rows, room, self.backend)
+        if options.truncation == "left":
+            rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), self.backend)
         return rows, prepare_generation(
             engine,
             rows.ids,

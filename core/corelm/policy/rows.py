@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import Columns, Parts
+from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm.validate import invalid
 
 if TYPE_CHECKING:
     from corelm.backend.backend import Backend
@@ -81,16 +84,36 @@ class InputRows:
         )
 
 
-def truncate_left(rows: InputRows, limit: int, backend: Backend) -> InputRows:
+def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
+    """Return how many tokens a prompt may have; None if the engine names no limit.
+
+    Raises:
+        InvalidRequestError: the answer alone fills the context.
+    """
+    context = capabilities.max_context
+    if context is None:
+        return None
+    room = context - (sampling.max_new_tokens or 1)
+    if room < 1:
+        raise invalid(
+            "max_new_tokens",
+            f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
+        )
+    return room
+
+
+def last_tokens(ids: Ragged, limit: int | None) -> Ragged:
+    """Return the last `limit` tokens of every row; all tokens if `limit` is None."""
+    return ids if limit is None else ids.slice((ids.lengths - limit).clamp_min(0), ids.lengths)
+
+
+def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> InputRows:
     """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
-    cut = rows.ids.lengths > limit
-    if not bool(cut.any()):
+    if limit is None or not bool((cut := rows.ids.lengths > limit).any()):
         return rows
-    start = (rows.ids.lengths - limit).clamp_min(0)
-    ids = rows.ids.slice(start, rows.ids.lengths)
-    texts = rows.texts
+    ids, texts = last_tokens(rows.ids, limit), rows.texts
     if texts is not None:
         decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
         texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
-    assistant = None if rows.assistant is None else rows.assistant.slice(start, rows.ids.lengths)
+    assistant = None if rows.assistant is None else last_tokens(rows.assistant, limit)
     return replace(rows, ids=ids, texts=texts, assistant=assistant)
