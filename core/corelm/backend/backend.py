@@ -350,7 +350,7 @@ class Backend(AnswerStreams):
     def weights_changed(self, version: str | None = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
 
-        Use it for changes that the engine cannot notice. It waits for calls under way; the engine empties its caches.
+        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
 
         Args:
             version: the label of these weights; None counts up from the last label.

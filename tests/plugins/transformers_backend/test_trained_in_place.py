@@ -95,6 +95,25 @@ def test_a_change_is_noticed(open_model: Open, change: str) -> None:
     assert version(backend) == version(backend) == "1"
 
 
+def test_steps_of_an_optimizer_with_masters_are_noticed(open_model: Open) -> None:
+    """Mixed-precision optimizers copy float32 masters into ``data``: few bfloat16 elements change, and no counter."""
+    model = tiny_model().bfloat16()
+    backend = open_model(model)
+    generator = torch.Generator().manual_seed(0)
+    masters = [parameter.data.float() for parameter in model.parameters()]
+    found, steps = [version(backend)], 20
+    for _ in range(steps):
+        before = [parameter.data.clone() for parameter in model.parameters()]
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master += torch.randn(master.shape, generator=generator) * 3e-6
+            parameter.data.copy_(master)
+        pairs = zip(model.parameters(), before, strict=True)
+        changed = sum(int((parameter != old).sum()) for parameter, old in pairs)
+        assert 0 < changed < 0.02 * model.num_parameters()
+        found.append(version(backend))
+    assert found == [str(number) for number in range(steps + 1)]
+
+
 NO_CHANGES: dict[str, Callable[[Any], object]] = {
     "requires_grad": lambda model: model.requires_grad_(False),
     "train": lambda model: model.train(),

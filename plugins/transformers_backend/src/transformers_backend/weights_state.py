@@ -12,8 +12,11 @@ from torch import Tensor, nn
 #: Attributes of PEFT's layers: which adapters are active or merged into the weights, and how strongly. PEFT merges into
 #: ``weight.data``, which no version counter sees.
 _OF_ADAPTERS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
-#: Number of weights that are looked into, and of elements that are read of each.
-_SAMPLED, _ELEMENTS = 4, 8
+#: Number of weights that are looked into, and of elements that are read of each. A step of an optimizer may change one
+#: bfloat16 element in 250; of 4,096 elements, it then changes none once in ten million steps.
+_SAMPLED, _ELEMENTS = 4, 1024
+#: By which integers the elements of a dtype are read, by their size in bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightsState:
@@ -61,6 +64,7 @@ class _Structure:
             parts += own["_modules"].values()
         self._parts = parts[1:]
         self._sampled = _sampled(self.weights())
+        self._factors = torch.empty(0, dtype=torch.int64)
 
     @property
     def changed(self) -> bool:
@@ -73,12 +77,19 @@ class _Structure:
     def adapters(self) -> Hashable:
         return tuple([_frozen(own.get(name)) for own in self._adapters for name in _OF_ADAPTERS])
 
-    def sample(self, weights: Sequence[Tensor]) -> bytes | None:
-        """Return the first elements of a few weights; None if they cannot be read, because they are offloaded."""
+    def sample(self, weights: Sequence[Tensor]) -> int | None:
+        """Return a hash of elements of a few weights; None if they cannot be read, because they are offloaded."""
         try:
-            rows = [weights[number].detach() for number in self._sampled]
-            few = [row.as_strided((min(_ELEMENTS, row.shape[-1]),), (row.stride(-1),)) for row in rows]
-            return bytes(torch.cat(few).view(torch.uint8).tolist()) if few else None
+            few = [_spread(weights[number].detach()) for number in self._sampled]
+            if not few:
+                return None
+            joined = torch.cat(few)
+            bits = joined.view(_BITS[joined.element_size()]).long()
+            if self._factors.shape != bits.shape or self._factors.device != bits.device:
+                random = torch.Generator().manual_seed(0)
+                self._factors = torch.randint(-(2**63), 2**63 - 1, bits.shape, generator=random).to(bits.device)
+            # Integers wrap around: the sum is one modulo 2^64.
+            return int((bits * self._factors).sum())
         except (RuntimeError, IndexError):
             return None
 
@@ -87,6 +98,16 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value
+
+
+def _spread(weight: Tensor) -> Tensor:
+    """Return elements of a weight, of one dimension, from all over it."""
+    if not weight.is_contiguous():
+        return weight.as_strided((min(_ELEMENTS, weight.shape[-1]),), (weight.stride(-1),))
+    count = min(_ELEMENTS, weight.numel())
+    # An odd step visits all columns of a matrix whose width is a power of two.
+    step = weight.numel() // count
+    return weight.as_strided((count,), (step - (step > 1 and step % 2 == 0),))
 
 
 def _version(weight: Tensor) -> int:
