@@ -346,3 +346,21 @@ def test_finish_reasons_read_as_lists_of_str(name: str, pad_output: bool) -> Non
     operation, expected = OPERATIONS[name]
     found = operation(batch((4,), pad_output))["finish_reason"]
     assert found == expected and isinstance(found, type(expected))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_log_probs_without_a_mask_of_scores_count_all_tokens_and_no_pads(padded):
+    values = [[-1.0, -2.0, -3.0], [-4.0, -5.0]]
+    log_probs, masks = LogProbs.from_rows(full=values), None
+    if padded:
+        dense = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]])
+        log_probs = LogProbs(full=dense, batch_size=[2])
+        masks = Masks(all_attention_mask=dense != 0, batch_size=[2])
+    td = TensorDict({"log_probs": log_probs, **({} if masks is None else {"masks": masks})}, batch_size=[2])
+    shown = str(corelm.summary(td))
+    assert "mean -3.000 over 5 scored tokens" in shown and "-2.000" in shown and "-4.500" in shown
+    assert "-4.500" in corelm.summary(td)._repr_html_()
+    assert ("-2.000, -4.500" in str(log_probs)) is not padded
+    if padded:
+        alone = str(corelm.summary(td.exclude("masks")))
+        assert "cannot be told from pads" in alone and "-3.000" not in alone

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Text, ragged
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, ragged
 from corelm.containers.field_access import rows
 from corelm.containers.history import History, last_turns
 from corelm.containers.reading import CONTAINERS, Path, entries, head, masks_of, objects
@@ -148,27 +148,46 @@ def field_lengths(container: Any, name: str) -> list[int]:
     return [row.shape[-1] for row in _leaves(value)]
 
 
-def row_means(log_probs: LogProbs, count: int) -> list[float | None]:
-    """Return the mean log-prob of each of the first `count` rows, over its scored tokens; None if there are none."""
+def row_means(log_probs: LogProbs, count: int, masks: Masks | None = None) -> list[float | None]:
+    """Return the mean log-prob of each of the first `count` rows, over its scored tokens; None if it is not known.
+
+    Without a `scored_mask` all tokens are scored. In dense rows `masks` then tells tokens from pads.
+    """
     means: list[float | None] = []
-    for row in row_tensors(first(log_probs, count)):
+    shown: Iterable[Any] = [{}] * count if masks is None else row_tensors(first(masks, count))
+    for row, of_row in zip(row_tensors(first(log_probs, count)), shown, strict=False):
         values, scored = row.get("full"), row.get("scored_mask")
+        if scored is None:
+            scored = of_row.get("all_attention_mask")
         if values is None:
             # The mask is as wide as all tokens, and a response is at their end.
             values = row["response"]
             scored = None if scored is None else scored[scored.shape[-1] - values.shape[-1] :]
         if scored is not None:
             values = values[scored]
-        means.append(values.detach().double().mean().item() if values.numel() else None)
+        known = values.numel() and (scored is not None or not log_probs.padded)
+        means.append(values.detach().double().mean().item() if known else None)
     return means
 
 
-def overall_mean(td: TensorDictBase, path: Path) -> tuple[float, int] | None:
-    """Return the mean of all scored log-probs of a container, and how many there are. None without any."""
-    masks = masks_of(td, path)
-    scored = ragged(td, (*path, "scored_mask"), masks=masks).values
-    values = ragged(td, (*path, "full"), masks=masks).values.detach()[scored]
-    return (values.double().mean().item(), values.numel()) if values.numel() else None
+def row_means_at(td: TensorDictBase, path: Path, count: int) -> list[float | None]:
+    """Return the `row_means` of the log-probs at `path`, whose masks are in `td`."""
+    masks = td.get(masks_of(td, path), None)
+    return row_means(td.get(path), count, masks if isinstance(masks, Masks) else None)
+
+
+def overall_mean(td: TensorDictBase, path: Path) -> tuple[float | None, int]:
+    """Return the mean of all scored log-probs of a container, and how many there are; None if there are none."""
+    container, masks = td.get(path), masks_of(td, path)
+    name = "full" if "full" in container.keys() else "response"
+    if name == "response" or "scored_mask" not in container.keys():
+        values = ragged(td, (*path, name), masks=masks).values
+    elif td.get(masks, None) is None and container.padded:
+        values = container.full[container.scored_mask]
+    else:
+        scored = ragged(td, (*path, "scored_mask"), masks=masks).values
+        values = ragged(td, (*path, "full"), masks=masks).values[scored]
+    return (values.detach().double().mean().item() if values.numel() else None), values.numel()
 
 
 # A result ------------------------------------------------------------------------------------------------------------

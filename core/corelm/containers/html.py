@@ -24,7 +24,7 @@ from corelm.containers.glance import (
     prompts_of,
     responses_of,
     row_count,
-    row_means,
+    row_means_at,
     strings_of,
 )
 from corelm.containers.history import History, last_turns
@@ -107,8 +107,8 @@ def _rows_table(td: TensorDictBase, tokenizer: Any) -> str:
     for title, read in (("prompt", prompts_of), ("response", responses_of)):
         columns[title] = [_text_cell(text) for text in attempt(read, td, otherwise=[])]
     columns["tokens"] = attempt(_token_cells, td, tokenizer, otherwise=[])
-    for path, log_probs in containers_of(td, LogProbs).items():
-        means = attempt(row_means, log_probs, count, otherwise=[])
+    for path in containers_of(td, LogProbs):
+        means = attempt(row_means_at, td, path, count, otherwise=[])
         columns[f"mean {'.'.join(path)}"] = [decimal(one) for one in means]
     for name in ("finish_reason", "errors"):
         values = attempt(strings_of, td, name, otherwise=[])

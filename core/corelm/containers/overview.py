@@ -22,7 +22,7 @@ from corelm.containers.glance import (
     prompts_of,
     responses_of,
     row_count,
-    row_means,
+    row_means_at,
     span,
     strings_of,
     tally,
@@ -83,7 +83,10 @@ def facts(td: TensorDictBase) -> list[str]:
         lines.append(f"{'.'.join(path)}: {attempt(_lengths, seen, path, tokens, otherwise='cannot be read')}")
     for path, log_probs in containers_of(seen, LogProbs).items():
         mean = attempt(overall_mean, seen, path, otherwise=None)
-        number = "no scored tokens" if mean is None else f"mean {decimal(mean[0])} over {mean[1]:,} scored tokens"
+        if mean is None:
+            number = "the scored tokens cannot be told from pads"
+        else:
+            number = f"mean {decimal(mean[0])} over {mean[1]:,} scored tokens" if mean[1] else "no scored tokens"
         lines.append(f"{'.'.join(path)}: {number}")
         lines.append(f"    {attempt(lambda one: label(one.provenance), log_probs, otherwise='unknown distribution')}")
     reasons = attempt(strings_of, seen, "finish_reason", otherwise=[])
@@ -117,10 +120,10 @@ def _table(td: TensorDictBase, room: int, width: int) -> list[str]:
     narrow: dict[str, list[str]] = {"": [_index(td, row) for row in range(shown)]}
     for path, _ in list(containers_of(top, Tokens).items())[:1]:
         narrow["tokens"] = attempt(_row_lengths, top, path, otherwise=[])
-    for path, log_probs in list(containers_of(top, LogProbs).items())[:2]:
+    for path in list(containers_of(top, LogProbs))[:2]:
         key = ".".join(path)
         title = "mean log-prob" if key == "log_probs" else cut(f"mean {key}", 18)
-        narrow[title] = [decimal(one) for one in attempt(row_means, log_probs, shown, otherwise=[])]
+        narrow[title] = [decimal(one) for one in attempt(row_means_at, top, path, shown, otherwise=[])]
     narrow["finish"] = [cut(one, 10) for one in attempt(strings_of, top, "finish_reason", otherwise=[])]
     texts = {"prompt": attempt(prompts_of, top, otherwise=[]), "response": attempt(responses_of, top, otherwise=[])}
     errors = attempt(strings_of, top, "errors", otherwise=[])
