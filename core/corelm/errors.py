@@ -162,6 +162,10 @@ class TokenBoundaryWarning(UserWarning):
     """Warns that a token holds the end of a prompt and the beginning of its completion, and counts as the prompt's."""
 
 
+class ResponseParserWarning(UserWarning):
+    """Warns that a policy's `response_parser` raised; `errors` of the result says on which answers, and why."""
+
+
 # Messages -------------------------------------------------------------------------------------------------------------
 
 

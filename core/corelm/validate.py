@@ -230,10 +230,10 @@ def device(given: Any, field: str = "device") -> torch.device | None:
 
 #: Names of dtypes in other libraries and configurations, and torch's own.
 _DTYPES = {
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp16", "f16"), "float16"),
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
-    **dict.fromkeys(("fp32", "f32", "float", "single", "full"), "float32"),
-    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+    **dict.fromkeys(("fp32", "f32", "single", "full"), "float32"),
+    **dict.fromkeys(("fp64", "f64"), "float64"),
 }
 
 
@@ -249,7 +249,7 @@ def dtype(given: Any, field: str = "dtype") -> torch.dtype | None:
         return None
     name = given.strip().lower().removeprefix("torch.") if isinstance(given, str) else ""
     found = getattr(torch, name, None) if isinstance(given, str) else given
-    if name in _DTYPES or not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         legal = ("float32", "bfloat16", "float16")
         near = _DTYPES.get(name) or nearest(name, legal)
         advice = f"give {field}={near!r}" if near else f"give {field}='auto' or one of {', '.join(map(repr, legal))}"

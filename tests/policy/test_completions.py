@@ -1,5 +1,6 @@
 """Responses to given prompts are scored: loglikelihoods, multiple choice, preference pairs."""
 
+import re
 import warnings
 
 import pytest
@@ -9,10 +10,11 @@ from toy_backend import Bigram
 
 import corelm
 from corelm import LLMPolicy, Text, Tokens
-from corelm.errors import InvalidRequestError, TokenBoundaryWarning
+from corelm.errors import InvalidRequestError, MissingKeyError, TokenBoundaryWarning
 from corelm.examples.tiny import build_tokenizer, read_chats
 from corelm.kl import KLComputation
 
+ASKED = [{"role": "user", "content": "Hi"}]
 PROMPTS, RESPONSES = ["The cat ", "The sea"], ["is on", " comes and goes"]
 
 
@@ -166,6 +168,71 @@ def test_a_response_that_merges_with_its_prompt_is_reported(bpe):
 def test_no_rows(backend):
     out = scorer(backend, inplace=False)(texts([], []))
     assert out.batch_size == (0,)
+
+
+# Plain TensorDicts, and keys of data sets -----------------------------------------------------------------------------
+
+
+def test_a_plain_tensordict_of_texts_is_scored_as_completions(backend):
+    plain = TensorDict(text=TensorDict(prompt=PROMPTS, response=RESPONSES))
+    expected = scorer(backend, inplace=False)(texts())["log_probs"]
+    policy = scorer(backend)
+    for _ in range(2):
+        policy(plain)
+        for one, other in zip(plain["log_probs"].full, expected.full, strict=True):
+            assert torch.equal(one, other)
+    assert plain["text"].response == RESPONSES and plain["text"].full is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        (torch.tensor([[72, 105], [87, 104]]), torch.tensor([[111], [105]])),
+        ([[72, 105], [87]], [[111], [105]]),
+        ([[72, 105], [87, 104]], [[111, 111], [105]]),
+    ],
+)
+def test_a_plain_tensordict_of_ids_is_scored_as_completions(backend, prompt, response):
+    rows = [(list(map(int, one)), list(map(int, other))) for one, other in zip(prompt, response, strict=True)]
+    expected = [backend.score_logprobs([a + b], score_from=len(a)).logprobs.values for a, b in rows]
+    td = TensorDict(tokens=TensorDict(prompt=prompt, response=response))
+    for _ in range(2):
+        scorer(backend, "tokens")(td)
+        for one, other in zip(td["log_probs"].full, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("held", "mode"),
+    [
+        ({"prompt": PROMPTS, "response": RESPONSES}, "text"),
+        ({"prompt": PROMPTS, "completion": RESPONSES}, "tokens"),
+        ({"question": PROMPTS, "answer": RESPONSES}, "history"),
+        ({"prompt": PROMPTS, "chosen": RESPONSES, "rejected": RESPONSES}, "text"),
+        ({"prompt_ids": [[72, 105], [87]], "completion_ids": [[111, 105], [111]]}, "tokens"),
+        (
+            {"prompt": [[{"role": "user", "content": "Hi"}]], "completion": [[{"role": "assistant", "content": "Ho"}]]},
+            "text",
+        ),
+        ({"prompt": [[{"role": "user", "content": "Hi"}]], "answer": ["Ho"]}, "history"),
+    ],
+)
+def test_prompts_and_responses_under_the_keys_of_data_sets_are_answered_with_what_scores_both(backend, held, mode):
+    policy = scorer(backend, mode, inplace=False)
+    with pytest.raises(MissingKeyError) as error:
+        policy(TensorDict(held))
+    told = str(error.value)
+    assert "input_key" not in told and ("rejected" in held) is ("'rejected' in the same way" in told)
+    typed = re.search(r"pass (TensorDict\(.*?\)\))(,|$)", told).group(1)
+    names = {"TensorDict": TensorDict, "Text": Text, "Tokens": Tokens, "History": corelm.History, **held}
+    mode = next(each for each in ("text", "tokens", "history") if f"TensorDict({each}=" in typed)
+    assert (f"input_mode='{mode}'" in told) is (mode != policy.options.input_mode)
+    scored = policy.replace(input_mode=mode)(eval(typed, names))["log_probs"]
+    assert all(bool(row.any()) for row in scored.scored_mask)
+    # A policy that generates reads the prompts alone.
+    with pytest.raises(MissingKeyError) as error:
+        policy.replace(generate=True, input_mode="text" if mode == "tokens" else "tokens")(TensorDict(held))
+    assert "hold prompts and responses" not in str(error.value)
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Conversations that end with an assistant turn, and conversations with tools of their own."""
 
+import json
+
 import pytest
 import tokenizers
 import torch
@@ -68,11 +70,12 @@ def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
 
 
 def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
-    short = policy_of(backend, continue_final_message=True).replace(sampling_params={"max_new_tokens": 3, "seed": 5})
+    sampling = {"max_new_tokens": 3, "seed": 5, "ignore_eos": True}
+    short = policy_of(backend, continue_final_message=True).replace(sampling_params=sampling)
     first = short(TensorDict(history=History.from_chats([chat("Where?")])))
     again = short(TensorDict(history=first["history"].full))
-    if first["finish_reason"][0] == "length":
-        assert again["tokens"].prompt[0].tolist() == first["tokens"].full[0].tolist()
+    assert first["finish_reason"][0] == "length"
+    assert again["tokens"].prompt[0].tolist() == first["tokens"].full[0].tolist()
     assert len(again["history"].full.chats[0]) == 2
     samples = short.replace(num_samples=2)(TensorDict(history=first["history"].full))
     assert [len(each) for each in samples["history"].full.chats] == [2, 2]
@@ -193,3 +196,31 @@ def test_tools_that_do_not_fit_the_conversations_are_refused(backend, tools, sai
     td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=tools)
     with pytest.raises(InvalidRequestError, match=said):
         policy_of(backend)(td)
+
+
+def weather(city: str) -> str:
+    """Return the weather."""
+    return city
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([[weather], TOOLS], r"row 0: .*got a list with <function .*; pass transformers.utils.get_json_schema"),
+        ([[json.dumps(TOOLS[0])], TOOLS], r"row 0: .*got a list with '\{.*; if it is JSON, pass json.loads\(…\) of it"),
+        ([json.dumps(TOOLS), TOOLS], r"row 0: .*got '\[.*; if it is JSON, pass json.loads\(…\) of it"),
+        ([TOOLS[0], TOOLS[0]], r"got the tools themselves; .* template_kwargs=\{'tools': \[…\]\}"),
+        (TOOLS, r"got the tools themselves; .* template_kwargs=\{'tools': \[…\]\}"),
+        ([weather], r"got the tools themselves; .* template_kwargs=\{'tools': \[…\]\}"),
+    ],
+)
+def test_tools_of_other_kinds_are_refused_with_what_to_type(backend, tools, said):
+    policy = policy_of(backend)
+    td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=tools)
+    with pytest.raises(InvalidRequestError, match=said) as error:
+        policy(td)
+    assert error.value.field == "tools"
+    if error.value.rows:
+        out = policy.replace(on_error="skip")(td)
+        assert "expected a list of dicts" in out["errors"][0] and out["errors"][1] == ""
+        assert out["text"].prompt[1].startswith("[weather]")

@@ -34,5 +34,16 @@ def test_a_policy_with_a_batcher_shows_its_limits_and_a_closed_one_says_so():
     assert ", closed" in repr(policy)
 
 
+class Parser:
+    """Writes a control character in its own repr, which Python does not escape."""
+
+    def __call__(self, text):
+        return {"role": "assistant", "content": text}
+
+    def __repr__(self):
+        return "\x1b[31mparser"
+
+
 def test_control_characters_of_an_option_are_escaped(backend):
-    assert "\x1b" not in repr(LLMPolicy(backend, chat_template="\x1b[31m" * 50))
+    shown = repr(LLMPolicy(backend, response_parser=Parser()))
+    assert "\x1b" not in shown and r"response_parser=\x1b[31mparser" in shown

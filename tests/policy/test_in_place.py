@@ -79,6 +79,26 @@ def test_an_input_that_changed_since_is_refused_or_replaced(backend):
     assert [len(row) for row in td["tokens"].full] == [8, 5] == [len(row) for row in td["log_probs"].full]
 
 
+def test_log_probs_of_tokens_that_are_replaced_do_not_stay(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    td = policy(TensorDict(text=["The cat", "Who"]), seed=1)
+    before = contents(td)
+    again = policy.replace(log_probs_key="mine")
+    with pytest.raises(InvalidRequestError, match=r"log_probs: it belongs to the tokens that are there.*a new answer"):
+        again(td)
+    td["text"].full = ["The dog", "When"]
+    scorer = policy.replace(generate=False, overwrite=True, prefer_tokens=False)
+    with pytest.raises(InvalidRequestError, match=r"log_probs: it belongs to .*scores of other tokens") as error:
+        scorer.replace(log_probs_key="ref_log_probs")(td)
+    assert error.value.field == "log_probs" and "ref_log_probs" not in td.keys()
+    with pytest.raises(InvalidRequestError, match=r"masks: it belongs to the tokens that are there"):
+        scorer.replace(return_masks=False)(td)
+    assert contents(td, {"tokens": FIELDS["tokens"]}).items() <= before.items()
+    lean = td.exclude("log_probs")
+    scorer.replace(log_probs_key="ref_log_probs")(lean)
+    assert [len(row) for row in lean["ref_log_probs"].full] == [len(row) for row in lean["tokens"].full] == [8, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [

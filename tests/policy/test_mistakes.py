@@ -10,7 +10,7 @@ from toy_backend import ByteTokenizer
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import InvalidRequestError, MissingKeyError, ResponseParserWarning
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
@@ -127,12 +127,21 @@ def test_a_response_parser_that_raises_on_one_answer_loses_no_answer(backend, on
     policy = LLMPolicy(
         backend, sampling_params=SAMPLING, inplace=False, response_parser=parser, on_error=on_error, batching=batching
     )
-    with pytest.warns(UserWarning, match="response_parser: row 0: KeyError"):
+    with pytest.warns(ResponseParserWarning, match="response_parser: row 0: KeyError"):
         out = policy(chats, seed=3)
     policy.cleanup_batching()
     assert "KeyError" in out["errors"][0] and out["errors"][1] == ""
     first, second = out["text"].response
     assert [c[-1].content for c in out["history"].full.chats] == [first, f"parsed: {second}"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inplace", [True, False])
+def test_no_answer_is_lost_where_warnings_are_errors(backend, caplog, inplace):
+    td = TensorDict(history=History.from_chats([chat("Where?")]))
+    out = LLMPolicy(backend, sampling_params=SAMPLING, inplace=inplace, response_parser=lambda text: {}["answer"])(td)
+    assert "KeyError" in out["errors"][0] and out["history"].full.chats[0][-1].content == out["text"].response[0]
+    assert "response_parser raised on 1 answers" in caplog.text
 
 
 def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):

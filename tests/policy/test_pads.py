@@ -187,3 +187,87 @@ def test_a_mask_of_another_shape_next_to_the_ids_is_refused(backend):
     told = r"input_ids: tokens are \(2, 3\), but their attention mask is \(2, 2\)"
     with pytest.raises(InvalidRequestError, match=told):
         tokens_policy(backend, True)(td)
+
+
+#: Rows whose first id is hidden, and is not the tokenizer's pad id.
+HIDDEN = torch.tensor([[1, 72, 105], ROWS[1]])
+FORMS = {
+    "bare": (None, lambda ids, part: {"tokens": ids}),
+    "Tokens": (None, lambda ids, part: {"tokens": Tokens(**{part: ids}, batch_size=[2])}),
+    "plain": (None, lambda ids, part: {"tokens": TensorDict({part: ids}, batch_size=[2])}),
+    "input_key": ("prompt_ids", lambda ids, part: {"prompt_ids": ids}),
+    "input_key of Tokens": ("mine", lambda ids, part: {"mine": Tokens(**{part: ids}, batch_size=[2])}),
+    "rows": (None, lambda ids, part: {"tokens": ids.tolist()}),
+}
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ids", [HIDDEN, LEFT["input_ids"]], ids=["another id", "pad id"])
+def test_an_attention_mask_next_to_the_ids_is_read_in_every_form(backend, form, ids, generate):
+    input_key, held = FORMS[form]
+    part = "prompt" if generate else "full"
+    policy = tokens_policy(backend, generate, input_key=input_key)
+    td = TensorDict(**held(ids, part), attention_mask=LEFT["attention_mask"])
+    assert corelm.ragged(policy(td), ("tokens", part)).tolist() == ROWS
+    if form == "plain":
+        inside = TensorDict(tokens=TensorDict({part: ids, "attention_mask": LEFT["attention_mask"]}, batch_size=[2]))
+        assert corelm.ragged(policy(inside), ("tokens", part)).tolist() == ROWS
+    if input_key == "prompt_ids":
+        own = TensorDict(prompt_ids=ids, prompt_attention_mask=LEFT["attention_mask"], attention_mask=torch.ones(2, 3))
+        assert corelm.ragged(policy(own), ("tokens", part)).tolist() == ROWS
+        in_place = policy.replace(inplace=None)(td)
+        assert corelm.ragged(policy(in_place), ("tokens", part)).tolist() == ROWS
+
+
+def test_a_mask_of_another_shape_is_refused_unless_it_is_that_of_input_ids(backend):
+    policy, mask = tokens_policy(backend, True), LEFT["attention_mask"]
+    tokens = Tokens(prompt=torch.tensor([[65, 66], [67, 68]]), batch_size=[2])
+    with pytest.raises(InvalidRequestError, match=r"attention_mask: its rows are not as wide as those of .*'tokens'"):
+        policy(TensorDict(tokens=tokens, attention_mask=mask))
+    td = TensorDict(tokens=tokens, attention_mask=mask, input_ids=HIDDEN)
+    assert corelm.ragged(policy(td), ("tokens", "prompt")).tolist() == [[65, 66], [67, 68]]
+    completions = Tokens(prompt=HIDDEN, response=HIDDEN, batch_size=[2])
+    scorer = tokens_policy(backend, False)
+    with pytest.raises(InvalidRequestError, match=r"attention_mask: its rows are not as wide as those of .*'tokens'"):
+        scorer(TensorDict(tokens=completions, attention_mask=mask))
+    both = TensorDict(tokens=completions, attention_mask=torch.cat([mask, mask], -1))
+    assert corelm.ragged(scorer(both), ("tokens", "full")).tolist() == [row * 2 for row in ROWS]
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+def test_the_mask_of_the_prompts_is_not_taken_for_that_of_their_answers(backend, pad_output):
+    policy = tokens_policy(backend, True, return_masks=False, pad_output=pad_output)
+    policy = policy.replace(inplace=None, sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    td = policy(TensorDict(tokens=torch.tensor([[72, 105, 111], [87, 104, 111]]), attention_mask=torch.ones(2, 3)))
+    full = (
+        corelm.ragged(td, ("tokens", "full"), masks="none").tolist() if not pad_output else td["tokens"].full.tolist()
+    )
+    scorer = tokens_policy(backend, False)
+    assert corelm.ragged(scorer(td), ("tokens", "full")).tolist() == full
+    td["attention_mask"] = torch.tensor([[1] * 6, [0] + [1] * 5])
+    with pytest.raises(InvalidRequestError, match=r"that of their prompts; .* attention_mask_key='attention_mask'"):
+        scorer(td)
+    rows = TensorDict(tokens=Tokens.from_rows(full=HIDDEN.tolist()), attention_mask=LEFT["attention_mask"])
+    with pytest.raises(InvalidRequestError, match=r"attention_mask: tokens in rows of unequal length .* have no pads"):
+        scorer(rows)
+
+
+@pytest.mark.parametrize("mask", [["ab", "c"], [None, [1]], 3, [[[1, 1]], [[1]]]], ids=str)
+def test_a_mask_that_is_not_numbers_is_refused_by_row(backend, mask):
+    with pytest.raises(InvalidRequestError, match=r"expected (a|one) mask"):
+        tokens_policy(backend, True)(TensorDict(tokens=[[72, 105], [87]], attention_mask=mask))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tokens_next_to_a_text_are_compared(backend, layout):
+    ids = [backend.tokenize(text).ids.tolist()[0] for text in ("Hi", "Who")]
+    nested = torch.nested.nested_tensor([torch.tensor(row) for row in ids], layout=layout)
+    scorer = LLMPolicy(backend, input_mode="text", generate=False)
+    td = TensorDict(text=["Hi", "Who"], tokens=Tokens(full=nested, batch_size=[2]))
+    assert scorer.replace(inplace=False)(td)["tokens"].full[1].tolist() == ids[1]
+    with pytest.raises(InvalidRequestError, match=r"tokens: nested tensors are there"):
+        scorer(td)
+    td["text"] = ["Hi", "When"]
+    with pytest.raises(InvalidRequestError, match=r"tokens: row 1: \d tokens are there, \d were read"):
+        scorer(td)

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictSequential
 from transformers import GenerationConfig
 
 import corelm
-from corelm import History, LLMPolicy, SamplingParams
+from corelm import History, LLMPolicy, PolicyOptions, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError, MissingKeyError
 from corelm.kl import ImportanceCorrection
 from helpers.toy_prompts import SAMPLING, chat
@@ -157,6 +157,24 @@ def test_a_generation_config_is_refused_with_the_dict_to_pass(backend):
     )
 
 
+@pytest.mark.parametrize("greedy", [{}, {"do_sample": False}])
+def test_a_greedy_generation_config_leaves_out_what_transformers_ignores(backend, greedy):
+    with pytest.raises(InvalidRequestError, match=r"transformers ignores its temperature, top_p") as error:
+        LLMPolicy(backend, sampling_params=GenerationConfig(temperature=0.7, top_p=0.9, **greedy))
+    typed = str(error.value).partition("it sets: ")[2].partition("}")[0] + "}"
+    assert SamplingParams.make(eval(typed)) == SamplingParams(do_sample=False)
+    with pytest.raises(InvalidRequestError, match=r"'temperature': 0.7") as error:
+        LLMPolicy(backend, sampling_params=GenerationConfig(do_sample=True, temperature=0.7))
+    assert "ignores" not in str(error.value)
+
+
+def test_policy_options_refuse_unknown_names_as_a_policy_does():
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'temperature': 0.5, 'max_new_tokens': 4\}"):
+        PolicyOptions(max_new_tokens=4, sampling_params={"temperature": 0.5})
+    with pytest.raises(TypeError, match="did you mean 'pad_output'"):
+        PolicyOptions(pad_outputs=True)
+
+
 def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(backend):
     with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 4\}"):
         LLMPolicy(backend, max_new_tokens=4)
@@ -175,6 +193,10 @@ def test_a_prompt_that_is_too_long_names_both_ways_out(policy_of, length):
     with pytest.raises(InvalidRequestError, match=r"max_new_tokens=256.*truncation='left'"):
         policy(TensorDict(text=["x" * length]))
     assert policy.replace(truncation="left")(TensorDict(text=["x" * length]))["text"].response
+    if length > 512:
+        with pytest.raises(InvalidRequestError, match=r"leave no room for an answer in the context") as error:
+            policy.replace(sampling_params={"max_new_tokens": None})(TensorDict(text=["x" * length]))
+        assert "None" not in str(error.value)
 
 
 def test_an_importance_correction_without_its_input_names_the_call_that_makes_it(policy_of):
@@ -188,6 +210,14 @@ def test_an_importance_correction_without_its_input_names_the_call_that_makes_it
 def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):
     with pytest.raises(InvalidRequestError, match=r"torch\.compile cannot compile an LLMPolicy"):
         torch.compile(policy_of(input_mode="text"), backend="eager")(TensorDict(text=["Hi"]))
+    # With fullgraph, Dynamo raises our error, or one of its own that repeats it.
+    with pytest.raises(
+        (InvalidRequestError, RuntimeError),
+        match=r"torch\.compile cannot compile an LLMPolicy, .*call the policy itself",
+    ):
+        torch.compile(policy_of(input_mode="text"), backend="eager", fullgraph=True)(TensorDict(text=["Hi"]))
+    with pytest.raises(InvalidRequestError, match=r"torch\.compile cannot compile an LLMPolicy"):
+        policy_of(input_mode="text").compile()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

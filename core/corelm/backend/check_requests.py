@@ -34,8 +34,9 @@ def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: Sampl
     def too_long(tokens: int) -> str:
         left = (limit or 0) - tokens
         if new is None or left < 1:
+            answer = "an answer" if new is None else f"an answer of max_new_tokens={new}"
             return (
-                f"{tokens} tokens leave no room for an answer of max_new_tokens={new} in the context of {limit}; "
+                f"{tokens} tokens leave no room for {answer} in the context of {limit}; "
                 "shorten the prompt, or give the policy truncation='left', which drops its first tokens"
             )
         default = f" ({new} is the default)" if new == _DEFAULT_MAX_NEW_TOKENS else ""

@@ -19,9 +19,10 @@ from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import Text, Tokens
 from corelm.errors import InvalidRequestError, Problems, TokenBoundaryWarning, first_few, refuse
 from corelm.policy.rows import InputRows
-from corelm.policy.values import batch_of, differing_rows, leaves, nested_field
+from corelm.policy.values import batch_of, differing_rows, find_value, leaves, nested_field
 from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, Boundary, encode_completions
 from corelm.rendering.render import Tokenize
+from corelm.validate import as_list
 
 if TYPE_CHECKING:
     from corelm.backend.backend import Backend
@@ -29,16 +30,22 @@ if TYPE_CHECKING:
 _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
 
 
-def are_completions(container: Text | Tokens) -> bool:
-    """Return whether a container holds prompts and responses, and no whole sequences."""
-    fields = set(container.keys())
+def are_completions(held: Any) -> bool:
+    """Return whether a container, or a plain TensorDict, holds prompts and responses, and no whole sequences."""
+    fields = set(held.keys()) if isinstance(held, (Text, Tokens, TensorDictBase)) else set()
     return {"prompt", "response"} <= fields and "full" not in fields
+
+
+def _fields(held: Any) -> tuple[Any, Any]:
+    plain = isinstance(held, TensorDictBase)
+    prompt, response = (find_value(held, (name,)) if plain else getattr(held, name) for name in ("prompt", "response"))
+    return prompt, response
 
 
 def read_texts(
     td: TensorDictBase,
     key: tuple[str, ...],
-    container: Text,
+    container: Any,
     tokenize: Tokenize,
     boundary: Boundary,
     options: Mapping[str, Any],
@@ -52,8 +59,7 @@ def read_texts(
         InvalidRequestError: the shapes do not fit, or rows cannot be scored.
     """
     field = ".".join((*key, "response"))
-    prompts, outer = _leaves(container.prompt)
-    responses, shape = _leaves(container.response)
+    (prompts, outer), (responses, shape) = map(_leaves, _fields(container))
     if 0 in container.batch_size:
         outer = shape = tuple(container.batch_size)
     if any(isinstance(one, list) for one in responses):
@@ -97,12 +103,25 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     return ([], (0,)) if isinstance(value, Tensor) and value.numel() == 0 else leaves(value)
 
 
-def with_full(tokens: Tokens, key: str) -> Tokens:
-    """Return prompts and responses with their `full`, in the layout that they have.
+def with_full(tokens: Any, key: str) -> Tokens:
+    """Return `Tokens` of prompts and responses with their `full`, in the layout that they have.
+
+    Args:
+        tokens: `Tokens`, or a plain TensorDict with a ``prompt`` and a ``response``.
+        key: the key that holds them, for errors.
 
     Raises:
         InvalidRequestError: their shapes do not fit.
     """
+    if isinstance(tokens, TensorDictBase):
+        given = dict(zip(("prompt", "response"), map(as_list, _fields(tokens)), strict=True))
+        if any(isinstance(ids, list) for ids in given.values()):
+            # tensordict makes a tensor of rows that happen to be equally long.
+            rows = {name: list(ids.unbind()) if isinstance(ids, Tensor) else ids for name, ids in given.items()}
+            return Tokens.from_rows(**rows)
+        ids = given["prompt"]
+        shape = tokens.batch_size if not isinstance(ids, Tensor) or ids.is_nested else ids.shape[:-1]
+        tokens = Tokens(**given, batch_size=shape)
     try:
         prompt, response = tokens.prompt, tokens.response
     except InvalidRequestError:  # dense rows of different widths
@@ -110,8 +129,8 @@ def with_full(tokens: Tokens, key: str) -> Tokens:
     if not tokens.padded:
         return Tokens.from_rows(prompt=prompt, response=response)
     if nested_field(tokens, "prompt") is not None or nested_field(tokens, "response") is not None:
-        rows = {"prompt": rows_of_ids(prompt, f"{key}.prompt"), "response": rows_of_ids(response, f"{key}.response")}
-        return Tokens.from_rows(**{name: list(one.split()) for name, one in rows.items()})
+        nested = {"prompt": rows_of_ids(prompt, f"{key}.prompt"), "response": rows_of_ids(response, f"{key}.response")}
+        return Tokens.from_rows(**{name: list(one.split()) for name, one in nested.items()})
     if prompt.ndim == 0 or prompt.shape[:-1] != response.shape[:-1]:
         raise InvalidRequestError(
             f"{key}.response: prompts are {list(prompt.shape)}, responses {list(response.shape)}; {_REPEAT}",

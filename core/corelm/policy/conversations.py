@@ -12,12 +12,12 @@ from tensordict import NestedKey, TensorDictBase
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import renumbered
 from corelm.containers.keys import key_parts
-from corelm.errors import InvalidRequestError, Problems, TemplateError, refuse
+from corelm.errors import InvalidRequestError, Problems, TemplateError
 from corelm.policy.values import find_value
 from corelm.rendering.render import RenderedChats, render
 from corelm.spec.message import Chat, Message
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list
+from corelm.validate import as_list, shown
 
 Tools = list[Any] | None
 _ENDED = (
@@ -26,39 +26,57 @@ _ENDED = (
 )
 
 
-def tools_of(td: TensorDictBase, key: NestedKey | None, shape: tuple[int, ...]) -> list[Tools] | None:
-    """Return the tools of each conversation, flat, or None if the TensorDict has none.
+def tools_of(td: TensorDictBase, key: NestedKey | None, shape: tuple[int, ...]) -> tuple[list[Tools] | None, Problems]:
+    """Return the tools of each conversation, flat, or None if the TensorDict has none; and the rows that are at fault.
 
     Raises:
         InvalidRequestError: there is not one list of tools, or None, for each conversation.
     """
     value = None if key is None else find_value(td, key)
     if key is None or value is None:
-        return None
+        return None, {}
     field = ".".join(key_parts(key))
 
     def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
         if not sizes:
             return [one]
         one = as_list(one)
-        if not isinstance(one, list) or len(one) != sizes[0]:
+        shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
+        if shared or not isinstance(one, list) or len(one) != sizes[0]:
             found = f"{len(one)} of them" if isinstance(one, list) else type(one).__name__
+            advice = "if it holds something else, give the policy tools_key=None"
+            if shared or isinstance(one, Mapping):
+                found = "the tools themselves"
+                advice = "if all conversations have these, give the policy template_kwargs={'tools': […]} instead"
             raise InvalidRequestError(
-                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; if "
-                "it holds something else, give the policy tools_key=None",
+                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; "
+                f"{advice}",
                 field=field,
             )
         return [leaf for part in one for leaf in flat(part, sizes[1:])]
 
     found = [as_list(one) for one in flat(value, shape)]
-    problems: Problems = {
-        row: f"expected a list of dicts or None, got {type(one).__name__}"
-        for row, one in enumerate(found)
-        if not (one is None or (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)))
-    }
-    refuse(problems, field)
+    problems: Problems = {row: what for row, one in enumerate(found) if (what := _not_tools(one))}
     # Tensordict's own lists are not JSON, and some templates write tools as JSON.
-    return [None if one is None else [dict(each) for each in one] for one in found]
+    good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
+    return good, problems
+
+
+def _not_tools(one: Any) -> str:
+    """Return why a conversation's tools cannot be read, and how to convert them; "" if they can."""
+    if one is None:
+        return ""
+    odd, where = one, ""
+    if isinstance(one, list):
+        odd, where = next(((each, "a list with ") for each in one if not isinstance(each, Mapping)), (None, ""))
+        if not where:
+            return ""
+    advice = ""
+    if isinstance(odd, str):
+        advice = "; if it is JSON, pass json.loads(…) of it"
+    elif callable(odd):
+        advice = "; pass transformers.utils.get_json_schema(…) of a function"
+    return f"expected a list of dicts or None, got {where}{shown(odd)}{advice}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from corelm.containers.keys import key_parts
 from corelm.errors import InvalidRequestError, refuse, spelled_out
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows
+from corelm.policy.stale import refuse_stale
 from corelm.policy.values import find_value, nested_field
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest
@@ -81,6 +82,7 @@ def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
                 f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
+    refuse_stale(td, options, "a new answer", answered=True)
 
 
 def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label: Provenance) -> None:
@@ -93,6 +95,8 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label
         InvalidRequestError: other tokens, log-probs of another provenance, or values of other kinds are there.
     """
     if options.overwrite:
+        if rows.conflicts:
+            refuse_stale(td, options, "scores of other tokens")
         return
     if rows.conflicts:
         raise InvalidRequestError(
@@ -182,9 +186,12 @@ def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str
     read = name == options.input_mode and options.input_key is None
     if _is_nested(there):
         lost = sorted({*there.keys()} - {"full", "padded"})
-        return f"nested tensors of {', '.join(lost)} are there" if lost or not read else None
+        which = f" of {', '.join(lost)}" if lost else ""
+        return f"nested tensors{which} are there" if lost or not read else None
     if isinstance(there, TensorDictBase) and not isinstance(there, _CONTAINERS[name]):
         written = {"full", "input_ids", "attention_mask"} if read else set()
+        if read and rows.only_response:
+            written |= {"prompt", "response"}
         if name == "masks":
             written = {"all_attention_mask"} | ({"all_assistant_mask"} if rows.assistant is not None else set())
         lost = sorted(map(str, set(there.keys()) - written))
@@ -346,10 +353,13 @@ def deliver(
             out.exclude(*_replaced_keys(td, options), inplace=True)
             out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
+        # Completions that get a `full` would be scored as whole sequences the next time.
+        read = name == options.input_mode and options.input_key is None
+        without = ("full",) if rows.only_response and read and there.get(name) is not None else ()
         if isinstance(there.get(name), _CONTAINERS.get(name, ())) and not _is_nested(there[name]):
-            # Completions that get a `full` would be scored as whole sequences the next time.
-            read = name == options.input_mode and options.input_key is None
-            value = _completed(there[name], value, without=("full",) if rows.only_response and read else ())
+            value = _completed(there[name], value, without)
+        elif without:
+            value = value.exclude(*without)
         out.set(getattr(options.keys, name, name), value)
     return out
 

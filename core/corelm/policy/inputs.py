@@ -25,6 +25,7 @@ from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
 from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full
 from corelm.policy.conversations import ChatRenderer, tools_of
+from corelm.policy.mask_keys import mask_next_to, no_pads
 from corelm.policy.mistakes import hint_for, input_hint
 from corelm.policy.rows import InputRows
 from corelm.policy.values import (
@@ -45,6 +46,7 @@ from corelm.policy.values import (
     refuse_pads_of,
     two_dimensional,
     unmasked,
+    unnested,
 )
 from corelm.rendering.completions import Boundary
 from corelm.spec.records import Columns
@@ -148,10 +150,12 @@ class InputReader:
             options={"chat_template": self.chat_template, "want_assistant": want_assistant},
         )
         chats, rendered = history.chats, None
-        tools = tools_of(td, self.tools_key, shape)
+        tools, bad_tools = tools_of(td, self.tools_key, shape)
         begun, problems = apply.begin(chats)
         if on_error == "raise":
+            refuse(bad_tools, ".".join(key_parts(self.tools_key or ())))
             refuse(problems, ".".join(self.key(part)))
+        problems |= bad_tools
         while rendered is None:
             served = [row for row in range(len(chats)) if row not in problems]
             own = None if tools is None else [tools[row] for row in served]
@@ -177,7 +181,7 @@ class InputReader:
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
         options = {"add_special_tokens": True, **self.tokenizer_kwargs}
         held = find_value(td, self.top)
-        if part == "full" and isinstance(held, Text) and are_completions(held):
+        if part == "full" and not isinstance(held, Tokens) and are_completions(held):
             boundary, key = self.completion_boundary, key_parts(self.top)
             return read_texts(td, key, held, backend.tokenize, boundary, options, on_error)
         value = self._value(td, part, bare=(str, list, Tensor))
@@ -206,7 +210,7 @@ class InputReader:
 
     def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError = "raise") -> InputRows:
         container = find_value(td, self.top)
-        completions = part == "full" and isinstance(container, Tokens) and are_completions(container)
+        completions = part == "full" and not isinstance(container, Text) and are_completions(container)
         if completions:
             container = with_full(container, ".".join(key_parts(self.top)))
         encoded = None if self.input_key is not None else find_input_ids(td, key_parts(self.top), container, part)
@@ -214,6 +218,8 @@ class InputReader:
             found, ids_key = encoded
             rows = replace(self, input_key=ids_key)._tokens(found, part, backend)
             return replace(rows, batch_size=batch_of(td, rows.batch_size, ids_key))
+        if (mask_key := self._mask_next_to(td, part)) is not None:
+            return replace(self, attention_mask_key=mask_key)._tokens(td, part, backend, on_error)
         if isinstance(container, Tokens) and part in container.keys():
             value = nested_field(container, part)
             if value is None:
@@ -227,7 +233,7 @@ class InputReader:
         else:
             value = self._value(td, part, bare=(Tensor, list))
         key = ".".join(self.key(part))
-        mask, mask_name = self._mask_of_bare(td)
+        mask = self._mask(td)
         if not isinstance(value, Tensor) or value.is_nested:
             ids = rows_of_ids(value, key)
             return InputRows(batch_size=batch_of(td, (len(ids),), self.key(part)), ids=unmasked(ids, mask, key))
@@ -238,7 +244,7 @@ class InputReader:
             refuse_pads(dense_rows(value), backend.tokenizer, backend.eos_token_ids, key, PADS_ADVICE)
             mask = torch.ones_like(value, dtype=torch.bool)
         shape = batch_of(td, tuple(value.shape[:-1]), self.key(part))
-        ids, columns = ids_of_tensor(value, mask, key, mask_name)
+        ids, columns = ids_of_tensor(value, mask, key, self._mask_name)
         rows = InputRows(batch_size=shape, ids=ids, columns=Columns(columns, None))
         assistant = find_value(td, (*key_parts(self.keys.masks), "all_assistant_mask"))
         if part == "prompt" or not isinstance(assistant, Tensor) or assistant.shape != value.shape:
@@ -255,7 +261,10 @@ class InputReader:
         if tuple(tokens.batch_size) != rows.batch_size:
             return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
         # The mask under attention_mask_key is that of the input.
-        own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
+        try:
+            own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
+        except InvalidRequestError as error:
+            return replace(rows, conflicts={0: str(error)})
         conflicts = differing_rows(own.ids, rows.ids) or differing_splits(own.prompt_lengths, rows.prompt_lengths)
         sampled = self.mode == "text" and self.prefer_tokens and not rows.only_response
         if conflicts and sampled and len(own.ids) == len(rows.ids):
@@ -274,16 +283,18 @@ class InputReader:
         Dense tokens without a mask are taken to have no pads. With `backend`, those that begin or end with one are
         refused.
         """
+        tokens = unnested(tokens)
         masks = self._masks(td, tokens)
         if masks is None and tokens.padded:
             if backend is not None:
                 refuse_pads_of(tokens, key_parts(top), backend.tokenizer, backend.eos_token_ids)
             masks = masks_without_pads(tokens, part)
-        held = {"tokens": tokens, **({} if masks is None else {"masks": masks})}
+        # Errors name the mask by its key.
+        held = {"tokens": tokens, **({} if masks is None else {self._mask_name: masks})}
         given = TensorDict(held, batch_size=tokens.batch_size)
 
         def read(container: str, name: str) -> Ragged:
-            return ragged(given, (container, name)).to("cpu")
+            return ragged(given, (container, name), masks=self._mask_name).to("cpu")
 
         shape = batch_of(td, tuple(tokens.batch_size), self.key(part))
         rows = InputRows(batch_size=shape, ids=read("tokens", part))
@@ -299,21 +310,19 @@ class InputReader:
                 columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
         # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
         known = masks is not None and "all_assistant_mask" in masks.keys()
-        assistant = read("masks", "all_assistant_mask") if known else None
+        assistant = read(self._mask_name, "all_assistant_mask") if known else None
         if assistant is not None:
             assistant = assistant.with_values(as_mask(assistant.values, "masks.all_assistant_mask"))
         return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
 
-    def _mask_of_bare(self, td: TensorDictBase) -> tuple[Any, str]:
-        """Return the attention mask of bare ids, or None, and its name. It may be next to them, as from a tokenizer."""
-        *path, name = key_parts(self.top)
-        mask, tokenizers = self._mask(td), name.endswith("input_ids")
-        if self.attention_mask_key is None and (tokenizers or (mask is None and self.input_key is None)):
-            beside = (*path, name.removesuffix("input_ids") + "attention_mask" if tokenizers else "attention_mask")
-            found = find_value(td, beside)
-            if found is not None:
-                return found, ".".join(beside)
-        return mask, self._mask_name
+    def _mask_next_to(self, td: TensorDictBase, part: Part) -> tuple[str, ...] | None:
+        """Return the key of the mask next to the ids, if it is to be read as if attention_mask_key named it."""
+        if self.attention_mask_key is not None:
+            return None
+        top, own = key_parts(self.top), find_value(td, (*key_parts(self.keys.masks), "all_attention_mask"))
+        if own is not None and self.input_key is None:
+            return None
+        return mask_next_to(td, top, part, rather=own is None)
 
     @property
     def _mask_name(self) -> str:
@@ -338,26 +347,21 @@ class InputReader:
         found = find_value(td, self.keys.masks)
         if isinstance(found, Masks) and self.attention_mask_key is None:
             if not tokens.padded and hides_tokens(found, self._mask_name):
-                raise self._no_pads()
+                raise no_pads(self._mask_name)
             return found
         given = {"all_attention_mask": self._mask(td)}
-        if self.attention_mask_key is None and isinstance(found, TensorDictBase):
-            given["all_assistant_mask"] = find_value(found, "all_assistant_mask")
+        if isinstance(found, (TensorDictBase, Masks)) and (
+            self.attention_mask_key is None or "all_attention_mask" not in found.keys()
+        ):
+            given["all_assistant_mask"] = find_value(td, (*key_parts(self.keys.masks), "all_assistant_mask"))
         given = {name: mask for name, mask in given.items() if mask is not None}
         if not given:
             return None
         if not tokens.padded and "all_attention_mask" in given:
-            raise self._no_pads()
+            raise no_pads(self._mask_name)
         if tokens.padded and all(isinstance(mask, Tensor) and not mask.is_nested for mask in given.values()):
             return Masks(**given, batch_size=tokens.batch_size)
         return None if 0 in tokens.batch_size else masks_in_rows(given, tokens)
-
-    def _no_pads(self) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{self._mask_name}: tokens in rows of unequal length (padded=False) have no pads; leave their attention "
-            "mask out, or, if the rows do hold pads, make the Tokens with padded=True",
-            field="masks",
-        )
 
     def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
         """Return the container's `part`, or the bare value at the container's own key."""
@@ -367,7 +371,7 @@ class InputReader:
         if value is None:
             raise MissingKeyError(
                 f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}"
-                f"{input_hint(td, self.mode)}",
+                f"{input_hint(td, self.mode, part)}",
                 field=".".join(self.key(part)),
             )
         if isinstance(value, bare):

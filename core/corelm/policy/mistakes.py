@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar, cast
 
 from tensordict import TensorDictBase
 from torch import Tensor, compiler, nn
@@ -12,8 +14,11 @@ from corelm.backend.backend import Backend
 from corelm.containers.classes import ChatHistory, Text, Tokens
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
+from corelm.policy.values import find_value
 from corelm.spec.message import Message
 from corelm.validate import as_list, invalid, shown
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 #: Keys under which other libraries and data sets keep prompts, in the order in which they are looked for.
 _FOREIGN = (
@@ -22,6 +27,12 @@ _FOREIGN = (
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids"),
     *("history", "text", "texts", "tokens", "problem", "content"),
 )
+#: Keys of prompts and of their responses, in the singular and without `_ENDING`.
+_PROMPTS = ("prompt", "query", "querie", "question", "instruction", "input", "context", "problem")
+_RESPONSES = (
+    *("response", "completion", "chosen", "rejected", "answer", "output", "continuation", "target", "solution"),
+)
+_ENDING = re.compile("(_input|_token)?_ids$")
 _HOLDS = {"history": "conversations", "chats": "conversations", "text": "texts", "tokens": "token ids"}
 
 
@@ -43,18 +54,54 @@ def kind_of_input(value: Any) -> str | None:
     return "tokens" if whole and not isinstance(value, bool) else None
 
 
-def input_hint(td: TensorDictBase, mode: str) -> str:
-    """Return how to read what `td` holds under a key of another mode or library; "" if it holds nothing known."""
+def input_hint(td: TensorDictBase, mode: str, part: str) -> str:
+    """Return how to read what `td` holds under a key of another mode or library; "" if it holds nothing known.
+
+    Args:
+        td: what the policy was given.
+        mode: what the policy reads.
+        part: the field of the container that it reads: "full" to score.
+    """
+    if part == "full" and (hint := _completions_hint(td, mode)):
+        return hint
     for name in sorted(td.keys(), key=lambda key: _FOREIGN.index(key) if key in _FOREIGN else len(_FOREIGN)):
         if name not in _FOREIGN:
             return ""
-        try:
-            value = td[name]
-        except RuntimeError:
-            value = td.get(name, as_list=True)
-        if hint := hint_for(value, name, mode):
+        if hint := hint_for(find_value(td, (name,)), name, mode):
             return hint
     return ""
+
+
+def _completions_hint(td: TensorDictBase, mode: str) -> str:
+    """Return how to score responses to prompts, if `td` holds both under keys of data sets; else "".
+
+    Reading the prompts under an `input_key` would score the prompts alone.
+    """
+    named = {_ENDING.sub("", name).removesuffix("s"): name for name in td.keys() if isinstance(name, str)}
+    prompt = next((named[name] for name in _PROMPTS if name in named), None)
+    held = None if prompt is None else find_value(td, (prompt,))
+    kind, others = kind_of_input(held), ""
+    kinds = {"chats": ("chats", "text"), "text": ("text",), "tokens": ("tokens",)}.get(kind or "", ())
+    candidates = [named[name] for name in _RESPONSES if name in named and named[name] != prompt]
+    responses = [name for name in candidates if kind_of_input(find_value(td, (name,))) in kinds]
+    if not responses:
+        return ""
+    response = responses[0]
+    if kind == "text":
+        size = len(held) if isinstance(held := as_list(held), list) else ""
+        made = f"text=Text(prompt={prompt}, response={response}, batch_size=[{size}])"
+    elif kind == "tokens":
+        made = f"tokens=TensorDict(prompt={prompt}, response={response})"
+        others = ", with the ids of each row in a list, without pads"
+    else:
+        kind, said = "history", "other"
+        if kind_of_input(find_value(td, (response,))) == "text":
+            said = "[{'role': 'assistant', 'content': other}]"
+        made = f"history=History.from_chats([one + {said} for one, other in zip({prompt}, {response})])"
+    if len(responses) > 1:
+        others += f", and {' and '.join(map(repr, responses[1:]))} in the same way"
+    option = "" if kind == mode else f", and give the policy input_mode={kind!r}"
+    return f"; {prompt!r} and {response!r} hold prompts and responses: pass TensorDict({made}){others}{option}"
 
 
 def hint_for(value: Any, name: str, mode: str) -> str:
@@ -108,17 +155,36 @@ def checked_backend(given: Any) -> Backend:
     raise invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
 
 
-@compiler.disable  # type: ignore[untyped-decorator]
+_NOT_COMPILED = "torch.compile cannot compile an LLMPolicy, whose model runs inside the engine; call the policy itself"
+
+
+@compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def refuse_compiling() -> NoReturn:
-    """Refuse a call that torch.compile traces. Dynamo breaks the graph here and makes this call for real."""
-    raise invalid(
-        "policy",
-        "torch.compile cannot compile an LLMPolicy, whose model runs inside the engine; call the policy itself",
-    )
+    """Refuse a call that torch.compile traces.
+
+    Dynamo breaks the graph here and makes this call for real. With ``fullgraph=True`` it raises an error of its own,
+    which repeats the reason.
+    """
+    raise invalid("policy", _NOT_COMPILED)
+
+
+def not_compiled(method: _Method) -> _Method:
+    """Return a method that is refused when torch.compile traces it, before anything else of it is traced."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if compiler.is_compiling():
+            refuse_compiling()
+        return method(*args, **kwargs)
+
+    return cast(_Method, checked)
 
 
 class NotMoved:
-    """The methods by which a module is moved or converted. A policy has no weights, so each says where they are."""
+    """The methods by which a module is moved, converted or compiled. A policy has no weights, and each says so."""
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        raise invalid("policy", _NOT_COMPILED)
 
     def _not_moved(self, *_: Any, **__: Any) -> NoReturn:
         raise invalid(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class PolicyOptions:
         input_key: where the input is read, if not under the key of its container: a container, or a bare value such as
             the strings of a data set. It stays where it is.
         attention_mask_key: where the mask of the tokens is; by default ``all_attention_mask`` of the masks, or the
-            `attention_mask` next to bare tokens or `input_ids`. Without a mask, dense tokens are taken to have no pads,
+            `attention_mask` next to the ids, if it is as wide. Without a mask, dense tokens are taken to have no pads,
             and refused if a row begins or ends with the tokenizer's pad id.
         chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or "chatml"; None
             for the tokenizer's own.
@@ -85,7 +86,8 @@ class PolicyOptions:
             end of a prompt belongs to the response, both are tokenized as one text, and the response begins after as
             many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by itself.
         response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …). If
-            it raises, the message holds the plain text, `errors` says why, and a warning is shown.
+            it raises, the message holds the plain text, `errors` says why, and a `ResponseParserWarning` is shown. No
+            answer is lost: where warnings are errors, a line is logged instead.
         continue_final_message: True continues a conversation that ends with an assistant turn: that turn is the
             beginning of the answer. The message in the history is the whole turn, and `response_parser` gets its whole
             text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
@@ -209,9 +211,7 @@ class PolicyOptions:
         Raises:
             TypeError: a policy has no option of that name.
         """
-        unknown = [name for name in changes if name not in OPTIONS]
-        if unknown:
-            raise TypeError(f"a policy has no option {unknown[0]!r}; {self._instead_of(unknown[0], changes)}")
+        _refuse_unknown(changes, self.sampling)
         if "keys" in changes:
             changes = {"log_probs_key": None, **changes}
         elif "log_probs_key" in changes:
@@ -223,22 +223,6 @@ class PolicyOptions:
             # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
         return dataclasses.replace(self, **changes)
-
-    def _instead_of(self, name: str, changes: Mapping[str, Any]) -> str:
-        """Return what to type instead of an option that a policy does not have."""
-        if name in {limit.name for limit in dataclasses.fields(Limits)}:
-            return f"give batching=Limits({name}=…)"
-        if ALIASES.get(name, name) in FIELDS:
-            # New sampling parameters replace all earlier ones.
-            neutral, own = SamplingParams(), self.sampling
-            kept = {field: getattr(own, field) for field in FIELDS if getattr(own, field) != getattr(neutral, field)}
-            kept.pop("do_sample", None)
-            meant = kept | {ALIASES.get(each, each): value for each, value in changes.items() if each not in OPTIONS}
-            return f"it is a sampling parameter: give sampling_params={meant}"
-        if name in NOT_OURS:
-            return NOT_OURS[name]
-        near = validate.did_you_mean(name, OPTIONS).removeprefix("; ")
-        return near or f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
 
     @property
     def _reads(self) -> dict[str, Any]:
@@ -269,6 +253,51 @@ class PolicyOptions:
 
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))
+
+
+def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
+    """Refuse an option that a policy does not have, and say what to type instead.
+
+    Args:
+        given: options by name.
+        sampling: the sampling parameters so far, which new ones would replace.
+
+    Raises:
+        TypeError: there is such an option.
+    """
+    unknown = [name for name in given if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"a policy has no option {unknown[0]!r}; {_instead_of(unknown[0], given, sampling)}")
+
+
+def _instead_of(name: str, given: Mapping[str, Any], sampling: SamplingParams) -> str:
+    if name in {limit.name for limit in dataclasses.fields(Limits)}:
+        return f"give batching=Limits({name}=…)"
+    if ALIASES.get(name, name) in FIELDS:
+        neutral = SamplingParams()
+        kept = {field: getattr(sampling, field) for field in FIELDS}
+        kept = {field: value for field, value in kept.items() if value != getattr(neutral, field)}
+        kept.pop("do_sample", None)
+        meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
+        return f"it is a sampling parameter: give sampling_params={meant}"
+    if name in NOT_OURS:
+        return NOT_OURS[name]
+    near = validate.did_you_mean(name, OPTIONS).removeprefix("; ")
+    return near or f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
+
+
+_made = PolicyOptions.__init__
+
+
+@functools.wraps(_made)
+def _make(self: PolicyOptions, **given: Any) -> None:
+    # The same mistakes as in `replace`.
+    if not given.keys() <= set(OPTIONS):
+        _refuse_unknown(given, SamplingParams.make(given.get("sampling_params")))
+    _made(self, **given)
+
+
+PolicyOptions.__init__ = _make  # type: ignore[method-assign]
 
 
 def out_keys(options: PolicyOptions) -> list[NestedKey]:

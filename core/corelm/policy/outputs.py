@@ -5,6 +5,7 @@ An answer's text (cut before a stop string) and the message that it adds to a co
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.errors import Problems, spelled_out
+from corelm.errors import Problems, ResponseParserWarning, spelled_out
 from corelm.policy.rows import InputRows
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.support.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
+
+_log = logging.getLogger(__name__)
 
 #: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
@@ -34,11 +37,15 @@ def generated(
     fields: frozenset[str],
     parser: ResponseParser | None = None,
     **layout: Any,
-) -> ContainerRequest:
-    """Return prompts and their answers. Every token of an answer is scored and the assistant's; no prompt is scored."""
+) -> tuple[ContainerRequest, Problems]:
+    """Return prompts and their answers, and the answers that the parser did not parse.
+
+    Every token of an answer is scored and the assistant's; no prompt is scored.
+    """
     if sampling.num_samples is not None:
         rows = rows.repeat(sampling.num_samples)
     texts = chats = None
+    problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
         said = answer_texts(batch, sampling, backend)
@@ -47,13 +54,6 @@ def generated(
         if rows.chats is not None:
             continued = continued_turns(rows.begun, said, batch, sampling, backend)
             messages, problems = response_messages(said, batch, parser, continued)
-            if problems:
-                # Not an error: the answers have been paid for, and those of the other rows are fine.
-                warnings.warn(
-                    f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, "
-                    "and 'errors' says why",
-                    stacklevel=2,
-                )
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
             replies = tuple((message,) for message in messages)
             begun = rows.begun or (None,) * len(replies)
@@ -71,7 +71,7 @@ def generated(
     if logprobs is not None:
         unscored = torch.zeros_like(rows.ids.values, dtype=torch.float32)
         logprobs = rows.ids.with_values(unscored).join(logprobs, answered)
-    return ContainerRequest(
+    request = ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
         tokens=Parts(rows.ids, batch.ids, rows.ids.join(batch.ids, answered)),
@@ -87,6 +87,25 @@ def generated(
         pad_id=backend.pad_id,
         **layout,
     )
+    return request, problems
+
+
+def warn_unparsed(problems: Problems) -> None:
+    """Warn about answers that the parser did not parse. To be called when the answers are where the caller finds them.
+
+    This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
+    """
+    if not problems:
+        return
+    try:
+        warnings.warn(
+            f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
+            "'errors' says why",
+            ResponseParserWarning,
+            stacklevel=3,
+        )
+    except ResponseParserWarning:
+        _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))
 
 
 def scored(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, compiler
+from torch import Tensor
 
 from corelm import validate
 from corelm.backend.backend import Backend
@@ -15,15 +15,15 @@ from corelm.backend.delivery import Listener
 from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepare_scoring
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, Problems
 from corelm.opening.by_name import get_backend
 from corelm.policy.calls import PolicyCalls
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.description import describe
 from corelm.policy.inputs import InputReader, Part
-from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, refuse_compiling
+from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, not_compiled
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import generated, scored
+from corelm.policy.outputs import generated, scored, warn_unparsed
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
@@ -108,6 +108,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
+    @not_compiled
     @no_inference_mode()
     def forward(
         self,
@@ -134,8 +135,6 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
-        if compiler.is_compiling():
-            refuse_compiling()
         with self._bar(progress) as bar:
             rows, call = self._prepare(tensordict, seed, timeout, bar)
             if bar is not None:
@@ -184,17 +183,23 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     @no_inference_mode()
     def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase:
-        return deliver(td, rows, self._answer(td, rows, result), self.backend, self.options)
+        request, unparsed = self._answer(td, rows, result)
+        out = deliver(td, rows, request, self.backend, self.options)
+        warn_unparsed(unparsed)
+        return out
 
     def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
         return self._reader.read(td, part, self.backend, want_assistant=want_assistant, on_error=self.options.on_error)
 
-    def _answer(self, td: TensorDictBase, rows: InputRows, batch: GenerateResult | ScoreResult) -> ContainerRequest:
+    def _answer(
+        self, td: TensorDictBase, rows: InputRows, batch: GenerateResult | ScoreResult
+    ) -> tuple[ContainerRequest, Problems]:
+        """Return what to deliver, and the answers that `response_parser` did not parse."""
         if isinstance(batch, ScoreResult):
             errors = (batch.errors or ("",) * len(rows.ids)) if self.options.on_error == "skip" else None
             dense = scores_are_dense(td, rows, self.options)
             request = scored(rows, batch, self.backend, fields=self._fields, errors=errors, pad_output=dense)
-            return merged(td, rows, request, self.options)
+            return merged(td, rows, request, self.options), {}
         return generated(
             rows,
             batch,

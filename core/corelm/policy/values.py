@@ -16,7 +16,7 @@ from corelm.containers.field_access import flat, rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.tensors.masks import as_mask, not_a_mask
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list, read_once
+from corelm.validate import as_list, read_once, shown
 
 
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:
@@ -34,30 +34,51 @@ def unmasked(ids: Ragged, mask: Any, field: str) -> Ragged:
     ids = ids.to("cpu")
     if mask is None:
         return ids
-    masks = [torch.as_tensor(row) for row in mask]
-    odd = {row: why for row, given in enumerate(masks) if (why := not_a_mask(given))}
-    refuse({row: f"expected a mask of True and False, or 1 and 0; got {why}" for row, why in odd.items()}, field)
-    shown = Ragged.from_list([row.cpu() for row in masks], torch.bool)
-    lengths = zip(ids.lengths.tolist(), shown.lengths.tolist(), strict=False)
+    masks = _mask_rows(mask, field)
+    shows = Ragged.from_list([row.cpu() for row in masks], torch.bool)
+    lengths = zip(ids.lengths.tolist(), shows.lengths.tolist(), strict=False)
     problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(shown) != len(ids):
-        problems = {len(shown): "no mask"} if len(shown) < len(ids) else {len(ids): "a mask, but no tokens"}
+    if len(shows) != len(ids):
+        problems = {len(shows): "no mask"} if len(shows) < len(ids) else {len(ids): "a mask, but no tokens"}
     refuse(problems, field)
-    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shown.values.long())
-    return Ragged(ids.values[shown.values], counts)
+    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shows.values.long())
+    return Ragged(ids.values[shows.values], counts)
+
+
+def _mask_rows(mask: Any, field: str) -> list[Tensor]:
+    """Return one tensor a row; refuse the rows that are no masks."""
+    if isinstance(mask, Tensor) and (mask.is_nested or mask.ndim):
+        mask = list(mask.unbind())
+    if not isinstance(mask := as_list(mask), list):
+        raise InvalidRequestError(f"{field}: expected one mask for each row, got {shown(mask)}", field=field)
+    found, problems = [], {}
+    for row, given in enumerate(mask):
+        try:
+            found.append(torch.as_tensor(given))
+            why = not_a_mask(found[-1]) or ("" if found[-1].ndim == 1 else f"a mask of shape {tuple(found[-1].shape)}")
+        except Exception:  # texts, None, lists of unequal length; the object's own methods may raise anything
+            why = shown(given)
+        if why:
+            problems[row] = f"expected a mask of True and False, or 1 and 0; got {why}"
+    refuse(problems, field)
+    return found
 
 
 def masks_in_rows(given: Mapping[str, Any], tokens: Tokens) -> Masks:
     """Return masks that come as one tensor per row, in lists nested like the batch of `tokens`."""
     shape = tuple(tokens.batch_size)
-    by_name = {name: _at_depth(mask, len(shape)) for name, mask in given.items()}
-    for name, found in by_name.items():
-        if len(found) != math.prod(shape):
+    by_name = {}
+    for name, mask in given.items():
+        try:
+            by_name[name] = _mask_rows(_at_depth(mask, len(shape)), f"masks.{name}")
+        except TypeError:  # fewer dimensions than the batch
+            by_name[name] = []
+        if (found := len(by_name[name])) != math.prod(shape):
             raise InvalidRequestError(
-                f"masks.{name}: expected one mask for each of {math.prod(shape)} rows, got {len(found)}", field="masks"
+                f"masks.{name}: expected one mask for each of {math.prod(shape)} rows, got {found}", field="masks"
             )
     stack: list[Any] = [
-        Masks(**{name: torch.as_tensor(found[row]) for name, found in by_name.items()}, padded=tokens.padded)
+        Masks(**{name: found[row] for name, found in by_name.items()}, padded=tokens.padded)
         for row in range(math.prod(shape))
     ]
     for size in reversed(shape):
@@ -193,6 +214,14 @@ def kind_of(value: Any) -> str:
         f"{kind.__name__} of {kind.__module__}; convert it with corelm.interop.torchrl.from_torchrl, "
         "or give the policy to corelm.interop.torchrl.EnvPolicy"
     )
+
+
+def unnested(tokens: Tokens) -> Tokens:
+    """Return tokens of which a field is a nested tensor as rows of their own length; others as they are."""
+    names = [name for name in ("prompt", "response", "full") if name in tokens.keys()]
+    if all(nested_field(tokens, name) is None for name in names):
+        return tokens
+    return Tokens.from_rows(**{name: list(rows_of_ids(getattr(tokens, name), name).split()) for name in names})
 
 
 def two_dimensional(tensor: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ EVERY_ENGINE = frozenset(
 )
 #: The largest count of any kind: engines keep them in 32 bits.
 LARGEST = 2**31 - 1
+#: Parameters that transformers ignores if it does not sample.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -289,7 +291,12 @@ def _foreign(value: Any) -> str:
         # transformers decodes greedily unless it is told to sample.
         given = {"do_sample": False, **set_here()}
         known = {name: each for name, each in given.items() if ALIASES.get(name, name) in FIELDS and each is not None}
-        return f"a GenerationConfig; pass a dict of what it sets: {known}"
+        ignored = [name for name in _SAMPLED if name in known] if not known["do_sample"] else []
+        known = {name: each for name, each in known.items() if name not in ignored}
+        hint = f". It sets do_sample=False, so transformers ignores its {', '.join(ignored)}" if ignored else ""
+        if ignored and "do_sample" not in set_here():
+            hint = f". transformers ignores its {', '.join(ignored)}, because it does not set do_sample=True"
+        return f"a GenerationConfig; pass a dict of what it sets: {known}{hint}"
     if kind.__name__ == "SamplingParams":
         return f"the SamplingParams of {kind.__module__.partition('.')[0]}; pass a dict of the parameters that you set"
     return shown(value)
