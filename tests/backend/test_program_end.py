@@ -28,7 +28,10 @@ proxies = [Proxy() for _ in range(3)]
 files = [open("text", "w"), open("bytes", "wb"), open("both", "w+b"), gzip.open("zip", "wt")]
 for file in files:
     file.write(b"written" if file.name in ("bytes", "both") else "written")
-open("closed", "w").close()
+closed = open("closed", "w")
+closed.close()
+detached = open("closed", "w")
+detached.detach()
 atexit.register(print, "saved")
 """
 

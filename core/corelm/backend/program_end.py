@@ -98,7 +98,7 @@ def end_stuck() -> None:
 
 def _open_files() -> list[io.IOBase]:
     # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
-    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) and not each.closed]
+    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
 
 
 def _is_awaited(thread: threading.Thread) -> bool:
