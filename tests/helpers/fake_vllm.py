@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from corelm import Backend
@@ -54,6 +55,7 @@ class FakeVLLM:
         spoil: changes a choice before it is sent.
         fault: returns a reply to send instead, or None.
         pause: called with the number of each token before it is streamed.
+        sends_usage: whether a stream has an event with the usage, and without an answer, before ``[DONE]``.
         pages: what its GET routes return.
     """
 
@@ -63,6 +65,7 @@ class FakeVLLM:
         self.spoil: Spoil = lambda choice: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
         self.pause: Callable[[int], object] = lambda step: None
+        self.sends_usage = False
         self.pages: dict[str, Any] = {
             "/openapi.json": {
                 "paths": {"/v1/completions": {}},
@@ -102,7 +105,8 @@ class FakeVLLM:
         self.spoil(choice)
         name = f"cmpl-{request.body['request_id']}"
         if request.body.get("stream") and "stream" not in self.ignored:
-            return event_stream({"id": name, "choices": [part]} for part in self._parts(choice))
+            usage = [{"id": name, "choices": [], "usage": {}}] if self.sends_usage else []
+            return event_stream(chain(({"id": name, "choices": [part]} for part in self._parts(choice)), usage))
         return json_reply({"id": name, "choices": [choice]})
 
     def _parts(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,14 @@
 """What people type as the name of a backend, and what the message tells them to type."""
 
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 import corelm
 from corelm import LLMPolicy
 from corelm.errors import BackendNotFoundError, EngineError, InvalidRequestError
+from helpers.processes import free_port
 
 
 @pytest.mark.parametrize("opening", [corelm.get_backend, LLMPolicy])
@@ -24,12 +28,49 @@ def test_a_name_that_is_no_backend_is_answered_with_the_call_that_was_meant(open
     assert "toy" in str(error.value).partition("Installed:")[2]
 
 
+class Model(nn.Module):
+    """A model whose repr is long."""
+
+    def __repr__(self):
+        return "Model(\n" + "  (layer): Linear()\n" * 100 + ")"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Model(), "got a Model; call get_backend('transformers', model, tokenizer=tokenizer)"),
+        (Path("tiny-model"), "got a PosixPath; call get_backend('transformers', 'tiny-model')"),
+        (None, "got None; call get_backend('transformers', 'PATH')"),
+        ([Model()] * 9, "got a list; call get_backend('transformers', 'PATH')"),
+    ],
+)
+def test_what_is_not_a_name_is_answered_in_one_line_with_the_call_to_make(given, said):
+    with pytest.raises(InvalidRequestError) as error:
+        corelm.get_backend(given)
+    assert str(error.value) == f"name: expected the name of a backend, {said}"
+
+
+def test_an_open_backend_needs_no_name():
+    with corelm.get_backend("toy") as backend, pytest.raises(InvalidRequestError, match="is open already; use it"):
+        corelm.get_backend(backend)
+
+
+@pytest.mark.parametrize("options", [{"options": Model()}, {"batching": Model()}, {"keys": Model()}])
+def test_an_option_of_another_kind_is_shown_in_one_line(options):
+    with corelm.get_backend("toy") as backend, pytest.raises(InvalidRequestError) as error:
+        LLMPolicy(backend, **options)
+    assert len(str(error.value)) < 200
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
-def test_a_server_that_is_not_there_is_one_error_that_asks_whether_it_runs(name, path):
-    with pytest.raises(EngineError, match=r"at http://127.0.0.1:9.*is the server running") as error:
-        corelm.get_backend(name, base_url=f"http://127.0.0.1:9{path}", max_retries=0)
-    assert "/v1" not in str(error.value)
+def test_a_server_that_is_not_there_is_one_error_that_asks_whether_it_runs(name, path, caplog):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match=f"at {url}.*is the server running") as error:
+        corelm.get_backend(name, base_url=url + path)
+    assert type(error.value) is EngineError and "/v1" not in str(error.value)
+    # It is not waited for either.
+    assert not [record for record in caplog.records if "trying again" in record.getMessage()]
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

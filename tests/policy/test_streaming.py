@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
-import io
-import sys
 
 import pytest
 import torch
@@ -111,46 +108,3 @@ def test_a_policy_that_scores_streams_nothing(backend):
     policy = LLMPolicy(backend, input_mode="text", generate=False)
     with pytest.raises(InvalidRequestError, match="this policy scores; call it instead"):
         policy.stream(TensorDict(text=["a"]))
-
-
-# Progress ------------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_counts_answers_and_leaves_no_thread(backend, monkeypatch):
-    import threading
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
-    result = policy(conversations(), seed=7, progress=True)
-    shown = sys.stderr.getvalue()
-    assert "6/6" in shown and "answer" in shown
-    assert_equal(result.reshape(-1), policy(conversations(), seed=7).reshape(-1))
-    asyncio.run(policy.aforward(conversations(), seed=7, progress=True))
-    assert {each for each in threading.enumerate() if "tqdm" in each.name} <= before
-
-
-def test_progress_writes_nothing_where_stderr_is_no_terminal(backend, capsys):
-    LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), progress=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_progress_says_what_to_install_and_refuses_scoring(backend, monkeypatch):
-    imported = builtins.__import__
-
-    def without_tqdm(name, *args, **kwargs):
-        if name == "tqdm":
-            raise ImportError(name)
-        return imported(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_tqdm)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(InvalidRequestError, match="pip install tqdm"):
-        LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), progress=True)
-    with pytest.raises(InvalidRequestError, match="progress: the bar counts answers"):
-        LLMPolicy(backend, input_mode="text", generate=False)(TensorDict(text=["a"]), progress=True)

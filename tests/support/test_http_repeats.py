@@ -92,22 +92,44 @@ def test_the_reply_to_another_request_is_dropped_and_the_request_sent_again(conn
 
 def test_a_refused_connection_is_an_engine_error_that_says_where(connect: Connect, waits: Waits) -> None:
     with FaultServer(echo) as server:
+        client = connect(server, max_retries=2)
+        client.get("/a")
+    # The server has answered once, so it may come back.
+    with pytest.raises(EngineError, match=f"{server.url}.*is the server running") as caught:
+        client.get("/a")
+    assert type(caught.value) is EngineError and caught.value.usable is False and len(waits) == 2
+
+
+def test_a_server_that_never_answered_is_not_waited_for(connect: Connect, waits: Waits) -> None:
+    with FaultServer(echo) as server:
         url = server.url
-    with pytest.raises(EngineError, match=url) as caught:
-        connect(url, max_retries=2).get("/a")
-    assert caught.value.usable is False and len(waits) == 2
+    client = connect(url)
+    with pytest.raises(EngineError, match=f"{url}.*is the server running") as caught:
+        client.get("/a")
+    assert type(caught.value) is EngineError and caught.value.usable is False
+    (found,) = client.post_each("/x", [7], names=["a"], is_reply_to=is_echo, timeout=30)
+    assert type(found) is EngineError and waits == []
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_the_error_after_the_last_try_is_an_engine_error(connect: Connect, serve: Any, fault: str) -> None:
+    client = connect(serve(lambda request: closing(PASSING[fault])), max_retries=1)
+    with pytest.raises(EngineError) as caught:
+        client.get("/a")
+    assert type(caught.value) is EngineError
 
 
 def test_rows_that_wait_for_a_restarted_server_are_served(connect: Connect) -> None:
-    with FaultServer(echo) as server:
-        port = server.port
     asleep, back = threading.Event(), threading.Event()
 
     async def sleep(seconds: float) -> None:
         asleep.set()
         await asyncio.get_running_loop().run_in_executor(None, back.wait, 30)
 
-    client = connect(f"http://127.0.0.1:{port}", sleep=sleep)
+    with FaultServer(echo) as server:
+        port = server.port
+        client = connect(server, sleep=sleep)
+        client.get("/a")
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(client.post_each, "/x", [1, 2], names=["a", "b"], is_reply_to=is_echo, timeout=30)
         assert asleep.wait(30)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corelm import Ragged, SamplingParams
-from corelm.errors import BackendTimeoutError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.spec import GenerateRequest, Provenance, ScoreRequest
 from corelm.support import (
     ABORTED,
@@ -168,7 +168,8 @@ def test_a_call_fails_as_a_whole_only_if_the_server_does():
     # A single row that fails each time is that row's failure if the server is well.
     raise_if_none_was_served([broken], serves(True))
     raise_if_none_was_served([BackendTimeoutError("hangs"), refused], serves(True))
-    with pytest.raises(TransientError, match="500"):
+    with pytest.raises(EngineError, match="500") as caught:
         raise_if_none_was_served([refused, broken], serves(False))
+    assert type(caught.value) is EngineError
     with pytest.raises(AccessError, match="key"):
         raise_if_none_was_served([refused, broken, barred], serves(True))

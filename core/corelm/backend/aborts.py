@@ -21,7 +21,7 @@ class Aborts:
 
     Args:
         abort: ends the requests with these names.
-        name: the name of the thread, which runs only while there is something to end.
+        name: the name of the backend.
     """
 
     def __init__(self, abort: Callable[[tuple[str, ...]], object], name: str) -> None:
@@ -42,12 +42,12 @@ class Aborts:
             under_way: returns whether their call has not ended yet.
         """
         names = tuple(names)
-        _log.info("aborting %d requests", len(names))
+        _log.info("%s: aborting %d requests", self._name, len(names))
         with self._lock:
             self._requests.append((names, under_way))
             self._added.set()
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=f"corelm-{self._name}-abort", daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError:
@@ -69,11 +69,12 @@ class Aborts:
                 if not requests:
                     self._thread = None
                     return
+            names = tuple(name for each, _ in requests for name in each)
             try:
-                self._abort(tuple(name for names, _ in requests for name in names))
+                self._abort(names)
             except BaseException as error:
                 # These requests then go on, and their answers are dropped.
-                _log.info("aborting %d requests failed: %s", len(requests), brief(described(error)))
+                _log.info("%s: aborting %d requests failed: %s", self._name, len(names), brief(described(error)))
                 with self._lock:
                     self._requests = [request for request in self._requests if request not in requests]
             self._added.wait(_AGAIN)

@@ -51,7 +51,7 @@ class Backend(AnswerStreams):
 
     def __init__(self, engine: OpenEngine) -> None:
         self.engine = engine
-        self._aborts = Aborts(engine.abort, f"corelm-{engine.name}-abort")
+        self._aborts = Aborts(engine.abort, engine.name)
 
     @classmethod
     def from_plugin(cls, plugin: Any, name: str, **options: Any) -> Backend:

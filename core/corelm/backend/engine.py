@@ -15,7 +15,7 @@ import tenacity
 from torch import Tensor
 
 from corelm.backend.hooks import EngineHooks
-from corelm.backend.program_end import at_program_end, end_as_interrupted, interrupted, patience
+from corelm.backend.program_end import at_program_end, end_stuck, interrupted, patience
 from corelm.backend.waits import seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
@@ -219,5 +219,4 @@ def _end_calls() -> None:
     end = time.monotonic() + patience()
     ended = [engine.hooks.end_calls(end) for engine in list(_open)]
     if interrupted() and not all(ended):
-        # A thread that is inside an engine would crash the interpreter.
-        end_as_interrupted()
+        end_stuck()

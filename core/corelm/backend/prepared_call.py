@@ -125,11 +125,14 @@ def prepare_generation(
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
     on_tokens: Listener | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
 
     Args:
         on_tokens: takes the tokens of the answers as they come.
+        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says so. Rows
+            are those of the engine's result.
     """
     engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
@@ -161,6 +164,7 @@ def prepare_generation(
         request_ids=tuple(names[row] for row in (served if capabilities.native_samples else answers).index.tolist()),
         timeout=engine.time_limit(timeout),
         on_tokens=delivery if capabilities.streaming else None,
+        on_answer=on_answer,
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:

@@ -10,6 +10,9 @@ import atexit
 
 # Imported before the registration below: what is registered first is called last, and this module then waits for the
 # worker threads of every pool. They may be waiting for calls that have to be ended first.
+import concurrent.futures.thread  # noqa: F401
+import gc
+import io
 import signal
 import sys
 import threading
@@ -19,10 +22,12 @@ from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[[], object])
 
-#: Seconds that an ending program waits for calls that no caller waits for; and after Ctrl-C.
+#: Seconds that an ending program waits for calls that no caller waits for; and after Ctrl-C, once.
 PATIENCE, PATIENCE_AFTER_INTERRUPT = 5.0, 1.0
 
 _endings: list[Callable[[], object]] = []
+#: Whether the functions are being called before the other threads are awaited; and whether they have been.
+_before_threads = _waited = False
 
 
 def at_program_end(function: F) -> F:
@@ -51,15 +56,21 @@ def interrupted() -> bool:
 
 def patience() -> float:
     """Return how many seconds an ending program waits for calls that no caller waits for."""
-    return PATIENCE_AFTER_INTERRUPT if interrupted() else PATIENCE
+    if not interrupted():
+        return PATIENCE
+    return 0.0 if _waited else PATIENCE_AFTER_INTERRUPT
 
 
 def end_as_interrupted() -> None:
-    """End the process as Python does after an uncaught `KeyboardInterrupt`: by the signal. A shell calls this 130."""
-    for stream in (sys.stdout, sys.stderr):
+    """End the process as Python does after an uncaught `KeyboardInterrupt`: by the signal. A shell calls this 130.
+
+    Files that are open keep what was written to them. Functions that are registered with `atexit` are not called.
+    """
+    # First, so that Ctrl-C ends the process at once if a file cannot be written.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr, *_open_files()):
         with suppress(Exception):
             stream.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.raise_signal(signal.SIGINT)
 
 
@@ -75,13 +86,35 @@ def _say_again_that_it_was_interrupted() -> None:
             exec("raise KeyboardInterrupt")
 
 
+def end_stuck() -> None:
+    """End the process after Ctrl-C, because a call does not end: its thread would crash an interpreter that ends.
+
+    Before the other threads are awaited, this does nothing if there are none. The functions that were registered with
+    `atexit` after this module are then called first, and this function is called again.
+    """
+    if not _before_threads or any(_is_awaited(thread) for thread in threading.enumerate()):
+        end_as_interrupted()
+
+
+def _open_files() -> list[io.IOBase]:
+    # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
+    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+
+
+def _is_awaited(thread: threading.Thread) -> bool:
+    return thread is not threading.main_thread() and not thread.daemon
+
+
 def _before_threads_are_awaited() -> None:
+    global _before_threads, _waited
     if interrupted():
+        _before_threads = True
         try:
             for function in reversed(_endings):
                 function()
         except KeyboardInterrupt:
             end_as_interrupted()
+        _before_threads, _waited = False, True
 
 
 # Python offers no public way to be called before the other threads are awaited; `concurrent.futures` uses this one too.

@@ -60,7 +60,7 @@ class Dispatcher:
         self._room = threading.Condition(self.lock)
         self._timers = Timers(clock)
         self._threads: set[threading.Thread] = set()
-        self._aborts = Aborts(engine.abort, f"corelm-{engine.name}-abort")
+        self._aborts = Aborts(engine.abort, engine.name)
         self._idle = self._generation = 0
 
     # For callers -----------------------------------------------------------------------------------------------------

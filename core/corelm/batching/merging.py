@@ -136,6 +136,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
             seeds=seeds,
             request_ids=names,
             on_tokens=_shared_listener(requests),
+            on_answer=_shared_count(requests),
         )
     return replace(
         first,
@@ -150,11 +151,7 @@ def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChun
     listeners = {request.on_tokens for request in requests if request.on_tokens is not None}
     if not listeners:
         return None
-    places = [
-        (request.on_tokens, row)
-        for request in requests
-        for row in range(len(request.prompts) * (request.sampling.num_samples or 1))
-    ]
+    places = [(request.on_tokens, row) for request, row in _places(requests)]
 
     def deliver(chunk: TokenChunk) -> None:
         if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(places):
@@ -167,6 +164,28 @@ def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChun
                 each(chunk)
 
     return deliver
+
+
+def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
+    """Return a function that tells the request of each row that its answer is complete."""
+    if all(request.on_answer is None for request in requests):
+        return None
+    places = [(request.on_answer, row) for request, row in _places(requests)]
+
+    def count(number: int, tokens: int) -> None:
+        # A plugin that names a wrong row must not lose the call for that.
+        on_answer, row = places[number] if 0 <= number < len(places) else (None, 0)
+        if on_answer is not None:
+            on_answer(row, tokens)
+
+    return count
+
+
+def _places(requests: Sequence[GenerateRequest]) -> Iterator[tuple[GenerateRequest, int]]:
+    """Yield the request and its own row for each row of the joined request's result."""
+    for request in requests:
+        for row in range(len(request.prompts) * (request.sampling.num_samples or 1)):
+            yield request, row
 
 
 def _parted(batch: Any, calls: Sequence[PreparedCall[Any]]) -> Iterator[Result]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import tenacity
+from torch import nn
 
 from corelm._version import __version__
 from corelm.backend.backend import Backend
@@ -54,7 +55,7 @@ def get_backend(
         EngineError: the engine did not open; its own error is the cause.
     """
     if not isinstance(name, str):
-        raise invalid("name", f"expected a backend's name, got {name!r}")
+        raise _not_a_name(name)
     plugin, info = load_backend(name)
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
@@ -87,6 +88,17 @@ def get_backend(
         abilities(backend.capabilities),
     )
     return backend
+
+
+def _not_a_name(given: Any) -> CoreLMError:
+    if isinstance(given, Backend):
+        return invalid("name", f"expected the name of a backend to open, got {given!r}, which is open already; use it")
+    kind, call = f"a {type(given).__name__}", "get_backend('transformers', model, tokenizer=tokenizer)"
+    if isinstance(given, os.PathLike):
+        call = f"get_backend('transformers', {os.fspath(given)!r})"
+    elif not isinstance(given, nn.Module):
+        call, kind = "get_backend('transformers', 'PATH')", "None" if given is None else kind
+    return invalid("name", f"expected the name of a backend, got {kind}; call {call}")
 
 
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:

@@ -42,10 +42,10 @@ class PolicyCalls:
         or aborts it in an engine that can abort.
         """
         with self._bar(progress) as bar:
-            rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar)
-            if bar is not None:
-                bar.expect(len(rows.ids) * (self.options.num_samples or 1))
+            rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar=bar)
             result = await asyncio.wrap_future(self.backend.submit(call))
+            if bar is not None:
+                bar.complete(result)
             return await asyncio.to_thread(self._finish, tensordict, rows, result)
 
     def stream(
@@ -95,7 +95,12 @@ class PolicyCalls:
 
     @abstractmethod
     def _prepare(
-        self, td: TensorDictBase, seed: int | None, timeout: float | None, on_tokens: Listener | None = None
+        self,
+        td: TensorDictBase,
+        seed: int | None,
+        timeout: float | None,
+        on_tokens: Listener | None = None,
+        bar: AnswerBar | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]: ...
 
     @abstractmethod

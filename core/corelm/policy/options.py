@@ -132,7 +132,7 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, Keys):
-            raise validate.invalid("keys", f"expected a Keys, got {self.keys!r}")
+            raise validate.invalid("keys", f"expected a Keys, got {validate.shown(self.keys)}")
         validate.one_of("input_mode", self.input_mode, ("history", "text", "tokens"))
         validate.one_of("log_probs_mode", self.log_probs_mode, ("raw", "processed"))
         validate.one_of("on_error", self.on_error, ("raise", "skip"))
@@ -173,7 +173,7 @@ class PolicyOptions:
         if key is None:
             key = self.keys.log_probs
         if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
-            raise validate.invalid("log_probs_key", f"expected a key of a TensorDict, got {key!r}")
+            raise validate.invalid("log_probs_key", f"expected a key of a TensorDict, got {validate.shown(key)}")
         if self.keys.log_probs not in (Keys().log_probs, key):
             raise validate.invalid(
                 "log_probs_key",

@@ -24,6 +24,7 @@ from corelm.policy.inputs import InputReader, Part
 from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, not_compiled
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored, warn_unparsed
+from corelm.policy.progress import AnswerBar
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
@@ -76,9 +77,9 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if not isinstance(options, (PolicyOptions, type(None))):
-            raise validate.invalid("options", f"expected PolicyOptions or None, got {options!r}")
+            raise validate.invalid("options", f"expected PolicyOptions or None, got {validate.shown(options)}")
         if not isinstance(batching, (bool, Limits)):
-            raise validate.invalid("batching", f"expected True, False or Limits, got {batching!r}")
+            raise validate.invalid("batching", f"expected True, False or Limits, got {validate.shown(batching)}")
         if not isinstance(backend, str):
             checked_backend(backend)
         self.options = options = (options or PolicyOptions()).replace(**changes)
@@ -124,7 +125,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from torch's
                 generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
-            progress: show a bar with the finished answers and the tokens per second, if stderr is a terminal.
+            progress: show a bar with the finished answers and their tokens per second, if stderr is a terminal. It
+                changes nothing else: the call is made, repeated and answered as without it.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -136,14 +138,20 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             BackendClosedError: the backend was closed.
         """
         with self._bar(progress) as bar:
-            rows, call = self._prepare(tensordict, seed, timeout, bar)
+            rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
+            result = self.backend.run(call)
             if bar is not None:
-                bar.expect(len(rows.ids) * (self.options.num_samples or 1))
-            return self._finish(tensordict, rows, self.backend.run(call))
+                bar.complete(result)
+            return self._finish(tensordict, rows, result)
 
     @no_inference_mode()
     def _prepare(
-        self, td: TensorDictBase, seed: int | None, timeout: float | None, on_tokens: Listener | None = None
+        self,
+        td: TensorDictBase,
+        seed: int | None,
+        timeout: float | None,
+        on_tokens: Listener | None = None,
+        bar: AnswerBar | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]:
         """Return the rows that were read and the call that asks the engine.
 
@@ -165,6 +173,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
                 must_keep(td, rows, options, self.score_provenance)
             scoring = {**self._scoring(rows), "return_argmax": options.return_argmax}
             return rows, prepare_scoring(engine, **scoring, timeout=timeout)
+        if bar is not None:
+            bar.expect(len(rows.ids) * (samples or 1))
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
@@ -179,6 +189,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             on_error=options.on_error,
             problems=rows.problems,
             on_tokens=on_tokens,
+            on_answer=bar,
         )
 
     @no_inference_mode()

@@ -113,6 +113,10 @@ class GenerateRequest:
         on_tokens: takes the tokens of the answers as they are sampled; None unless the backend declares `streaming` and
             the caller reads along. It returns at once, raises nothing that concerns the engine, and may be called on
             any thread. The result is returned as always.
+        on_answer: for a progress bar: takes the row of an answer that is complete, and how many tokens it has. None if
+            the caller shows no bar. Calling it is optional. It never raises, may be called on any thread, and may be
+            called again for the same row. It must not change how the request is served: a request that is repeated
+            without it is repeated with it.
     """
 
     prompts: Ragged
@@ -123,6 +127,7 @@ class GenerateRequest:
     request_ids: tuple[str, ...]
     timeout: float | None
     on_tokens: Callable[[TokenChunk], None] | None = None
+    on_answer: Callable[[int, int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,9 +25,9 @@ from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
 from corelm.support.http_events import Streamed, streamed_reply
-from corelm.support.http_exchange import Exchange, checked_url
+from corelm.support.http_exchange import Exchange, check_headers, checked_url
 from corelm.support.redaction import Secrets
-from corelm.validate import count, invalid, positive
+from corelm.validate import count, positive
 
 if TYPE_CHECKING:
     import httpx
@@ -40,6 +40,8 @@ Send = Callable[..., Coroutine[Any, Any, Any]]
 Entry = Any | CoreLMError | Aborted | PartialReply
 #: Requests of `HttpClient.post_each`.
 Rows = frozenset[asyncio.Task[Entry]]
+#: Takes the number of a request of `HttpClient.post_each` and its reply.
+Answered = Callable[[int, Any], None]
 #: Whether a reply (second) answers the request with a payload (first).
 IsReplyTo = Callable[[Any, Any], bool]
 
@@ -101,7 +103,7 @@ class HttpClient:
         max_retries = count("max_retries", max_retries)
         key = api_key or (os.environ.get(key_variable) if key_variable else None)
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
-        _check_headers(sent)
+        check_headers(sent)
         self.base_url = str(url)
         self.secrets = Secrets([key], headers)
         self._exchange = Exchange(
@@ -173,6 +175,7 @@ class HttpClient:
         is_reply_to: IsReplyTo,
         timeout: float | None,
         streamed: Streamed | None = None,
+        answered: Answered | None = None,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
@@ -185,6 +188,7 @@ class HttpClient:
                 request's reply is dropped, and the request is sent again.
             timeout: seconds for all of them together, or None.
             streamed: what to do with the events of replies that are streamed; None for replies in one piece.
+            answered: called with each reply as it comes, to show progress. Errors that it raises are dropped.
 
         Returns:
             For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
@@ -199,7 +203,7 @@ class HttpClient:
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
         encoded = [_encoded(payload) for payload in payloads]
-        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed))
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
         """End the requests that have exactly these names now. Return when they have ended.
@@ -251,6 +255,8 @@ class HttpClient:
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             return self._loop.run(coroutine)
+        except TransientError as error:
+            raise error.final() from error.__cause__
         except (concurrent.futures.CancelledError, RuntimeError) as error:
             if self._closed and not isinstance(error, CoreLMError):
                 raise BackendClosedError(f"the client of {self.base_url} is closed") from error
@@ -265,9 +271,10 @@ class HttpClient:
         is_reply_to: IsReplyTo,
         timeout: float | None,
         streamed: Streamed | None,
+        answered: Answered | None,
     ) -> list[Entry]:
         rows = [
-            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed))
+            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed, answered))
             for number, (payload, body) in enumerate(zip(payloads, bodies, strict=True))
         ]
         for name, row in zip(names, rows, strict=True):
@@ -295,16 +302,27 @@ class HttpClient:
         return PartialReply(found) if row in self._to_end and not isinstance(found, CoreLMError) else found
 
     async def _row(
-        self, path: str, body: bytes, is_reply: Callable[[Any], bool], number: int, streamed: Streamed | None
+        self,
+        path: str,
+        body: bytes,
+        is_reply: Callable[[Any], bool],
+        number: int,
+        streamed: Streamed | None,
+        answered: Answered | None,
     ) -> Entry:
         send = partial(self._exchange.send, "POST", path, body)
         if streamed is not None:
             check = partial(self._check_reply, path, is_reply)
             send = partial(streamed_reply, partial(self._exchange.events, path, body), check, number, streamed)
         try:
-            return await self._retrying.copy()(partial(self._once_admitted, path, send, is_reply))
+            reply: Any = await self._retrying.copy()(partial(self._once_admitted, path, send, is_reply))
         except CoreLMError as error:
             return error
+        if answered is not None:
+            # It may read what the reply lacks.
+            with suppress(Exception):
+                answered(number, reply)
+        return reply
 
     async def _once_admitted(self, path: str, send: Send, is_reply: Callable[[Any], bool]) -> Any:
         async with self._slots:
@@ -353,16 +371,6 @@ class HttpClient:
 async def _wait(rows: Rows, seconds: float) -> None:
     """Wait until these requests have ended, or for so many seconds."""
     await asyncio.wait(rows, timeout=seconds)
-
-
-def _check_headers(headers: Mapping[str, str]) -> None:
-    for name, value in headers.items():
-        if not isinstance(value, str):
-            raise invalid("headers", f"the value of {name} is a {type(value).__name__}, expected a str")
-        if not (value.isascii() and value.isprintable()):
-            # The message must not contain the value: it may be the key.
-            field = "api_key" if name == "Authorization" else "headers"
-            raise invalid(field, f"the value of {name} has characters that a header cannot carry")
 
 
 def _encoded(payload: Any) -> bytes:

@@ -50,7 +50,7 @@ class PartialReply:
 
 
 class TransientError(EngineError):
-    """A failure that may pass. Callers see it only after the retries are used up.
+    """A failure that may pass. It stays within a plugin: after the last try, users get the `EngineError` of `final`.
 
     Attributes:
         retry_after: seconds that the server asked to wait, or 0.
@@ -63,6 +63,10 @@ class TransientError(EngineError):
         super().__init__(message, usable=usable)
         self.retry_after = retry_after
         self.status = status
+
+    def final(self) -> EngineError:
+        """Return the error for users: the request is not sent again."""
+        return EngineError(str(self), usable=self.usable)
 
 
 class AccessError(EngineError):

@@ -67,6 +67,7 @@ class Exchange:
         self._reader = ResponseReader(secrets)
         self._read_timeout = read_timeout
         self._max_reply_bytes = max_reply_bytes
+        self._reached = False
         sent = httpx.Headers({"Accept": "application/json", **headers})
         # With "close" the server closes the connection first, so that this machine does not run out of ports.
         sent.update({"Accept-Encoding": "identity", "Connection": "close"})
@@ -126,6 +127,7 @@ class Exchange:
     async def _reply(self, where: str, method: str, path: str, body: bytes, expect_json: bool) -> Any:
         headers = {"Content-Type": "application/json"} if body else {}
         async with self._client.stream(method, path, content=body or None, headers=headers) as response:
+            self._reached = True
             content = await self._body(where, response)
         # A charset in Content-Type is not looked at: JSON is UTF-8, and the name of a codec could be anything.
         if not response.is_success:
@@ -140,6 +142,7 @@ class Exchange:
     async def _events(self, where: str, path: str, body: bytes, take: Callable[[Any], object]) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         async with self._client.stream("POST", path, content=body, headers=headers) as response:
+            self._reached = True
             kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if not response.is_success or kind != "text/event-stream":
                 # Also refuses a compressed reply.
@@ -196,7 +199,9 @@ class Exchange:
             if fault in str(error):
                 return EngineError(f"{told}; {advice}", usable=False)
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-            return TransientError(f"{told}; is the server running, and is this its address?", usable=False)
+            # A server that has answered before may be restarting. Another one is not there, and waiting does not help.
+            kind = TransientError if self._reached else EngineError
+            return kind(f"{told}; is the server running, and is this its address?", usable=False)
         if isinstance(error, _BROKEN):
             return TransientError(told, usable=False)
         if isinstance(error, httpx.TimeoutException):
@@ -233,3 +238,18 @@ def checked_url(base_url: str) -> httpx.URL:
     if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
         raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
     return url
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Check the headers that are sent with every request.
+
+    Raises:
+        InvalidRequestError: a value cannot be sent; `field` is ``headers`` or ``api_key``.
+    """
+    for name, value in headers.items():
+        if not isinstance(value, str):
+            raise invalid("headers", f"the value of {name} is a {type(value).__name__}, expected a str")
+        if not (value.isascii() and value.isprintable()):
+            # The message must not contain the value: it may be the key.
+            field = "api_key" if name == "Authorization" else "headers"
+            raise invalid(field, f"the value of {name} has characters that a header cannot carry")

@@ -86,7 +86,10 @@ def raise_if_none_was_served(entries: Sequence[Any], serves: Callable[[], bool])
     barred = [error for error in others if isinstance(error, AccessError)]
     busy = all(isinstance(error, TransientError) and error.status in _BUSY for error in others)
     if barred or busy or not serves():
-        raise (barred or others)[0]
+        first = (barred or others)[0]
+        if isinstance(first, TransientError):
+            raise first.final() from first.__cause__
+        raise first
 
 
 def checked_ids(ids: Any, *, vocab_size: int, limit: int) -> list[int]:

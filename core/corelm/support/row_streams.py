@@ -17,7 +17,8 @@ class RowStreams:
     """Remembers what was handed over of each row, and hands over what is new.
 
     After a stop id or a stop string, it hands over nothing before `end`: an engine may notice the end of an answer a
-    few tokens late, and the plugin then drops these tokens.
+    few tokens late, and the plugin then drops these tokens. After `end` it hands over nothing more: a server may send
+    events after the last one of an answer, for example about usage.
 
     Args:
         request: the request; its `on_tokens` is not None.
@@ -29,7 +30,7 @@ class RowStreams:
         self._on_tokens, self._stop_ids = request.on_tokens, request.stop_ids
         stops, rows = StopStrings.of(request.sampling, tokenizer), len(request.prompts)
         self._watches = [stops.watch() for _ in range(rows)]
-        self._over = [False] * rows
+        self._over, self._ended = [False] * rows, [False] * rows
         self._told: list[tuple[list[int], list[float]]] = [([], []) for _ in range(rows)]
 
     def tell(self, row: int, ids: Sequence[int], logprobs: LogProbs) -> None:
@@ -48,7 +49,10 @@ class RowStreams:
             self._hand_over(row, ids[start:end], logprobs(start, end))
 
     def end(self, row: int, answer: RowAnswer) -> None:
-        """Hand over what is missing of a row's answer."""
+        """Hand over what is missing of a row's answer. Further calls for the same row do nothing."""
+        if self._ended[row]:
+            return
+        self._ended[row] = self._over[row] = True
         start = len(self._told[row][0])
         self._hand_over(row, answer.ids[start:], answer.logprobs[start:], answer.finish_reason)
 

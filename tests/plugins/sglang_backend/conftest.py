@@ -37,6 +37,7 @@ class FakeSGLang:
         model_info: the page ``/model_info``, without the weight label.
         server_info: the page ``/server_info``.
         pause: called with the number of each token before it is streamed.
+        repeats_last_event: whether a stream has its last event twice.
         requests: the bodies of all requests to ``/generate``.
         weight_updates: the bodies of all requests to load weights.
     """
@@ -48,6 +49,7 @@ class FakeSGLang:
         self.spoil: Callable[[dict[str, Any]], Any] = lambda reply: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
         self.pause: Callable[[int], object] = lambda step: None
+        self.repeats_last_event = False
         self.model_info: dict[str, Any] = {
             "tokenizer_path": str(folder),
             "model_path": str(folder),
@@ -86,6 +88,8 @@ class FakeSGLang:
             yield {**reply, "output_ids": reply["output_ids"][:known], "meta_info": told}
         self.pause(count - 1)
         yield reply
+        if self.repeats_last_event:
+            yield reply
 
     def logprobs(self, token: int, temperature: float = 1.0) -> Tensor:
         """Return the log-probs of the token that follows `token`, float32[V]."""

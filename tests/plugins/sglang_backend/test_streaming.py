@@ -40,6 +40,15 @@ def test_leaving_a_stream_ends_its_request(connect, fake, server):
     servers.check_leaving_closes_the_connection(connect(), fake, server)
 
 
+def test_events_after_the_last_one_of_an_answer_add_nothing(connect, fake):
+    fake.repeats_last_event = True
+    servers.check_stream(connect(), "raw")
+
+
+def test_a_bar_changes_no_request(connect, server, monkeypatch):
+    servers.check_a_bar_changes_no_request(connect(), server, monkeypatch)
+
+
 def test_a_timeout_ends_a_stream(connect, fake):
     servers.check_a_timeout(connect(), fake)
 

@@ -5,11 +5,13 @@ The oracle is `helpers.oracle`: the plain forward of one row in float32. `tests/
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -19,9 +21,12 @@ from transformers import (
     RobertaForCausalLM,
 )
 
+from corelm import LLMPolicy
+from corelm.backend.prepared_call import prepare_generation
 from corelm.errors import BackendTimeoutError, CapabilityError
 from helpers import oracle
 from helpers.plain_forward import PROMPTS, SIZES, Open, check, decoder, spoil_cache_after, wide
+from helpers.streaming_fakes import Terminal
 from helpers.tiny_models import random_rows, tiny_model
 
 
@@ -64,6 +69,29 @@ def test_columns_beyond_the_longest_row(open_model: Open) -> None:
     assert found.ids.lengths.tolist() == [2, 20] and found.logprobs is not None
     expected = oracle.logprobs(model, [*short, *found.ids.tolist()[1]])[3:]
     torch.testing.assert_close(found.logprobs.split()[1], expected, rtol=0, atol=2e-5)
+
+
+def test_a_bar_does_not_keep_a_batch_from_being_decoded_again(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("qwen2")
+    spoil_cache_after(model, 24)
+    sampling = {"max_new_tokens": 12, "ignore_eos": True}
+    policy = LLMPolicy(open_model(model), input_mode="tokens", sampling_params=sampling)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    prompts = [PROMPTS[0][:20], PROMPTS[0][::-1][:20]]
+    result = policy(TensorDict(tokens=torch.tensor(prompts)), seed=1, progress=True)
+    assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    for prompt, answer, found in zip(prompts, result["tokens"].response, result["log_probs"].response, strict=True):
+        expected = oracle.logprobs(model, [*prompt, *answer.tolist()])[len(prompt) :]
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_answers_are_counted_as_they_end(open_model: Open) -> None:
+    backend, counted = open_model(tiny_model()), dict[int, int]()
+    sampling = {"max_new_tokens": 12, "num_samples": 2, "seed": 3}
+    call = prepare_generation(backend.engine, PROMPTS[:3], sampling, on_answer=counted.__setitem__)
+    assert counted == dict(enumerate(backend.run(call).ids.lengths.tolist()))
 
 
 def test_a_way_that_one_batch_refutes_is_not_used_for_the_next(

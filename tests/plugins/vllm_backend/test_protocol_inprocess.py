@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, ScoreRequest
 from helpers.half_characters import Pieces
-from vllm_backend.protocol_inprocess import generation_result, scoring_result
+from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
 
 #: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
 Candidates = list[tuple[int, float]]
@@ -145,3 +146,12 @@ def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string(
     result = generation_result(request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], Pieces())
     assert result.ids.tolist() == [[0, 1]] and result.finish_reasons == ("stop",)
     assert result.logprobs is not None and result.logprobs.tolist() == [[-1.0, -2.0]]
+
+
+def test_a_row_is_counted_with_its_last_output() -> None:
+    counted: dict[int, int] = {}
+    tell = on_output(replace(request(), on_answer=counted.__setitem__), None)
+    assert tell is not None and on_output(request(), None) is None
+    for row, finished in ((0, False), (1, True)):
+        tell(row, SimpleNamespace(finished=finished, **vars(output([1, 2], [-1.0, -2.0]))))
+    assert counted == {1: 2}

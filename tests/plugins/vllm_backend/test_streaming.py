@@ -70,6 +70,15 @@ def test_events_that_are_no_answer_fail_the_row(
         list(backend.stream(servers.PROMPTS[:1], servers.GREEDY, logprobs="none"))
 
 
+def test_events_after_the_last_one_of_an_answer_add_nothing(connect: Connect, fake: FakeVLLM) -> None:
+    fake.sends_usage = True
+    servers.check_stream(connect(), "raw")
+
+
+def test_a_bar_changes_no_request(connect: Connect, server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.check_a_bar_changes_no_request(connect(), server, monkeypatch)
+
+
 def test_a_server_that_ignores_stream_fails_the_row(connect: Connect, fake: FakeVLLM) -> None:
     backend = connect(max_retries=0)
     fake.ignored.add("stream")

@@ -6,7 +6,7 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -115,6 +115,13 @@ def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams,
             streams.tell(row, known, lambda first, end: _reported(reported[first:end], known[first:end], info))
 
     return streams, Streamed(_last_event, tell)
+
+
+def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
+    """Return a function that tells `on_answer` about a row and its reply; None for a request that shows no progress."""
+    if on_answer is None:
+        return None
+    return lambda row, reply: on_answer(row, len(reply["output_ids"]))
 
 
 def _last_event(reply: Any, event: Any) -> Any:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class SGLangServer:
         streams = streamed = None
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, self.info)
-        entries = self._post_all(payloads, request.request_ids, request.timeout, streamed)
+        answered = protocol.counted(request.on_answer)
+        entries = self._post_all(payloads, request.request_ids, request.timeout, streamed, answered)
         return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -134,6 +135,7 @@ class SGLangServer:
         names: Sequence[str],
         timeout: float | None,
         streamed: Streamed | None = None,
+        answered: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """Return the entry of every payload; see `HttpClient.post_each`.
 
@@ -142,7 +144,7 @@ class SGLangServer:
             TimeoutError: the server took longer than `timeout` seconds.
         """
         deadline = Deadline(timeout)
-        entries = self._post_each(payloads, names, deadline, streamed)
+        entries = self._post_each(payloads, names, deadline, streamed, answered)
         duplicates = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if duplicates:
             if streamed is not None:
@@ -164,7 +166,12 @@ class SGLangServer:
         return self._client.answers(path, min(_HEALTH_TIMEOUT, timeout or _HEALTH_TIMEOUT))
 
     def _post_each(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
+        self,
+        payloads: Sequence[Payload],
+        names: Sequence[str],
+        deadline: Deadline,
+        streamed: Streamed | None = None,
+        answered: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """Post every payload under a new id of the server's, by which `abort` finds it."""
         with self._in_flight.named(names) as rids:
@@ -176,6 +183,7 @@ class SGLangServer:
                 is_reply_to=protocol.is_reply_to,
                 timeout=deadline.left(),
                 streamed=streamed,
+                answered=answered,
             )
 
     def _new_weight_label(self, version: str) -> str:

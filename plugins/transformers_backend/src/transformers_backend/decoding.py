@@ -230,6 +230,9 @@ class Decoder:
             ended = ending(token)
             if request.on_tokens is not None:
                 _hand_over(request.on_tokens, batch.rows[alive], token, logprob, ended)
+            if request.on_answer is not None:
+                for row in batch.rows[alive[list(ended)]].tolist():
+                    request.on_answer(row, len(steps))
             if call.aborted:
                 for place in call.aborted_among(batch.rows[alive]) - ended.keys():
                     aborted[alive[place]] = ended[place] = True

@@ -6,7 +6,7 @@ reply does not fit fails alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -105,6 +105,13 @@ def generation_result(
         )
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
+
+
+def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
+    """Return a function that tells `on_answer` about a row and its reply; None for a request that shows no progress."""
+    if on_answer is None:
+        return None
+    return lambda row, reply: on_answer(row, len(only_choice(reply)["token_ids"]))
 
 
 def joined(reply: Any, event: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +133,8 @@ class VLLMServer:
         streams = streamed = None
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, payloads, self._info)
-        entries, version = self._post(payloads, request.request_ids, request.timeout, streamed)
+        answered = protocol.counted(request.on_answer)
+        entries, version = self._post(payloads, request.request_ids, request.timeout, streamed, answered)
         result = self._client.secrets.masked_result(
             protocol.generation_result(request, payloads, entries, self._info, streams)
         )
@@ -198,6 +199,7 @@ class VLLMServer:
         names: Sequence[str],
         timeout: float | None,
         streamed: Streamed | None = None,
+        answered: Callable[[int, Any], None] | None = None,
     ) -> tuple[list[Any], str | None]:
         """Return an entry for every payload, and the server's weight version where it is not the backend's.
 
@@ -221,6 +223,7 @@ class VLLMServer:
                 is_reply_to=protocol.is_reply_to,
                 timeout=deadline.left(),
                 streamed=streamed,
+                answered=answered,
             )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())

@@ -63,7 +63,11 @@ class ToyBackend:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         prompts = request.prompts.tolist()
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
-        answers = [self._answer(row, prompts[row], seed, request) for row, seed in enumerate(seeds.tolist())]
+        answers = []
+        for row, seed in enumerate(seeds.tolist()):
+            answers.append(self._answer(row, prompts[row], seed, request))
+            if request.on_answer is not None:
+                request.on_answer(row, len(answers[row].ids))
         return generate_result(request, answers)
 
     def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
