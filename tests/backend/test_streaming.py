@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
+from tensordict import TensorDict
 
-from corelm import AnswerChunk, Backend
-from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm import AnswerChunk, Backend, DynamicBatcher, LLMPolicy, hookimpl
+from corelm.errors import (
+    BackendClosedError,
+    BackendTimeoutError,
+    CapabilityError,
+    EngineError,
+    InvalidRequestError,
+)
 from corelm.spec import TokenChunk
 from helpers.batching_fakes import LONG, POISON, wait_until
 from helpers.fakes import fake
@@ -163,6 +174,105 @@ def test_a_listener_that_fails_does_not_reach_the_engine():
     assert len(heard) == 1 and engine.taken == 4
 
 
+async def read_all(stream) -> list[AnswerChunk]:
+    return [chunk async for chunk in stream]
+
+
+STREAMS = {
+    "stream": lambda backend: list(backend.stream([[5]], FOUR, timeout=0.5)),
+    "astream": lambda backend: asyncio.run(read_all(backend.astream([[5]], FOUR, timeout=0.5))),
+    "aforward": lambda backend: asyncio.run(
+        LLMPolicy(backend, input_mode="text", sampling_params=FOUR).aforward(TensorDict(text=["a"]), timeout=0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize("method", STREAMS)
+def test_what_would_wait_for_itself_in_a_wrapper_is_refused_there(method, batching):
+    class Wrapper:
+        outer = True
+
+        @hookimpl(wrapper=True)
+        def generate(self, request):
+            batch = yield
+            if self.outer:
+                self.outer = False
+                with pytest.raises(InvalidRequestError, match="use `generate`") as caught:
+                    STREAMS[method](self.backend)
+                self.field = caught.value.field
+                assert self.backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
+            return batch
+
+    wrapper = Wrapper()
+    backend = wrapper.backend = Backend.from_plugin(Dripping(), "dripping", wrappers=[wrapper])
+    with DynamicBatcher(backend) if batching else backend as wrapper.backend:
+        assert wrapper.backend.generate([[3]], FOUR).ids.tolist() == [[3] * 4]
+    assert wrapper.field == method
+
+
+def test_a_stream_in_a_callback_of_a_batcher_is_refused():
+    errors = []
+
+    def callback(future):
+        with pytest.raises(InvalidRequestError, match="callback of a batcher") as caught:
+            list(batcher.stream([[5]], FOUR, timeout=0.5))
+        errors.append(caught.value)
+
+    engine = Dripping(0)
+    with DynamicBatcher(Backend.from_plugin(engine, "dripping")) as batcher:
+        future = batcher.submit_generate([[3]], FOUR)
+        future.add_done_callback(callback)
+        engine.allow(None)
+        wait_until(lambda: bool(errors))
+
+
+# The caller's modes --------------------------------------------------------------------------------------------------
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default="nothing")
+WAYS = {
+    "generate": lambda backend: backend.generate([[3]], FOUR),
+    "submit_generate": lambda backend: backend.submit_generate([[3]], FOUR).result(LONG),
+    "stream": lambda backend: list(backend.stream([[3]], FOUR)),
+    "astream": lambda backend: asyncio.run(read_all(backend.astream([[3]], FOUR))),
+}
+
+
+def modes():
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_call_has_the_modes_and_variables_of_its_caller(way):
+    seen = []
+
+    def note(batch):
+        seen.append((*modes(), VARIABLE.get()))
+        return batch
+
+    backend, token = fake(note), VARIABLE.set("mine")
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        WAYS[way](backend)
+    VARIABLE.reset(token)
+    WAYS[way](backend)
+    assert seen == [(False, True, torch.float16, "mine"), (*modes(), "nothing")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batched_call_has_the_modes_of_its_caller(way):
+    seen = []
+
+    def note(batch):
+        seen.append(modes())
+        return batch
+
+    with DynamicBatcher(fake(note)) as batcher:
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            WAYS[way](batcher)
+        WAYS[way](batcher)
+    assert seen == [(False, True, torch.float16), modes()]
+
+
 # Errors after some chunks --------------------------------------------------------------------------------------------
 
 
@@ -222,6 +332,19 @@ def test_an_engine_that_cannot_abort_finishes_alone():
     assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
 
 
+def test_closing_a_stream_that_waits_for_its_turn_waits_for_no_other_call(monkeypatch):
+    monkeypatch.setattr("corelm.backend.streams._PATIENCE", LONG)
+    backend = dripping(0, abort=True)
+    other = backend.submit_generate([[3]], FOUR)
+    engine_of(backend).wait_for_calls(1)
+    stream, started = backend.stream([[5]], FOUR), time.monotonic()
+    stream.close()
+    assert time.monotonic() - started < LONG / 2
+    engine_of(backend).allow(None)
+    assert other.result(LONG).ids.tolist() == [[3] * 4]
+    assert len(engine_of(backend).calls) == 1 and not engine_of(backend).aborted
+
+
 def test_a_stream_that_is_dropped_is_aborted():
     backend = dripping(1, abort=True)
     stream = backend.stream([[3]], FOUR, request_ids=["a"])
@@ -278,12 +401,8 @@ def test_a_bad_request_is_refused_when_an_asynchronous_stream_is_read():
 def test_cancelling_the_task_aborts_the_request():
     backend = dripping(1, abort=True)
 
-    async def read() -> None:
-        async for _ in backend.astream([[3]], FOUR, request_ids=["a"]):
-            pass
-
     async def run() -> None:
-        task = asyncio.create_task(read())
+        task = asyncio.create_task(read_all(backend.astream([[3]], FOUR, request_ids=["a"])))
         while engine_of(backend).taken < 1:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -304,6 +423,48 @@ def test_leaving_an_asynchronous_block_aborts_the_request():
 
     asyncio.run(read())
     assert engine_of(backend).aborted == {"a"}
+
+
+def test_leaving_an_asynchronous_block_needs_no_thread_of_the_loops_pool():
+    backend, free = dripping(1, abort=True), threading.Event()
+
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        async with backend.astream([[3]], FOUR, request_ids=["a"]) as stream:
+            await anext(stream)
+            busy = loop.run_in_executor(None, free.wait, LONG)
+        assert engine_of(backend).aborted == {"a"} and not busy.done()
+        free.set()
+        await busy
+
+    asyncio.run(read())
+
+
+def test_a_stream_that_is_closed_while_its_request_is_prepared_sends_nothing(monkeypatch):
+    backend, preparing, go_on = dripping(), threading.Event(), threading.Event()
+    plan = backend._plan
+
+    def slow(*arguments):
+        preparing.set()
+        assert go_on.wait(LONG)
+        return plan(*arguments)
+
+    monkeypatch.setattr(backend, "_plan", slow)
+
+    async def read() -> None:
+        stream = backend.astream([[3]], FOUR)
+        reading = asyncio.ensure_future(anext(stream))
+        while not preparing.is_set():
+            await asyncio.sleep(0.001)
+        await stream.aclose()
+        go_on.set()
+        with pytest.raises(BackendClosedError):
+            await reading
+        assert await read_all(stream) == []
+
+    asyncio.run(read())
+    assert engine_of(backend).calls == []
 
 
 def test_a_loop_that_was_closed_hears_nothing_more():

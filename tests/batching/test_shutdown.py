@@ -6,14 +6,19 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from corelm import Backend
+from corelm import Backend, hookimpl
+from corelm.backend.engine import end_calls
 from corelm.batching import DynamicBatcher, Limits
+from corelm.batching.batcher import stop_together
 from corelm.errors import BackendClosedError, EngineError
+from corelm.spec.records import AbortRequest
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -167,6 +172,62 @@ def test_an_unreferenced_batcher_is_collected_and_its_threads_end():
     del batcher
     assert ids(future)
     gc.collect()
+    join_threads(threads)
+
+
+class EndingTogether(GatedEngine):
+    """An engine whose requests end once all engines of its group have been told to abort theirs.
+
+    Args:
+        group: the names that each engine of the group was told to abort; None before it was.
+    """
+
+    def __init__(self, group: dict[EndingTogether, tuple[str, ...] | None]) -> None:
+        super().__init__(permits=0, abort=True)
+        group[self] = None
+        self._group = group
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self._group[self] = request.request_ids
+        told = dict(self._group)
+        if None not in told.values():
+            for engine, names in told.items():
+                GatedEngine.abort(engine, replace(request, request_ids=names))
+        return True
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_all_calls_are_told_to_end_before_one_is_waited_for(batching):
+    group = {}
+    engines = [EndingTogether(group) for _ in range(3)]
+    backends = [Backend.from_plugin(engine, "gated") for engine in engines]
+    callers = [DynamicBatcher(backend) if batching else backend for backend in backends]
+    running = [caller.submit_generate([[3]], SEEDED) for caller in callers]
+    for engine in engines:
+        engine.wait_for_calls(1)
+    if batching:
+        stop_together([caller.dispatcher for caller in callers], time.monotonic() + LONG)
+        assert not any(caller.dispatcher.threads() for caller in callers)
+    else:
+        assert end_calls([backend.engine for backend in backends], time.monotonic() + LONG)
+    assert [future.result(LONG).finish_reasons for future in running] == [("abort",)] * 3
+    for caller in callers:
+        caller.close()
+
+
+def test_batchers_in_front_of_hung_engines_stop_together_at_one_deadline():
+    engines = [GatedEngine(permits=0) for _ in range(3)]
+    batchers = [DynamicBatcher(Backend.from_plugin(engine, "gated")) for engine in engines]
+    running = [hold_one(engine, batcher) for engine, batcher in zip(engines, batchers, strict=True)]
+    threads = [thread for batcher in batchers for thread in batcher.dispatcher.threads()]
+    started = time.monotonic()
+    # One after the other, with up to three waits each, they would take 9 times as long.
+    stop_together([batcher.dispatcher for batcher in batchers], started + 1.0)
+    assert time.monotonic() - started < 5.0
+    assert all(isinstance(future.exception(0), BackendClosedError) for future in running)
+    for engine in engines:
+        engine.free()
     join_threads(threads)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
+import torch
 
 from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
@@ -136,14 +138,42 @@ def test_a_full_queue_refuses_a_stream():
 
 
 def test_tasks_share_calls_and_each_reads_its_own():
-    engine = Dripping()
-
     async def read(batcher: DynamicBatcher, token: int) -> list[int]:
         return [i async for chunk in batcher.astream([[token]], FOUR) for i in chunk.ids]
 
-    async def run(batcher: DynamicBatcher) -> list[list[int]]:
-        return await asyncio.gather(*(read(batcher, token) for token in range(3, 11)))
+    async def run(shared: Shared) -> list[list[int]]:
+        tasks = [asyncio.create_task(read(shared.batcher, token)) for token in range(4, 12)]
+        while shared.batcher.state().queued < len(tasks):
+            await asyncio.sleep(0.001)
+        shared.engine.allow(None)
+        return await asyncio.gather(*tasks)
 
-    with DynamicBatcher(Backend.from_plugin(engine, "dripping")) as batcher:
-        assert asyncio.run(run(batcher)) == [[token] * 4 for token in range(3, 11)]
-    assert len(engine.calls) < 8
+    with Shared() as shared:
+        assert asyncio.run(run(shared)) == [[token] * 4 for token in range(4, 12)]
+        shared.go()
+        assert len(shared.engine.calls) == 2, "the tasks did not share a call"
+
+
+def test_closing_one_stream_of_a_shared_call_does_not_wait_for_the_others(monkeypatch):
+    monkeypatch.setattr("corelm.backend.streams._PATIENCE", LONG)
+    with Shared(abort=True) as shared:
+        leaving = shared.batcher.stream([[4]], FOUR, request_ids=["leaving"])
+        staying = shared.batcher.stream([[5]], FOUR, request_ids=["staying"])
+        shared.engine.allow(5)
+        assert next(leaving).ids == (4,)
+        started = time.monotonic()
+        leaving.close()
+        assert time.monotonic() - started < LONG / 2
+        shared.go()
+        assert by_row(list(staying)) == {0: [(5,)] * 4}
+
+
+def test_requests_made_under_different_autocast_do_not_share_a_call():
+    with Shared() as shared:
+        with torch.autocast("cpu", torch.bfloat16):
+            under = [shared.batcher.stream([[token]], FOUR) for token in (4, 5)]
+        plain = [shared.batcher.submit_generate([[token]], FOUR) for token in (6, 7)]
+        shared.go()
+        assert [by_row(list(each))[0] for each in under] == [[(4,)] * 4, [(5,)] * 4]
+        assert [ids(each) for each in plain] == [[[6] * 4], [[7] * 4]]
+        assert [call.prompts.tolist() for call in shared.engine.calls] == [[[3]], [[4], [5]], [[6], [7]]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher
+from corelm.batching import Limits
 from corelm.errors import EngineError
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
@@ -57,10 +58,26 @@ def test_streams_share_a_batch(open_model: Open) -> None:
     backend = open_model(tiny_model())
     sampling = {"max_new_tokens": 8, "seed": 5}
     alone = [backend.generate([prompt], sampling).ids.tolist()[0] for prompt in PROMPTS]
-    with DynamicBatcher(backend) as batcher:
+    # The first call waits until all requests are queued.
+    with DynamicBatcher(backend, Limits(min_batch_size=len(PROMPTS), batching_timeout=60.0)) as batcher:
         streams = [batcher.stream([prompt], sampling) for prompt in PROMPTS]
         assert [[i for chunk in stream for i in chunk.ids] for stream in streams] == alone
-        assert batcher.state().batches < len(PROMPTS)
+        assert batcher.state().batches == 1
+
+
+def test_streamed_log_probs_under_autocast_are_those_of_generate(open_model: Open) -> None:
+    backend, sampling = open_model(tiny_model()), {"max_new_tokens": 4, "seed": 5, "ignore_eos": True}
+    plain = backend.generate(PROMPTS[:1], sampling)
+    with torch.autocast("cpu", dtype=torch.bfloat16), DynamicBatcher(backend) as batcher:
+        expected = backend.generate(PROMPTS[:1], sampling)
+        assert expected.logprobs is not None and plain.logprobs is not None
+        assert not torch.equal(expected.logprobs.values[:1], plain.logprobs.values[:1]), "autocast changes nothing"
+        for each in (backend, batcher):
+            stream = each.stream(PROMPTS[:1], sampling)
+            list(stream)
+            for found in (stream.result, each.submit_generate(PROMPTS[:1], sampling).result(60)):
+                assert found.logprobs is not None and found.ids.tolist() == expected.ids.tolist()
+                torch.testing.assert_close(found.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-5)
 
 
 def test_wrong_tokens_that_were_streamed_fail_the_call_and_the_next_one_is_right(
