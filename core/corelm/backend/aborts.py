@@ -54,12 +54,6 @@ class Aborts:
                     # The system has no room for a thread: the requests go on, and their answers are dropped.
                     self._thread, self._requests = None, []
 
-    def join(self, timeout: float | None) -> None:
-        """Wait until there is nothing more to end."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
-
     def _run(self) -> None:
         while True:
             with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
+from corelm.tensors.modes import in_caller_modes
 
 
 class Backend(AnswerStreams):
@@ -35,9 +35,9 @@ class Backend(AnswerStreams):
     thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
     process cannot use it: open the engine in the process that needs it.
 
-    A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a thread with
-    the caller's context variables, gradient mode, autocast and CUDA device, and finishes alone; scoring with gradients
-    stays on the caller's thread.
+    A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a thread and
+    finishes alone; scoring with gradients stays on the caller's thread. A thread that makes a call has its caller's
+    context variables, gradient mode, autocast and CUDA device.
 
     `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
     wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
@@ -130,18 +130,13 @@ class Backend(AnswerStreams):
             EngineError: the system has no room for a thread.
         """
         future: Future[R] = Future()
-        ended = threading.Event()
-
-        def run() -> R:
-            try:
-                return call.run(attended=lambda: not future.done())
-            finally:
-                ended.set()
+        names, works_on = call.request.request_ids, self.engine.hooks.works_on
 
         def abort(done: Future[R]) -> None:
             if done.cancelled():
-                self._aborts.add(call.request.request_ids, lambda: not ended.is_set())
+                self._aborts.add(names, lambda: works_on(names))
 
+        run = in_caller_modes(lambda: call.run(attended=lambda: not future.done()))
         in_thread(run, f"corelm-{self.name}", future)
         if self.capabilities.abort:
             future.add_done_callback(abort)
@@ -229,7 +224,8 @@ class Backend(AnswerStreams):
         """Start `generate`, with the same arguments, and return its future. Wait only for room in a full queue.
 
         Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
-        is dropped. The future's callbacks run on a thread of the backend and should not take long.
+        is dropped. The future's callbacks run on a thread of the backend and should not take long. Do not wait for the
+        future in one of them or in a hook wrapper: its call may wait for them to end.
 
         Raises:
             InvalidRequestError: as for `generate`; raised here and not by the future.

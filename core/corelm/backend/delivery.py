@@ -34,12 +34,10 @@ class Delivery:
     Attributes:
         started: whether the listener has been given something. Such a call is not repeated.
         under_way: whether the engine works on the call.
-        ended: set when the engine is done with the call.
     """
 
     def __init__(self, listener: Listener, rows: Sequence[int], vocab_size: int, with_logprobs: bool) -> None:
         self.started = self.under_way = False
-        self.ended = threading.Event()
         self._listener, self._rows = listener, rows
         self._vocab_size, self._with_logprobs = vocab_size, with_logprobs
         self._ids: list[list[int]] = [[] for _ in rows]
@@ -71,7 +69,6 @@ class Delivery:
     def begin(self) -> bool:
         """Note that the engine begins with the call. Return False if the caller has left."""
         with self._lock:
-            self.ended.clear()
             self.under_way = not self._left
             return self.under_way
 
@@ -79,7 +76,6 @@ class Delivery:
         """Note that the engine is done with the call. Chunks that come later are dropped."""
         with self._lock:
             self.under_way = False
-        self.ended.set()
 
     def leave(self) -> None:
         """Hand on nothing more, because the caller has left."""

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ import tenacity
 from torch import Tensor
 
 from corelm.backend.hooks import EngineHooks
-from corelm.backend.program_end import at_program_end, end_stuck, interrupted, patience
-from corelm.backend.waits import seconds
+from corelm.backend.program_end import at_program_end, end_stuck, interrupted
+from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
 from corelm.validate import invalid, shown
 
 _log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether calls have ended.
+_PAUSE = 0.02
 
 
 class OpenEngine:
@@ -214,9 +217,24 @@ def _check_label(version: Any) -> None:
 _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 
 
+def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
+    """Refuse later calls to these engines, and abort the calls in them until they have ended.
+
+    Returns:
+        Whether all have ended.
+
+    Args:
+        end: when to stop waiting for them, in the seconds of `time.monotonic`.
+    """
+    # All are told to end before one is waited for.
+    while engines := [engine for engine in engines if not engine.hooks.end_calls()]:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
 @at_program_end
 def _end_calls() -> None:
-    end = time.monotonic() + patience()
-    ended = [engine.hooks.end_calls(end) for engine in list(_open)]
-    if interrupted() and not all(ended):
+    if not end_calls(list(_open), program_deadline()) and interrupted():
         end_stuck()

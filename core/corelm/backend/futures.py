@@ -81,16 +81,21 @@ def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> 
     return waiting
 
 
-def join(threads: Iterable[threading.Thread], patience: float, meanwhile: Callable[[], bool] | None = None) -> None:
-    """Wait until the threads have ended, for `patience` seconds after `meanwhile` last returned True."""
+def join(threads: Iterable[threading.Thread], patience: float, meanwhile: Callable[[], bool] | None = None) -> float:
+    """Wait until the threads have ended, for `patience` seconds after `meanwhile` last returned True.
+
+    Returns:
+        How many of these seconds are left.
+    """
     since = time.monotonic()
     for thread in threads:
         while thread.is_alive():
-            thread.join(_LOOK_AGAIN)
+            thread.join(min(_LOOK_AGAIN, patience))
             if meanwhile is not None and meanwhile():
                 since = time.monotonic()
             elif time.monotonic() - since > patience:
-                return
+                return 0.0
+    return max(0.0, since + patience - time.monotonic())
 
 
 def start(thread: threading.Thread, what: str) -> None:

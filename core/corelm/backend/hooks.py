@@ -48,8 +48,6 @@ OUT_OF_TURN = frozenset({"abort", "health"})
 READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
-#: Seconds between two looks whether calls have ended.
-_PAUSE = 0.02
 
 
 class EngineHooks:
@@ -142,6 +140,10 @@ class EngineHooks:
         """Whether a call is in the engine."""
         return bool(self._lock.inside)
 
+    def works_on(self, names: Sequence[str]) -> bool:
+        """Return whether a call with these requests, and no others, is in the engine."""
+        return bool(names) and any(visit.names == names for visit in list(self._lock.inside))
+
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Return a function that makes the error for a result that breaks the specification."""
         return lambda what: EngineError(f"backend {self._name!r}, hook {hook}: {what}", usable=True)
@@ -224,20 +226,15 @@ class EngineHooks:
                     ) from None
         self._release()
 
-    def end_calls(self, end: float) -> bool:
-        """Refuse later calls, abort those in the engine if it can, and wait for them. Return whether all have ended.
+    def end_calls(self) -> bool:
+        """Refuse later calls and abort those in the engine if it can. Return whether none is left in it.
 
         An engine with `concurrent_calls` works on threads or in processes of its own, and is not waited for.
-
-        Args:
-            end: when to stop waiting, in the seconds of `time.monotonic`.
         """
         if self.elsewhere or self.capabilities.concurrent_calls:
             return True
         self.closed = True
-        while self._lock.inside and time.monotonic() < end:
-            self._abort_quietly(self._lock.inside)
-            time.sleep(_PAUSE)
+        self._abort_quietly(self._lock.inside)
         return not self._lock.inside
 
     def _shut(self) -> None:

@@ -27,15 +27,15 @@ from corelm.errors import BackendClosedError
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
 from corelm.support.answer_text import AnswerText, AnswerTexts
+from corelm.tensors.modes import in_caller_modes
 from corelm.validate import invalid
 
 T = TypeVar("T")
 #: Prepares a call whose tokens go to a listener, and returns it with a function that makes the stream's result of its.
 Prepare = Callable[[Listener], tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], T]]]
 
-#: Seconds that closing a stream waits for the engine to let go of the request, and seconds until the engine is told
-#: again: an abort that reaches it before the request does is lost.
-_PATIENCE, _REMINDER = 1.0, 0.1
+#: Seconds that closing a stream waits for the engine to let go of the request, and seconds between two looks at it.
+_PATIENCE, _PAUSE = 1.0, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class Caller(Protocol):
 
     def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
 
+    def require_outside(self, field: str) -> None: ...
+
 
 class AnswerStream(Generic[T], Iterator[AnswerChunk]):
     """The chunks of the answers to one call, as they come: an iterator and a context manager.
@@ -80,6 +82,7 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
         self._result: T | None = None
         self._request: _Request | None = None
         self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
+        backend.require_outside("stream")
         call, self._finish = prepare(self._events.put)
         self._request = _Request(backend, call, self._events.put)
 
@@ -114,20 +117,20 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
     def close(self) -> None:
         """End the request if it is under way, and wait up to a second until an engine that can abort has let go of it.
 
-        Chunks that were not read are dropped. Closing twice is fine.
+        An engine that answers other callers in the same call goes on, and is not waited for. Chunks that were not read
+        are dropped. Closing twice is fine.
         """
         self._ended = True
         if self._request is not None:
-            self._request.close()
+            self._request.leave()
+            for pause in self._request.pauses():
+                time.sleep(pause)
 
     def __enter__(self) -> AnswerStream[T]:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        _drop(self._request)
 
 
 class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
@@ -177,10 +180,12 @@ class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End the request if it is under way, as `AnswerStream.close` does."""
+        """End the request if it is under way, as `AnswerStream.close` does, without needing a thread."""
         self._ended = True
-        if self._request is not None and self._request.under_way:
-            await asyncio.to_thread(self._request.close)
+        if self._request is not None:
+            self._request.leave()
+            for pause in self._request.pauses():
+                await asyncio.sleep(pause)
 
     async def __aenter__(self) -> AsyncAnswerStream[T]:
         return self
@@ -188,10 +193,8 @@ class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    def __del__(self) -> None:
-        _drop(self._request)
-
     async def _begin(self) -> _Request:
+        self._backend.require_outside("astream")
         # `tell` must not refer to the stream: the engine would keep it alive after its reader has dropped it.
         loop, put = asyncio.get_running_loop(), self._events.put_nowait
 
@@ -201,6 +204,9 @@ class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
                 loop.call_soon_threadsafe(put, event)
 
         call, self._finish = await asyncio.to_thread(self._prepare, tell)
+        if self._ended:
+            # Another task has closed the stream in the meantime.
+            raise BackendClosedError("the stream was closed before its request was made")
         return _Request(self._backend, call, tell)
 
 
@@ -211,6 +217,27 @@ class AnswerStreams(ABC):
 
     @abstractmethod
     def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is in a call to the engine, and so must not wait for a call that another thread makes."""
+        return self.engine.hooks.entered
+
+    def require_outside(self, field: str) -> None:
+        """Refuse what waits for a call that another thread makes, if that thread would wait for this one.
+
+        Args:
+            field: the name of the method to refuse.
+
+        Raises:
+            InvalidRequestError: this thread is in a call to the engine, or belongs to a batcher.
+        """
+        if self.entered:
+            raise invalid(
+                field,
+                "this code runs inside a call to the engine (in a hook wrapper, or in a callback of a batcher), and "
+                f"{field} would wait forever for that call to end; use `generate`, or call the policy itself, here",
+            )
 
     def stream(
         self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
@@ -223,6 +250,7 @@ class AnswerStreams(ABC):
 
         Raises:
             InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while reading.
+                Also in a hook wrapper or a callback of a batcher, where the stream would wait for itself.
             CapabilityError: as for `generate`, and raised here.
         """
         return AnswerStream(self, partial(self._plan, prompts, sampling, options))
@@ -243,6 +271,9 @@ class AnswerStreams(ABC):
 class _Request:
     """A call under way whose tokens are read. None is put after its last chunk."""
 
+    _future: Future[Any] | None = None
+    _left = False
+
     def __init__(
         self,
         backend: Caller,
@@ -253,8 +284,6 @@ class _Request:
         self._engine, self._delivery, self._names = backend.engine, call.delivery, call.request.request_ids
         self._new_text = AnswerTexts(call.request.sampling, backend.engine.tokenizer).answer
         self._texts: dict[int, AnswerText] = {}
-        self._future: Future[Any]
-        self._aborting = threading.Event()
         done = self._done = threading.Event()
         outcome = self._outcome = list[tuple[Any, BaseException | None]]()
 
@@ -268,19 +297,23 @@ class _Request:
         def start() -> None:
             self._future = backend.submit(call)
             self._future.add_done_callback(tell_end)
+            if self._left:
+                self._future.cancel()
 
         try:
-            uninterrupted(start)
+            uninterrupted(in_caller_modes(start))
         except BaseException:
-            # For example a KeyboardInterrupt, after which no reader is left.
-            self._delivery.leave()
-            if self._delivery.under_way:
-                self._abort()
+            # For example a KeyboardInterrupt, after which no reader is left. `start` may still be running: it cancels
+            # the future if this is too early for that.
+            self.leave()
             raise
 
-    @property
-    def under_way(self) -> bool:
-        return not self._done.is_set() or self._delivery.under_way
+    def __del__(self) -> None:
+        if self._future is not None and not self._done.is_set():
+            # On a thread, because the garbage collector may call this at any point of any code. At exit no thread
+            # starts.
+            with suppress(RuntimeError):
+                in_thread(self.leave, "corelm-stream-end")
 
     def chunk(self, event: TokenChunk) -> AnswerChunk:
         """Return a chunk with its text."""
@@ -308,40 +341,22 @@ class _Request:
 
     def leave(self) -> None:
         """End the request without waiting."""
+        self._left = True
         self._delivery.leave()
-        if not self._done.is_set():
+        if self._future is not None and not self._done.is_set():
             uninterrupted(self._future.cancel)
 
-    def close(self) -> None:
-        """End the request, and wait for an engine that can abort."""
-        self.leave()
+    def pauses(self) -> Iterator[float]:
+        """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left.
+
+        This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
+        """
         end = time.monotonic() + _PATIENCE
-        while self._engine.capabilities.abort and self._delivery.under_way and time.monotonic() < end:
-            if not self._delivery.ended.wait(_REMINDER):
-                self._abort()
-
-    def _abort(self) -> None:
-        if self._engine.capabilities.abort and not self._aborting.is_set():
-            self._aborting.set()
-            # On a thread, because it may take long.
-            in_thread(self._abort_now, f"corelm-{self._engine.name}-abort")
-
-    def _abort_now(self) -> None:
-        try:
-            self._engine.abort(self._names)
-        finally:
-            self._aborting.clear()
+        while self._engine.capabilities.abort and self._engine.hooks.works_on(self._names) and time.monotonic() < end:
+            yield _PAUSE
 
 
 def _result(result: T | None) -> T:
     if result is None:
         raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
     return result
-
-
-def _drop(request: _Request | None) -> None:
-    """End the request of a stream that its reader has dropped."""
-    if request is not None and request.under_way:
-        # On a thread, because the garbage collector may call this at any point of any code. At exit no thread starts.
-        with suppress(RuntimeError):
-            in_thread(request.leave, "corelm-stream-end")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import time
 import weakref
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from corelm.backend.futures import Outcome, start
 from corelm.backend.program_end import at_program_end, patience
-from corelm.tensors.modes import CallerModes
+from corelm.tensors.modes import in_caller_modes
 from corelm.validate import positive
 
 T = TypeVar("T")
@@ -38,13 +37,8 @@ def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
         TimeoutError: the function did not return in time.
         EngineError: the system has no room for another thread.
     """
-    outcome, modes, context = Outcome(), CallerModes(), contextvars.copy_context()
-
-    def in_modes() -> T:
-        with modes:
-            return function()
-
-    thread = threading.Thread(target=context.run, args=(outcome.of, in_modes), name=name, daemon=True)
+    outcome = Outcome()
+    thread = threading.Thread(target=outcome.of, args=(in_caller_modes(function),), name=name, daemon=True)
     start(thread, "a call with a timeout")
     try:
         result: T = outcome.get(timeout)
@@ -57,8 +51,20 @@ def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
     return result
 
 
+_deadlines: list[float] = []
+
+
+def program_deadline() -> float:
+    """Return when an ending program stops waiting for calls, in the seconds of `time.monotonic`.
+
+    All that wait share it, so that what waits later does not add to the time. It starts with the first of them.
+    """
+    if not _deadlines:
+        _deadlines.append(time.monotonic() + patience())
+    return _deadlines[0]
+
+
 @at_program_end
 def _await_left_behind() -> None:
-    end = time.monotonic() + patience()
     for thread in list(_left_behind):
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(max(0.0, program_deadline() - time.monotonic()))

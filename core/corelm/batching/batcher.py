@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from corelm.backend.backend import Backend
+from corelm.backend.engine import end_calls
 from corelm.backend.futures import settle
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
-from corelm.backend.program_end import at_program_end, patience
+from corelm.backend.program_end import at_program_end
+from corelm.backend.waits import program_deadline
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
@@ -25,7 +27,7 @@ from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
-from corelm.tensors.modes import no_inference_mode
+from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
 
@@ -69,6 +71,9 @@ class DynamicBatcher(Backend):
     `Limits`. An invalid request is refused before it is queued, and a request that fails in the engine fails alone.
     Sharing changes no answer in float32: every answer keeps the seed that it has without sharing. In lower precision
     the other rows of a batch can change the last bits of a sum.
+
+    A call has the gradient mode, autocast and CUDA device of the threads that made its requests. Requests that differ
+    in these do not share a call. It does not have their context variables.
 
     One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
     itself: it gets one call per request, and the limits bound the rows and tokens in flight.
@@ -122,9 +127,9 @@ class DynamicBatcher(Backend):
             # A callback or a wrapper makes this call, and its thread would wait for itself.
             return call.run()
         if call.on_caller_thread:
-            turn = self._ticket(call, prepared=None)
+            turn = self._ticket(call, turn=True)
             return self.dispatcher.in_turn(turn, lambda: call.run(self.dispatcher.left([turn])))
-        answer: R = self.dispatcher.ask(self._ticket(call, prepared=call, key=sharing_key(call)))
+        answer: R = self.dispatcher.ask(self._ticket(call))
         return answer
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
@@ -145,13 +150,23 @@ class DynamicBatcher(Backend):
             done: Future[R] = Future()
             done.set_result(call.run())
             return done
-        return self.dispatcher.submit(self._ticket(call, prepared=call, key=sharing_key(call)), block)
+        return self.dispatcher.submit(self._ticket(call), block)
 
-    def _ticket(
-        self, call: PreparedCall[Any], *, prepared: PreparedCall[Any] | None, key: Hashable | None = None
-    ) -> QueuedCall:
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is in a call to the engine or belongs to the batcher, and so must not wait for others."""
+        return self.dispatcher.mine
+
+    def _ticket(self, call: PreparedCall[Any], *, turn: bool = False) -> QueuedCall:
+        modes = CallerModes()
         return QueuedCall(
-            prepared=prepared, owner=self, rows=call.rows, tokens=call.tokens, key=key, timeout=call.request.timeout
+            prepared=None if turn else call,
+            owner=self,
+            rows=call.rows,
+            tokens=call.tokens,
+            key=None if turn else sharing_key(call, modes),
+            timeout=call.request.timeout,
+            modes=modes,
         )
 
     # Weights, aborting, closing --------------------------------------------------------------------------------------
@@ -269,7 +284,21 @@ def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
 _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
+def stop_together(dispatchers: Iterable[Dispatcher], end: float) -> None:
+    """Stop the dispatchers, and end the calls in their engines.
+
+    Args:
+        end: when to stop waiting for them, in the seconds of `time.monotonic`.
+    """
+    # All are told to end before one is waited for.
+    stopping = [(dispatcher.engine, dispatcher.begin_stop(flush=False, final=True)) for dispatcher in dispatchers]
+    # Without a thread: at the end of the program, some releases of Python start none.
+    end_calls([engine for engine, _ in stopping], end)
+    for _, wait in stopping:
+        wait(max(0.0, end - time.monotonic()))
+
+
 @at_program_end
 def _stop_all() -> None:
-    for dispatcher in list(_DISPATCHERS):
-        dispatcher.stop(flush=False, final=True, patience=patience())
+    if dispatchers := list(_DISPATCHERS):
+        stop_together(dispatchers, program_deadline())

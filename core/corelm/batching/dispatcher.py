@@ -7,6 +7,7 @@ end.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,10 +20,10 @@ from corelm.backend.futures import join, own, settle, start, unfinished, uninter
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.merging import Result, ask_together, bisect
-from corelm.batching.queued_call import QueuedCall, time_left
+from corelm.batching.queued_call import QueuedCall, failure, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
-from corelm.errors import BackendClosedError, CoreLMError, EngineError, QueueFullError, described
+from corelm.errors import BackendClosedError, EngineError, QueueFullError
 
 T = TypeVar("T")
 
@@ -154,11 +155,15 @@ class Dispatcher:
                 engine finishes them.
             final: True refuses later requests, and without `flush` fails those still in the engine after `patience`
                 seconds. False starts new threads for later requests.
-            patience: seconds to wait for a call that no caller waits for. Its thread then ends with that call.
+            patience: seconds to wait in all for calls that no caller waits for. Their threads then end with them.
         """
+        return self.begin_stop(flush=flush, final=final)(patience)
+
+    def begin_stop(self, *, flush: bool, final: bool) -> Callable[[float], bool]:
+        """Do the part of `stop` that waits for nothing, and return a function for the rest, which takes `patience`."""
         if self.engine.hooks.elsewhere:
             self.closed |= final
-            return True
+            return lambda patience: True
         with self.lock:
             self.closed |= final
             dropped = [] if flush else self.queue.clear()
@@ -173,27 +178,31 @@ class Dispatcher:
         if self.mine:
             # A request's callback calls this. The threads end once the queue is empty.
             self._unattended = final
-            return True
+            return lambda patience: True
         for call in running:
             self._abort(call)
-        if flush:
-            unfinished(pending)
-        elif final:
-            for future in unfinished([call.future for call in running], patience):
+
+        def end_threads(patience: float) -> bool:
+            unfinished(pending if flush else [])
+            end = time.monotonic() + patience
+            for future in unfinished([call.future for call in running if final], patience):
                 why = f"the batcher was closed before the engine had finished this request; {advice}"
                 settle(future, error=BackendClosedError(why))
-        with self.lock:
-            for call in list(self.queue):
-                if call.future.done():
-                    # Its caller has just cancelled it.
-                    self.queue.remove(call)
-            self._generation += 1
-            threads |= self._threads
-            self._notify_all()
-        join(threads, patience, self._awaited if flush or not final else None)
-        self._aborts.join(patience)
-        self._timers.stop(patience)
-        return not self.threads()
+            with self.lock:
+                for call in list(self.queue):
+                    if call.future.done():
+                        # Its caller has just cancelled it.
+                        self.queue.remove(call)
+                self._generation += 1
+                threads.update(self._threads)
+                self._notify_all()
+            left = max(0.0, end - time.monotonic())
+            left = join(threads, left, self._awaited if flush or not final else None)
+            left = join(filter(None, [self._aborts.thread]), left)
+            self._timers.stop(left)
+            return not self.threads()
+
+        return end_threads
 
     def _awaited(self) -> bool:
         """Return whether a caller waits for a call in the engine."""
@@ -303,7 +312,7 @@ class Dispatcher:
         except BaseException as error:
             # Even a SystemExit raised by the engine becomes the requests' error and does not end the thread.
             for call in batch:
-                self._answer(call, self._failure(error))
+                self._answer(call, failure(error, self.engine.name))
         finally:
             with self.lock:
                 self.in_flight.difference_update(batch)
@@ -320,7 +329,9 @@ class Dispatcher:
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
         attended = lambda: not all(call.future.done() for call in there)  # noqa: E731
-        results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))
+        # Requests that share a call were made under equal modes.
+        with there[0].modes:
+            results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))
         with self.lock:
             now = self.clock()
             self.queue.came_back(there, now - started, now)
@@ -329,7 +340,7 @@ class Dispatcher:
     def _answer(self, call: QueuedCall, result: Result) -> None:
         call.answered = True
         if isinstance(result, Exception):
-            settle(call.future, error=own(self._failure(result)))
+            settle(call.future, error=own(failure(result, self.engine.name)))
         else:
             settle(call.future, result)
 
@@ -338,19 +349,12 @@ class Dispatcher:
         if settle(call.future):
             call.released.get()
 
-    def _failure(self, error: BaseException) -> CoreLMError:
-        if isinstance(error, CoreLMError):
-            return error
-        failure = EngineError(f"backend {self.engine.name!r}: the batching thread failed with {described(error)}")
-        failure.__cause__ = error
-        return failure
-
     def _fail_queue(self, error: BaseException) -> None:
         with self.lock:
             calls = self.queue.clear()
             self._notify_all()
         for call in calls:
-            settle(call.future, error=own(self._failure(error)))
+            settle(call.future, error=own(failure(error, self.engine.name)))
 
     # Requests that are settled by others -----------------------------------------------------------------------------
 

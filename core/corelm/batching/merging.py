@@ -18,6 +18,7 @@ from corelm.backend.prepared_call import PreparedCall, delivering
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
+from corelm.tensors.modes import CallerModes
 from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)
@@ -25,9 +26,10 @@ _log = logging.getLogger(__name__)
 Result = GenerateResult | ScoreResult | Exception
 
 
-def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
+def sharing_key(call: PreparedCall[Any], modes: CallerModes) -> Hashable | None:
     """Return a key that is equal for requests that may share a call, or None for a request that has to go alone.
 
+    Autocast and the like change an engine's numbers, so requests that were made under different torch modes go apart.
     Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits
     belong to one caller. Only the engine knows what `engine_kwargs` mean and whether two of them are the same, so
     requests with `engine_kwargs` go alone.
@@ -36,10 +38,11 @@ def sharing_key(call: PreparedCall[Any]) -> Hashable | None:
     if call.on_caller_thread:
         return None
     if isinstance(request, ScoreRequest):
-        return ("score", request.temperature, request.device, request.return_argmax)
+        return ("score", modes.key, request.temperature, request.device, request.return_argmax)
     if request.sampling.engine_kwargs:
         return None
-    return ("generate", _unseeded(request.sampling), request.logprobs, request.stop_ids, request.seeds is None)
+    sampling = _unseeded(request.sampling)
+    return ("generate", modes.key, sampling, request.logprobs, request.stop_ids, request.seeds is None)
 
 
 def ask_together(

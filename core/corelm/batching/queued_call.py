@@ -13,7 +13,8 @@ from corelm.backend.futures import settle
 from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.scheduling import Ticket
 from corelm.batching.timers import Timer
-from corelm.errors import BackendTimeoutError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, described
+from corelm.tensors.modes import CallerModes
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class QueuedCall(Ticket):
         end: the time at which the request fails; None for never.
         timer: the timer that goes off at `end`.
         answered: the engine has finished with the request.
+        modes: the torch modes of the thread that made the request.
     """
 
     prepared: PreparedCall[Any] | None
@@ -41,6 +43,7 @@ class QueuedCall(Ticket):
     end: float | None = field(default=None, init=False)
     timer: Timer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
+    modes: CallerModes = field(default_factory=CallerModes)
 
     def expire(self, name: str) -> None:
         """Fail the request, because its timeout has passed, unless it has an answer.
@@ -76,3 +79,17 @@ def time_left(calls: Iterable[QueuedCall], now: float, name: str) -> float | Non
     if latest <= now:
         raise BackendTimeoutError(f"backend {name!r}: the timeout passed before the engine was called")
     return latest - now
+
+
+def failure(error: BaseException, name: str) -> CoreLMError:
+    """Return the error for the callers of requests that a thread of the batcher has failed on.
+
+    Args:
+        error: what was raised.
+        name: the name of the backend.
+    """
+    if isinstance(error, CoreLMError):
+        return error
+    made = EngineError(f"backend {name!r}: the batching thread failed with {described(error)}")
+    made.__cause__ = error
+    return made

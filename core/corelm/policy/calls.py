@@ -40,7 +40,12 @@ class PolicyCalls:
 
         With `batching` no thread waits while the engine works. Cancelling the task takes its request out of the queue,
         or aborts it in an engine that can abort.
+
+        Raises:
+            InvalidRequestError: as for `forward`. Also in a hook wrapper or a callback of a batcher, where the call
+                would wait for itself.
         """
+        self.backend.require_outside("aforward")
         with self._bar(progress) as bar:
             rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar=bar)
             result = await asyncio.wrap_future(self.backend.submit(call))

@@ -139,3 +139,19 @@ def test_ctrl_c_ends_a_program_whose_model_does_not_return() -> None:
     status, errors, seconds = ended(STUCK)
     assert status == -signal.SIGINT, errors
     assert "Fatal" not in errors and "terminate called" not in errors and seconds < SOON, errors
+
+
+def test_ctrl_c_waits_for_several_stuck_models_together() -> None:
+    # Waits that came one after the other would take 5 seconds or more for each of the three.
+    several = """
+from corelm.backend import program_end
+program_end.PATIENCE_AFTER_INTERRUPT = 5.0
+for _ in "12":
+    other = tiny_model(max_position_embeddings=CONTEXT)
+    more = LLMPolicy(corelm.get_backend("transformers", other, tokenizer=tiny_tokenizer()), batching=True, **options)
+    other.model.embed_tokens.register_forward_hook(stuck)
+    threading.Thread(target=more, args=(one(),), daemon=True).start()
+work_begins"""
+    status, errors, seconds = ended(STUCK.replace("work_begins", several))
+    assert status == -signal.SIGINT, errors
+    assert "Fatal" not in errors and "terminate called" not in errors and seconds < SOON - 1, errors
