@@ -20,6 +20,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.call_log import place
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError, EngineError, brief
+from helpers.batching_fakes import wait_until
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for top in ("core", "plugins") for path in (ROOT / top).rglob("*.py") if "/testing/" not in str(path)]
@@ -121,7 +122,7 @@ def test_an_abort_names_its_backend(caplog: pytest.LogCaptureFixture) -> None:
 
     aborts = Aborts(fail, "toy")
     aborts.add(["a", "b"], lambda: True)
-    aborts.join(30)
+    wait_until(lambda: aborts.thread is None)
     told = logged(caplog, logging.INFO)
     assert told == ["toy: aborting 2 requests", "toy: aborting 2 requests failed: RuntimeError: boom"]
 

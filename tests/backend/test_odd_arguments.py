@@ -35,7 +35,7 @@ class Silent(Exception):
     [
         (lambda b: b.generate([[1]], SHORT, logprobs=Unprintable()), "logprobs: expected "),
         (lambda b: b.generate(Unprintable(), SHORT), "prompts: expected rows of token ids"),
-        (lambda b: b.tokenize(Unprintable()), "texts: expected a list of str, and Unprintable fails: Silent"),
+        (lambda b: b.tokenize(Unprintable()), "texts: expected a str or a list of str, got <Unprintable"),
         (lambda b: b.update_weights({}, Unprintable()), "version: expected a str, got <Unprintable"),
         (lambda b: DynamicBatcher(Unprintable()), "backend: expected an opened backend"),
         (lambda b: DynamicBatcher(b, Unprintable()), "limits: expected Limits or None"),

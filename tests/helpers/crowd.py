@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from corelm import Backend, DynamicBatcher, LLMPolicy
+from corelm import Backend, DynamicBatcher, LLMPolicy, Tokens
 from corelm.batching import Limits
 from corelm.errors import InvalidRequestError
 from helpers.tiny_models import random_rows
@@ -67,7 +67,7 @@ def check_tasks(backend: Backend, long: int) -> None:
     )
 
     def asked(row: int) -> TensorDict:
-        return TensorDict(tokens=torch.tensor([prompts[row]]), batch_size=[1])
+        return TensorDict(tokens=Tokens.from_rows(prompt=[prompts[row]]), batch_size=[1])
 
     async def crowd() -> list[TensorDict]:
         leaving = [asyncio.create_task(slow.aforward(asked(row))) for row in range(CALLERS)]

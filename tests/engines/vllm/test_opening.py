@@ -61,9 +61,12 @@ def test_the_most_probable_ids_are_offered_only_if_vllm_returns_them(
 
 @pytest.mark.parametrize("engine", ["async", "sync"])
 def test_a_model_that_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineError) as caught:
-        corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
+        corelm.get_backend("vllm", tmp_path, engine=engine)
     assert caught.value.usable is False
+    with pytest.raises(InvalidRequestError, match="model: there is no file or folder"):
+        corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
 
 
 def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_folder: Path) -> None:

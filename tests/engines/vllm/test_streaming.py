@@ -16,7 +16,7 @@ from helpers.tiny_models import CONTEXT, random_rows, tiny_tokenizer
 
 PROMPTS = random_rows(4, 9, 6)
 SAMPLING = {"max_new_tokens": 16, "seed": 3, "num_samples": 2}
-LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
+LONG = {"max_new_tokens": CONTEXT - 9, "ignore_eos": True}
 
 Check = Callable[[Backend], None]
 
