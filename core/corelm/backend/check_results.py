@@ -35,7 +35,7 @@ R = TypeVar("R", GenerateResult, ScoreResult)
 
 #: Rounding may put a log-probability above 0, but by no more than this. The same for float32 and float64.
 _ABOVE_ZERO = 2.0**-10
-#: An id with a higher log-prob has more than half of the probability, whatever rounding does.
+#: An id with a higher log-prob has more than half of the probability, even after rounding.
 _MOST_PROBABLE = -0.65
 
 # Results of hooks ----------------------------------------------------------------------------------------------------
