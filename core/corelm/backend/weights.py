@@ -62,7 +62,7 @@ class Weights:
         return state
 
     def watch(self) -> Watch:
-        """Return a watch over the weights as they are now, whose label is put in force."""
+        """Put the label of the weights as they are now in force, and return a watch over them."""
         return Watch(self, self.look(), self.label, self.puts)
 
     def put(self, label: str) -> None:

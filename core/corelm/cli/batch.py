@@ -162,7 +162,7 @@ def render_chats(
         except (TemplateError, InvalidRequestError) as error:
             if not error.problems:
                 raise
-            # Conversations with other tools are refused with errors of their own.
+            # The renderer raises one error for each set of tools, so conversations may be refused one set at a time.
             found.problems.update((keys[row], what) for row, what in error.problems.items())
         else:
             found.ids.update(zip(keys, rendered.ids.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Some positions of every row, so that what is shown of long rows costs no more than what is shown."""
+"""A few positions of every row. Printing reads these, so its cost does not grow with the length of the rows."""
 
 from __future__ import annotations
 

@@ -311,13 +311,13 @@ def _must_agree(gaps: Ragged, both: Ragged, options: PolicyOptions) -> None:
         gaps: the differences, as long as the rows; 0.0 where only one of the two is scored.
         both: bool, as long: where both are scored.
     """
-    # Where both are minus infinity, the gap is NaN, and they agree.
-    far = gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs()
-    mean = float(far.sum()) / max(int(both.values.sum()), 1)
-    so_far, row = both.values.cumsum(0), gaps.row_index
-    per_row = torch.zeros_like(gaps.lengths).to(row.device).index_add_(0, row, both.values.long())
-    last = both.values & (per_row.cumsum(0)[row] - so_far < _END)
-    at_end = torch.zeros(len(gaps), dtype=far.dtype, device=far.device).index_add_(0, row, torch.where(last, far, 0.0))
+    # Where both are minus infinity, the gap is NaN, and they agree. The rows of a `Ragged` are counted on the CPU.
+    far, counts = gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs().cpu(), both.values.cpu()
+    mean = float(far.sum()) / max(int(counts.sum()), 1)
+    row = gaps.row_index
+    per_row = torch.zeros_like(gaps.lengths).index_add_(0, row, counts.long())
+    last = counts & (per_row.cumsum(0)[row] - counts.cumsum(0) < _END)
+    at_end = torch.zeros(len(gaps), dtype=far.dtype).index_add_(0, row, torch.where(last, far, 0.0))
     at_end = at_end / per_row.clamp(1, _END)
     if mean <= _ROUNDING and bool((at_end <= _ROUNDING_AT_END).all()):
         return

@@ -64,7 +64,7 @@ def _candidates(top: tuple[str, ...], inside: bool) -> list[tuple[str, ...]]:
 
 
 def _is_of_input_ids(td: TensorDictBase, key: tuple[str, ...], mask: Any, top: tuple[str, ...]) -> bool:
-    """Return whether a mask is that of `input_ids` next to it, which are not what is read."""
+    """Return whether a mask belongs to `input_ids` next to it, where the policy reads something else."""
     other = (*key[:-1], "input_ids")
     ids = None if other == top else find_value(td, other)
     return ids is not None and _widths(ids) == _widths(mask)

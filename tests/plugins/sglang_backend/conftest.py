@@ -221,3 +221,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 http.server.HTTPServer((options.host, int(options.port)), Handler).serve_forever()
 """
+
+
+@pytest.fixture
+def other_folder(tmp_path: Path) -> Path:
+    tiny_model(seed=1).save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
