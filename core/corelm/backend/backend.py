@@ -169,6 +169,9 @@ class Backend(AnswerStreams):
         """Return one text per row of ids."""
         self.engine.hooks.require_open()
         rows = arguments.rows_of_ids(ids, "ids").tolist()
+        # A tokenizer in another process decodes all rows in one call.
+        if decode_rows := getattr(self.tokenizer, "decode_rows", None):
+            return list(decode_rows(rows, skip_special_tokens=skip_special_tokens))
         return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
     def generate(

@@ -160,6 +160,28 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     return plugin, info
 
 
+def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, BackendInfo]:
+    """Import the plugin with that name and have it open an engine.
+
+    Returns:
+        What the plugin's ``open`` returned, and the backend's metadata.
+
+    Raises:
+        CoreLMError: see `load_backend` and `check_options`, or the plugin's own.
+        EngineError: the engine did not open; its own error is the cause.
+    """
+    plugin, info = load_backend(name)
+    check_options(plugin, info, model, options)
+    try:
+        return plugin.open(model, **options), info
+    except CoreLMError:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise open_error(info, error) from error
+
+
 def open_error(info: BackendInfo, error: BaseException) -> EngineError:
     """Return the error to raise when a plugin's ``open`` raised `error`. It says if the engine is not installed."""
     line = install_line(info.name)

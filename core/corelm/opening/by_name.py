@@ -15,8 +15,9 @@ from torch import nn
 from corelm._version import __version__
 from corelm.backend.backend import Backend
 from corelm.backend.call_log import abilities, place
-from corelm.backend.registry import check_options, load_backend, open_error
-from corelm.errors import CoreLMError, is_interrupt
+from corelm.backend.registry import open_plugin
+from corelm.errors import CoreLMError
+from corelm.hosting.engine import open_in_process
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
 
@@ -31,6 +32,7 @@ def get_backend(
     retry: int | tenacity.BaseRetrying | None = None,
     timeout: float | None = None,
     tokenizer: Any = None,
+    python: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Backend:
     """Open the engine called `name`.
@@ -43,6 +45,9 @@ def get_backend(
         timeout: seconds that a call may take when the call does not say; None sets no limit. Opening is not a call:
             the backends behind a URL limit it with their own option `open_timeout`.
         tokenizer: replaces the model's own tokenizer.
+        python: opens the engine in a new process of this interpreter, which has core and the plugin: the path of an
+            executable, or the folder of an environment. This process then needs core alone. The option `env` adds
+            variables to the environment of that process. See docs/scaling.md.
         options: the engine's own options, passed to the plugin's ``open``.
 
     Raises:
@@ -56,19 +61,15 @@ def get_backend(
     """
     if not isinstance(name, str):
         raise _not_a_name(name)
-    plugin, info = load_backend(name)
     if tokenizer is not None:
         options["tokenizer"] = tokenizer
-    check_options(plugin, info, model, options)
     started = time.monotonic()
-    try:
-        opened = plugin.open(model, **options)
-    except CoreLMError:
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise open_error(info, error) from error
+    opened: Any
+    if python is not None:
+        opened, label = open_in_process(name, model, python, options.pop("env", None), options)
+    else:
+        opened, info = open_plugin(name, model, options)
+        label = info.label
     try:
         backend = Backend.from_plugin(
             opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
@@ -83,7 +84,7 @@ def get_backend(
         name,
         place(backend.model_name) or "an engine",
         time.monotonic() - started,
-        info.label,
+        label,
         __version__,
         abilities(backend.capabilities),
     )

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -97,6 +98,42 @@ def render(
             template, or of its variables.
         CapabilityError: masks need character offsets, and `tokenize` returns none.
     """
+    cut = getattr(tokenizer, "render_segments", None) or partial(segments_of, tokenizer=tokenizer)
+    segments = cut(
+        chats,
+        add_generation_prompt=add_generation_prompt,
+        eos_ids=eos_ids,
+        chat_template=chat_template,
+        template_kwargs=template_kwargs,
+        prefer_tokens=prefer_tokens,
+        want_assistant=want_assistant,
+    )
+    rows = [[segment for segment in row if segment.text or segment.ids] for row in segments]
+    ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *special_tokens(tokenizer)}, want_assistant)
+    return RenderedChats(
+        ids=ids,
+        assistant=assistant,
+        texts=tuple(["".join([segment.text for segment in row]) for row in rows]),
+        retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
+    )
+
+
+def segments_of(
+    chats: Sequence[Chat],
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool,
+    eos_ids: Collection[int],
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any] | None,
+    prefer_tokens: bool,
+    want_assistant: bool,
+) -> list[list[Segment]]:
+    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
+
+    A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
+    there.
+    """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials = special_tokens(tokenizer)
     messages = [[message.for_template() for message in chat] for chat in chats]
@@ -115,15 +152,7 @@ def render(
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    segments = template.watch.run(lambda: map_chats(segmenter.segments, segmenter.prepare(chats, messages)))
-    rows = [[segment for segment in row if segment.text or segment.ids] for row in segments]
-    ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *specials}, want_assistant)
-    return RenderedChats(
-        ids=ids,
-        assistant=assistant,
-        texts=tuple(["".join([segment.text for segment in row]) for row in rows]),
-        retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
-    )
+    return template.watch.run(lambda: map_chats(segmenter.segments, segmenter.prepare(chats, messages)))
 
 
 def _join(

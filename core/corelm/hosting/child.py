@@ -1,0 +1,120 @@
+"""The host: ``python -m corelm.hosting.child FD`` opens the engine that its parent names, and serves it.
+
+The parent holds the other end of the socket `FD`. When that end closes, on purpose or because the parent was killed,
+the host ends with every process in its group.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+from corelm._version import __version__
+from corelm.backend.registry import open_plugin
+from corelm.hosting.channel import WIRE_VERSION, Channel, Kind
+from corelm.hosting.failures import Failure
+from corelm.hosting.server import EngineServer
+from corelm.spec.hookspecs import API_VERSION
+
+#: Seconds that an engine has to close after the parent has ended.
+PATIENCE = 5.0
+
+
+def main(descriptor: int) -> NoReturn:
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    channel.send(Kind.HELLO, 0, versions())
+    order = channel.receive()
+    if order is None:
+        end_group()
+    served = _Served(channel)
+    threading.Thread(target=served.read, name="corelm-host-reader", daemon=True).start()
+    served.open(order.value())
+    # Engines may expect that the main thread lives, and signals need it.
+    while True:
+        signal.pause()
+
+
+def versions() -> dict[str, Any]:
+    """Return what both sides compare before an engine is opened."""
+    return {"core": __version__, "api": API_VERSION, "wire": WIRE_VERSION, "python": platform.python_version()}
+
+
+class _Served:
+    """An engine that is being opened, or is open, for the process at the other end of a channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._server: EngineServer | None = None
+
+    def open(self, order: dict[str, Any]) -> None:
+        """Open an engine, and say that it is open, or why it did not open."""
+        try:
+            engine, info = open_plugin(order["name"], order["model"], order["options"])
+            self._server = EngineServer(engine, order["name"])
+        except BaseException as error:  # an engine can raise SystemExit, too
+            self._send(Kind.ERROR, 0, Failure.of(error))
+        else:
+            self._send(Kind.RESULT, 0, (self._server.opened(), info.label))
+
+    def read(self) -> None:
+        """Serve what arrives, until the other end closes."""
+        try:
+            while (frame := self._channel.receive()) is not None:
+                server, number = self._server, frame.call
+                assert server is not None, "a call arrived before the engine was open"
+                if frame.kind is Kind.FORGET:
+                    server.forget(number)
+                    continue
+                try:
+                    call = frame.value()
+                except Exception as error:
+                    self._send(Kind.ERROR, number, Failure.of(error))
+                    continue
+                server.start(number, call, partial(self._answer, number), partial(self._tell, number))
+        finally:
+            self._end()
+
+    def _answer(self, number: int, result: Any) -> None:
+        self._send(Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
+
+    def _tell(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+        self._send(Kind.EVENT, number, (name, args))
+
+    def _send(self, kind: Kind, number: int, value: Any) -> None:
+        try:
+            self._channel.send(kind, number, value)
+        except OSError:
+            pass  # the parent has ended; `read` notices it
+        except Exception as error:
+            # The value cannot be packed.
+            with suppress(OSError):
+                self._channel.send(Kind.ERROR, number, Failure.of(error))
+
+    def _end(self) -> NoReturn:
+        threading.Timer(PATIENCE, end_group).start()
+        if self._server is not None:
+            self._server.end()
+        end_group()
+
+
+def end_group() -> NoReturn:
+    """End this process and all that it has started: it leads its process group."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,188 @@
+"""`Connection`: calls into a host. Requests leave in order, and each reply reaches the caller that waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from corelm.errors import BackendClosedError, EngineError, brief, described
+from corelm.hosting.channel import Channel, Frame, Kind
+from corelm.hosting.failures import Failure
+from corelm.hosting.packing import pack
+from corelm.hosting.server import Call
+
+_log = logging.getLogger(__name__)
+
+Callbacks = Mapping[str, Callable[..., object]]
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Connection:
+    """Calls into the host at the other end of a channel. Any number of threads may wait for replies.
+
+    A thread of the connection writes, so that Ctrl-C in a caller never leaves half a request on the socket, and so that
+    a host which does not read holds up no caller beyond its timeout.
+
+    Args:
+        channel: this end of the socket.
+        lost: returns why the host has ended, for the error of those who wait. It is called once, on another thread.
+    """
+
+    def __init__(self, channel: Channel, lost: Callable[[], str]) -> None:
+        self._shared = _Shared(channel, lost)
+        self._process = os.getpid()
+        # The threads hold what they share, not the connection, so that it can be collected.
+        for work in (self._shared.read, self._shared.write):
+            threading.Thread(target=work, name=f"corelm-host-{work.__name__}", daemon=True).start()
+        _channels.add(channel)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the host has ended, or this is a fork of the process that opened the connection."""
+        return self._shared.lost is not None or os.getpid() != self._process
+
+    def send(self, kind: Kind, value: Any, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
+        """Send a frame and return the result of the call.
+
+        Args:
+            kind: OPEN or CALL.
+            value: what to send.
+            timeout: seconds to wait for the reply; None for no limit.
+            callbacks: functions of the request, by the names of their fields. Another thread calls them.
+
+        Raises:
+            TimeoutError: there was no reply in time. The host is told that no caller waits.
+            EngineError: the host has ended.
+            BackendClosedError: this is a fork of the process that opened the connection.
+            Exception: the call failed in the host, or `value` cannot be packed.
+        """
+        if os.getpid() != self._process:
+            raise BackendClosedError("the engine belongs to another process, which this one is a fork of")
+        packed = pack(value)
+        number, replies = self._shared.register(callbacks or {})
+        try:
+            self._shared.outgoing.put((kind, number, packed))
+            try:
+                frame = replies.get(timeout=timeout)
+            except Empty:
+                raise TimeoutError(f"the process that holds the engine did not answer within {timeout:g} s") from None
+            except BaseException:
+                # For example a KeyboardInterrupt.
+                frame = None
+                raise
+        except BaseException:
+            if number:
+                self._shared.outgoing.put((Kind.FORGET, number, pack(None)))
+            raise
+        finally:
+            self._shared.waiting.pop(number, None)
+        if frame is None:
+            raise EngineError(str(self._shared.lost), usable=False)
+        try:
+            result = frame.value()
+        except Exception as error:
+            raise EngineError(
+                f"the answer of the process that holds the engine cannot be read: {described(error)}"
+            ) from error
+        if frame.kind is Kind.ERROR and isinstance(result, Failure):
+            raise result.error()
+        return result
+
+    def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
+        """Have the host make a call and return its result. See `send`."""
+        return self.send(Kind.CALL, call, timeout, callbacks)
+
+    def hello(self, timeout: float) -> Any:
+        """Return the first thing that the host says.
+
+        Raises:
+            TimeoutError: it said nothing in time.
+            EngineError: the host has ended.
+        """
+        try:
+            frame = self._shared.hello.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError(f"it said nothing within {timeout:g} s") from None
+        if frame is None:
+            raise EngineError(str(self._shared.lost), usable=False)
+        return frame.value()
+
+    def close(self) -> None:
+        """Close this end of the socket. Calls that wait for a reply fail."""
+        self._shared.outgoing.put(None)
+        self._shared.channel.close()
+
+
+class _Shared:
+    """What a connection and its two threads share."""
+
+    def __init__(self, channel: Channel, lost: Callable[[], str]) -> None:
+        self.channel = channel
+        self.outgoing: SimpleQueue[tuple[Kind, int, Any] | None] = SimpleQueue()
+        self.hello: SimpleQueue[Frame | None] = SimpleQueue()
+        self.waiting: dict[int, tuple[SimpleQueue[Frame | None], Callbacks]] = {}
+        self.lost: str | None = None
+        self._why_lost = lost
+        self._numbers = itertools.count()
+
+    def register(self, callbacks: Callbacks) -> tuple[int, SimpleQueue[Frame | None]]:
+        number, replies = next(self._numbers), SimpleQueue[Frame | None]()
+        self.waiting[number] = replies, callbacks
+        if self.lost is not None:
+            # The reader may have ended before it could see this call.
+            replies.put(None)
+        return number, replies
+
+    def read(self) -> None:
+        """Hand what arrives to those who wait for it, until the host ends."""
+        try:
+            while (frame := self.channel.receive()) is not None:
+                self._handle(frame)
+        except (OSError, ValueError) as error:
+            _log.debug("the connection to a host broke: %s", brief(described(error)))
+        self.lost = self._why_lost()
+        self.outgoing.put(None)
+        self.hello.put(None)
+        for replies, _ in list(self.waiting.values()):
+            replies.put(None)
+
+    def write(self) -> None:
+        """Send what callers have queued."""
+        while (item := self.outgoing.get()) is not None:
+            # If the host has ended, the reader tells those who wait.
+            with suppress(OSError):
+                self.channel.send_packed(*item)
+            del item
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.HELLO:
+            self.hello.put(frame)
+        elif waiter := self.waiting.get(frame.call):
+            replies, callbacks = waiter
+            if frame.kind is not Kind.EVENT:
+                replies.put(frame)
+                return
+            try:
+                name, args = frame.value()
+                callbacks[name](*args)
+            except Exception as error:
+                _log.error("a callback of a request raised %s", brief(described(error)), exc_info=error)
+
+
+def _close_in_fork() -> None:
+    # Not `Channel.close`, which would end the connection of the parent, too. As long as a fork held the socket open, a
+    # host would not notice that the parent has ended.
+    for channel in list(_channels):
+        with suppress(OSError):
+            channel.end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

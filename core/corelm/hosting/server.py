@@ -1,0 +1,179 @@
+"""`EngineServer`: an open engine that answers the calls of a `HostedEngine` in another process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from corelm.backend.hooks import OUT_OF_TURN
+from corelm.backend.registering import registered
+from corelm.errors import CapabilityError
+from corelm.hosting.failures import Failure
+from corelm.hosting.tokenizer import TokenizerServer
+from corelm.spec.capabilities import Capabilities
+from corelm.spec.records import AbortRequest, CloseRequest
+
+#: Threads for calls that an engine computes in. Each is started when it is needed.
+_MOST_CALLS = 4096
+#: Threads for calls that are answered at any time.
+_MOST_QUICK_CALLS = 16
+#: Seconds between two requests to abort a call.
+_ABORT_AGAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a `HostedEngine` asks for.
+
+    Attributes:
+        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
+        name: the name of the hook or function.
+        args: its arguments; a hook has one, its request.
+        kwargs: its arguments by name.
+        callbacks: the fields of the request that are functions. The request has None there.
+    """
+
+    part: Literal["hook", "tokenizer"]
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    callbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a `HostedEngine` has to know of the engine.
+
+    Attributes:
+        capabilities: what the engine can do, gradients excepted.
+        copied: attributes of its tokenizer.
+        hooks: the optional hooks that it implements.
+    """
+
+    capabilities: Capabilities
+    copied: dict[str, Any]
+    hooks: frozenset[str]
+
+
+#: Takes how a call ended: its result or its failure.
+Answer = Callable[[Any], None]
+#: Takes an argument for one of the callbacks of a call: the name of the field, and the arguments.
+Tell = Callable[[str, tuple[Any, ...]], None]
+
+
+class EngineServer:
+    """Answers calls on threads of its own. An engine without `concurrent_calls` is entered by one of them at a time.
+
+    Args:
+        engine: what the plugin's ``open`` returned.
+        name: the name that the engine was opened by.
+
+    Raises:
+        BackendIncompatibleError: the engine does not fit the hook specification.
+        CapabilityError: the engine makes its own containers, which cannot leave its process.
+    """
+
+    def __init__(self, engine: Any, name: str) -> None:
+        capabilities, self._hooks = registered(engine, name, ())
+        if len(self._hooks.to_containers.get_hookimpls()) > 1:
+            raise CapabilityError(
+                f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
+                capability="to_containers",
+            )
+        self._capabilities = capabilities
+        self._tokenizer = TokenizerServer(engine.tokenizer, lambda request: self._hooks.tokenize(request=request))
+        self._turn: AbstractContextManager[object] = (
+            nullcontext() if capabilities.concurrent_calls else threading.RLock()
+        )
+        self._tokenizing = threading.RLock()
+        self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
+        self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
+        #: The names of the requests of each call that has not ended, by the number of the call.
+        self._under_way: dict[int, Sequence[str]] = {}
+        self._forgotten: set[int] = set()
+        self._closed = False
+
+    def opened(self) -> Opened:
+        """Return what a `HostedEngine` has to know of the engine."""
+        optional = ("weights_state", "update_weights", "health", "abort", "close")
+        return Opened(
+            capabilities=replace(self._capabilities, gradients=False),
+            copied=self._tokenizer.copied_attributes(),
+            hooks=frozenset(name for name in optional if getattr(self._hooks, name).get_hookimpls()),
+        )
+
+    def start(self, number: int, call: Call, answer: Answer, tell: Tell) -> None:
+        """Begin to serve a call; return at once.
+
+        Args:
+            number: its number, for `forget`.
+            call: what to do.
+            answer: called with the result, or with a `Failure`.
+            tell: called with the arguments of a callback.
+        """
+        request = call.args[0] if call.args else None
+        self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
+        quick = call.part == "tokenizer" or call.name in OUT_OF_TURN
+        pool = self._quick_calls if quick else self._calls
+        pool.submit(self._serve, number, call, answer, tell)
+
+    def forget(self, number: int) -> None:
+        """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
+        self._quick_calls.submit(self._forget, number)
+
+    def end(self) -> None:
+        """Abort all calls and close the engine, for a caller that is gone."""
+        for number in list(self._under_way):
+            self.forget(number)
+        if self._hooks.close.get_hookimpls() and not self._closed:
+            with self._turn, suppress(Exception):
+                self._hooks.close(request=CloseRequest())
+
+    def _serve(self, number: int, call: Call, answer: Answer, tell: Tell) -> None:
+        try:
+            result = self._hook(number, call, tell) if call.part == "hook" else self._of_tokenizer(call)
+        except BaseException as error:  # an engine can raise SystemExit, too
+            result = Failure.of(error)
+        finally:
+            self._under_way.pop(number, None)
+            self._forgotten.discard(number)
+        answer(result)
+
+    def _hook(self, number: int, call: Call, tell: Tell) -> Any:
+        (request,) = call.args
+        if call.callbacks:
+            request = replace(request, **{name: partial(_told, tell, name) for name in call.callbacks})
+        hook = getattr(self._hooks, call.name)
+        if call.name in OUT_OF_TURN:
+            return hook(request=request)
+        with self._turn:
+            if number in self._forgotten:
+                raise TimeoutError("the caller has stopped waiting")
+            self._closed = self._closed or call.name == "close"
+            return hook(request=request)
+
+    def _of_tokenizer(self, call: Call) -> Any:
+        # Encoding changes the encoder's settings.
+        with self._tokenizing:
+            return self._tokenizer(call.name, *call.args, **(call.kwargs or {}))
+
+    def _forget(self, number: int) -> None:
+        self._forgotten.add(number)
+        # An abort that reaches the engine before its request does is lost, so it is repeated.
+        while (names := self._under_way.get(number)) is not None:
+            if not names or not self._capabilities.abort:
+                return
+            with suppress(Exception):
+                self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
+            time.sleep(_ABORT_AGAIN)
+        self._forgotten.discard(number)
+
+
+def _told(tell: Tell, name: str, *args: Any) -> None:
+    tell(name, args)

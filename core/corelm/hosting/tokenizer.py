@@ -1,0 +1,230 @@
+"""The tokenizer of a hosted engine: a stand-in here, and what the host does for it.
+
+This process needs no tokenizer library. What core reads of a tokenizer for every batch is copied when the engine opens;
+the rest is asked of the host. Core asks for a whole batch at a time: `render_segments` renders all conversations in one
+call, and `decode_rows` decodes all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from corelm.errors import CapabilityError
+from corelm.rendering.render import segments_of
+from corelm.rendering.segments import Segment
+from corelm.spec.message import Chat
+from corelm.spec.records import TokenizeRequest, TokenizeResult
+
+#: What core reads of a tokenizer, if the tokenizer has it.
+_COPIED = (
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "unk_token_id",
+    "eos_token",
+    "pad_token",
+    "bos_token",
+    "unk_token",
+    "all_special_tokens",
+    "all_special_ids",
+    "clean_up_tokenization_spaces",
+    "split_special_tokens",
+    "chat_template",
+    "name_or_path",
+    "vocab_size",
+)
+#: How many short texts a stand-in remembers. Core decodes the same few ids again and again, such as EOS.
+_REMEMBERED = 4096
+#: Types of which an attribute must be made, to be copied.
+_PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that was added to a vocabulary, as ``added_tokens_decoder`` of transformers lists it."""
+
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = True
+
+    def __str__(self) -> str:
+        return self.content
+
+
+class Ask(Protocol):
+    """Asks the host to call a function of `TOKENIZER_CALLS`, and returns its result."""
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class HostedTokenizer:
+    """The tokenizer of a hosted engine, as this process sees it. Every method asks the host.
+
+    Args:
+        ask: asks the host.
+        copied: attributes of the tokenizer, see `copied_attributes`.
+    """
+
+    def __init__(self, ask: Ask, copied: Mapping[str, Any]) -> None:
+        self._ask = ask
+        self.__dict__.update(copied)
+        self._decode_short = lru_cache(_REMEMBERED)(
+            lambda ids, options: self._ask("decode_rows", [list(ids)], dict(options))[0]
+        )
+
+    def __call__(self, texts: Any, **options: Any) -> dict[str, Any]:
+        """Return what the tokenizer returns for the texts, as lists."""
+        encoded: dict[str, Any] = self._ask("encode", texts, options)
+        return encoded
+
+    def decode(self, ids: Any, **options: Any) -> Any:
+        """Return the text of some ids."""
+        row = ids.tolist() if hasattr(ids, "tolist") else ids
+        row = [row] if isinstance(row, int) else list(row)
+        if len(row) > 8 or not all(isinstance(each, int) for each in row):
+            return self._ask("decode_rows", [row], options)[0]
+        return self._decode_short(tuple(row), tuple(sorted(options.items())))
+
+    def decode_rows(self, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Return one text per row of ids. It takes as long as one call of `decode`."""
+        texts: list[str] = self._ask("decode_rows", rows, options)
+        return texts
+
+    def render_segments(self, chats: Sequence[Chat], **options: Any) -> list[list[Segment]]:
+        """Render conversations with the chat template. See `corelm.rendering.render.segments_of`."""
+        rows: list[list[Segment]] = self._ask("render_segments", chats, options)
+        return rows
+
+    def apply_chat_template(self, chat: Any, **options: Any) -> Any:
+        """Return what the tokenizer returns."""
+        return self._ask("method", "apply_chat_template", (chat,), options)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is not here. A copied attribute that the tokenizer lacks, is lacking here.
+        if name.startswith("_") or name in (*_COPIED, "added_tokens_decoder", "backend_tokenizer"):
+            raise AttributeError(f"the hosted tokenizer has no attribute {name!r}", name=name, obj=self)
+        is_method, value = self._ask("attribute", name)
+        if not is_method:
+            return value
+
+        def method(*args: Any, **options: Any) -> Any:
+            return self._ask("method", name, args, options)
+
+        self.__dict__[name] = method
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            self._ask("set", name, value)
+            self._decode_short.cache_clear()
+        self.__dict__[name] = value
+
+    def __len__(self) -> int:
+        length: int = self._ask("method", "__len__", (), {})
+        return length
+
+    def __bool__(self) -> bool:
+        # Otherwise Python would ask for the length.
+        return True
+
+    def __repr__(self) -> str:
+        return f"HostedTokenizer({self.__dict__.get('name_or_path', '')!r})"
+
+
+class TokenizerServer:
+    """Does for a `HostedTokenizer` what it asks for.
+
+    Args:
+        tokenizer: the engine's tokenizer.
+        tokenize: the hook `tokenize` of the engine.
+    """
+
+    def __init__(self, tokenizer: Any, tokenize: Callable[[TokenizeRequest], TokenizeResult]) -> None:
+        self._tokenizer = tokenizer
+        self._tokenize = tokenize
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the function of that name."""
+        return getattr(self, f"_do_{name}")(*args, **kwargs)
+
+    def copied_attributes(self) -> dict[str, Any]:
+        """Return what core reads of the tokenizer, by name. Attributes that it lacks are left out."""
+        found = {name: getattr(self._tokenizer, name, ...) for name in _COPIED}
+        copied = {name: _plain(value) for name, value in found.items() if value is not ... and _is_plain(value)}
+        added = getattr(self._tokenizer, "added_tokens_decoder", None)
+        if isinstance(added, Mapping):
+            copied["added_tokens_decoder"] = {int(i): _added(token) for i, token in added.items()}
+        return copied
+
+    def _do_encode(self, texts: Any, options: dict[str, Any]) -> dict[str, Any]:
+        flags = {"add_special_tokens", "split_special_tokens", "return_offsets_mapping"}
+        if not isinstance(texts, (list, tuple)) or not options.keys() <= flags:
+            return {name: _plain(value) for name, value in self._tokenizer(texts, **options).items()}
+        # The engine's own hook may be faster, or may do something else than its tokenizer.
+        request = TokenizeRequest(
+            texts=tuple(texts),
+            add_special_tokens=options.get("add_special_tokens", True),
+            parse_special=not options.get("split_special_tokens", False),
+            offsets=options.get("return_offsets_mapping", False),
+        )
+        result = self._tokenize(request)
+        encoded: dict[str, Any] = {"input_ids": result.ids.tolist()}
+        if request.offsets:
+            if result.offsets is None:
+                raise CapabilityError("the engine's tokenizer returns no character offsets", capability="offsets")
+            parts = result.offsets.split(result.ids.lengths.tolist())
+            encoded["offset_mapping"] = [[tuple(pair) for pair in part.tolist()] for part in parts]
+        return encoded
+
+    def _do_decode_rows(self, rows: Sequence[list[int]], options: dict[str, Any]) -> list[str]:
+        return [self._tokenizer.decode(row, **options) for row in rows]
+
+    def _do_render_segments(self, chats: Sequence[Chat], options: dict[str, Any]) -> list[list[Segment]]:
+        return segments_of(chats, self._tokenizer, **options)
+
+    def _do_attribute(self, name: str) -> tuple[bool, Any]:
+        value = getattr(self._tokenizer, name)
+        return (True, None) if callable(value) else (False, _checked(name, value))
+
+    def _do_set(self, name: str, value: Any) -> None:
+        setattr(self._tokenizer, name, value)
+
+    def _do_method(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return _checked(name, getattr(self._tokenizer, name)(*args, **options))
+
+
+def _added(token: Any) -> AddedToken:
+    flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+    return AddedToken(str(getattr(token, "content", token)), **{name: bool(getattr(token, name, 0)) for name in flags})
+
+
+def _checked(name: str, value: Any) -> Any:
+    if not _is_plain(value):
+        raise TypeError(f"{name} of the tokenizer is a {type(value).__name__}, which stays in the host")
+    return _plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, [*value.keys(), *value.values()]))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or hasattr(value, "tolist")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value without classes of the tokenizer's library: a mapping as a dict, a str as a str."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kind = next(each for each in (list, tuple, set, frozenset) if isinstance(value, each))
+        return kind(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    return value

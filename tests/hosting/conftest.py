@@ -1,0 +1,145 @@
+"""Hosts for tests: one with the toy engine, and one whose plugin does what the prompt says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import corelm
+from corelm import Backend
+
+#: A plugin that the parent does not have. The first id of the first prompt says what it does.
+PLUGIN = """
+import ctypes, os, sys, threading, time
+from dataclasses import replace
+from corelm import hookimpl
+from corelm.errors import CapabilityError, InvalidRequestError
+from toy_backend import ToyBackend
+
+
+class OwnError(ValueError):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Obedient(ToyBackend):
+    @classmethod
+    def open(cls, model=None, *, behaviour="", **options):
+        print("opening", flush=True)
+        if behaviour == "fails":
+            raise OwnError("this", "that")
+        if behaviour == "exits":
+            os._exit(5)
+        if behaviour == "waits":
+            time.sleep(1000)
+        if behaviour == "interrupts":
+            raise SystemExit("an engine gave up")
+        engine = super().open()
+        engine.aborted = threading.Event()
+        engine.entered = 0
+        engine.capabilities = replace(
+            engine.capabilities, abort=True, update_weights=True, concurrent_calls=behaviour == "concurrent",
+            stops_at_timeout=behaviour == "concurrent",
+        )
+        return engine
+
+    @hookimpl
+    def generate(self, request):
+        order = request.prompts.tolist()[0][0]
+        assert not self.entered or self.capabilities.concurrent_calls, "two calls at once"
+        self.entered += 1
+        try:
+            if order == 1:
+                raise ValueError("no such luck")
+            if order == 2:
+                raise InvalidRequestError("row 0: odd", field="prompts", problems={0: "odd"})
+            if order == 3:
+                raise OwnError("one", "two")
+            if order == 4:
+                print("about to die", flush=True)
+                os.kill(os.getpid(), 9)
+            if order == 5:
+                self.aborted.clear()
+                self.aborted.wait(60)
+            if order == 6:
+                time.sleep(request.timeout)
+                raise TimeoutError("too slow")
+            if order == 7:
+                raise SystemExit("an engine gave up")
+            if order == 8:
+                os.kill(os.getpid(), 19)  # SIGSTOP
+            if order == 9:
+                time.sleep(0.5)
+            if order == 10:
+                ctypes.string_at(0)
+            return ToyBackend.generate(self, request)
+        finally:
+            self.entered -= 1
+
+    @hookimpl
+    def abort(self, request):
+        self.aborted.set()
+        return True
+
+    @hookimpl
+    def update_weights(self, request):
+        if request.path is not None:
+            raise CapabilityError("no paths", capability="update_weights")
+        return ToyBackend.update_weights(self, request)
+
+    @hookimpl
+    def close(self, request):
+        with open(os.environ["CLOSED"], "a") as file:
+            file.write("closed ")
+        return True
+"""
+
+
+@pytest.fixture(scope="session")
+def toy_host() -> Iterator[Backend]:
+    """The toy engine in another process of this interpreter, for tests that do not change it."""
+    with corelm.get_backend("toy", python=sys.executable) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="session")
+def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the distribution of the plugin `obedient`, for ``PYTHONPATH``."""
+    root = tmp_path_factory.mktemp("obedient")
+    info = root / "obedient_backend-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: obedient-backend\nVersion: 1.0\n\n")
+    (info / "entry_points.txt").write_text("[corelm.backends]\nobedient = obedient_plugin:Obedient\n")
+    (root / "obedient_plugin.py").write_text(PLUGIN)
+    return root
+
+
+@pytest.fixture
+def environment(plugin_path: Path, tmp_path: Path) -> dict[str, str]:
+    """The variables that the plugin `obedient` needs. ``CLOSED`` is the file in which it notes that it was closed."""
+    path = os.pathsep.join(filter(None, [str(plugin_path), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "CLOSED": str(tmp_path / "closed")}
+
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture
+def obedient(environment: dict[str, str]) -> Iterator[Open]:
+    """``obedient(behaviour="", **options)`` opens the plugin `obedient` in a host; it is closed after the test."""
+    opened: list[Backend] = []
+
+    def open_it(behaviour: str = "", **options: Any) -> Backend:
+        opened.append(
+            corelm.get_backend("obedient", python=sys.executable, env=environment, behaviour=behaviour, **options)
+        )
+        return opened[-1]
+
+    yield open_it
+    for backend in opened:
+        backend.close()

@@ -1,0 +1,272 @@
+"""An engine in another process answers as it would in this one, and fails as it would."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from toy_backend import ToyBackend
+
+import corelm
+from corelm import Backend, DynamicBatcher, History, LLMPolicy
+from corelm.errors import (
+    BackendClosedError,
+    BackendTimeoutError,
+    CapabilityError,
+    EngineError,
+    InvalidRequestError,
+)
+from corelm.hosting.engine import HostedEngine
+from corelm.hosting.failures import HostTraceback
+from corelm.spec import BackendSpec
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture(scope="module")
+def toy() -> Backend:
+    return corelm.get_backend("toy")
+
+
+# The same answers -----------------------------------------------------------------------------------------------------
+
+
+def test_answers_and_scores_are_those_of_the_engine_in_process(toy: Backend, toy_host: Backend) -> None:
+    prompts, sampling = [[72, 101], [87]], {"max_new_tokens": 12, "seed": 3, "num_samples": 2, "temperature": 0.7}
+    one, other = (each.generate(prompts, sampling, logprobs="processed") for each in (toy, toy_host))
+    assert one.ids.tolist() == other.ids.tolist() and one.logprobs is not None and other.logprobs is not None
+    assert torch.equal(one.logprobs.values, other.logprobs.values)
+    assert (one.finish_reasons, one.mode, one.temperature) == (other.finish_reasons, other.mode, other.temperature)
+    rows = [[72, 101, 108], [87, 104]]
+    first, second = (each.score_logprobs(rows, return_logits=True, return_argmax=True) for each in (toy, toy_host))
+    assert torch.equal(first.logprobs.values, second.logprobs.values)
+    assert first.logits is not None and second.logits is not None
+    assert torch.equal(first.logits.values, second.logits.values)
+
+
+def test_a_policy_gives_the_same_result(toy: Backend, toy_host: Backend) -> None:
+    chats = [[{"role": "user", "content": "Hi <eos> there"}], [{"role": "user", "content": "Who?"}]]
+    results = []
+    for backend in (toy, toy_host):
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 6}, chat_template="chatml")
+        first = policy(TensorDict(history=History.from_chats(chats)), seed=1)
+        again = first["history"].full.append([{"role": "user", "content": "And?"}] * 2)
+        second = policy(TensorDict(history=again), seed=2)
+        results.append([(r["tokens"].full, r["text"].full, r["masks"].all_assistant_mask) for r in (first, second)])
+    for (ids, texts, masks), (other_ids, other_texts, other_masks) in zip(*results, strict=True):
+        assert [row.tolist() for row in ids] == [row.tolist() for row in other_ids]
+        assert list(texts) == list(other_texts)
+        assert [row.tolist() for row in masks] == [row.tolist() for row in other_masks]
+
+
+def test_tokens_stream_as_they_are_sampled(toy_host: Backend) -> None:
+    whole = toy_host.generate([[72, 101]], {"max_new_tokens": 8, "seed": 5})
+    chunks = list(toy_host.stream([[72, 101]], {"max_new_tokens": 8, "seed": 5}))
+    assert [token for chunk in chunks for token in chunk.ids] == whole.ids.tolist()[0]
+    assert len(chunks) > 2
+
+
+def test_gradients_stay_in_the_process(toy: Backend, toy_host: Backend) -> None:
+    assert toy.capabilities.gradients and not toy_host.capabilities.gradients
+    with pytest.raises(CapabilityError, match="gradients"):
+        toy_host.score_logprobs([[1, 2]], grad=True)
+
+
+def test_every_hook_is_carried_or_has_a_reason_not_to_be() -> None:
+    # Why a host does not ask the process for these is said at HostedEngine.
+    elsewhere = {"tokenize", "to_containers", "weights_state"}
+    hooks = {name for name, value in vars(BackendSpec).items() if hasattr(value, "corelm_spec")}
+    carried = {name for name, value in vars(HostedEngine).items() if hasattr(value, "corelm_impl")}
+    assert carried | elsewhere == hooks and not carried & elsewhere
+
+
+# The tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_chats_takes_a_fixed_number_of_requests(toy_host: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    connection = toy_host.engine.plugin.host.connection
+    call = type(connection).call
+    monkeypatch.setattr(
+        type(connection), "call", lambda self, what, *rest: asked.append(what.name) or call(self, what, *rest)
+    )
+    policy = LLMPolicy(toy_host, sampling_params={"max_new_tokens": 2}, chat_template="chatml")
+    counts = []
+    for rows in (2, 20):
+        del asked[:]
+        chats = [
+            [{"role": "user", "content": f"number {n}"}, {"role": "assistant", "content": "x"}] * 3 for n in range(rows)
+        ]
+        policy(TensorDict(history=History.from_chats([[*c, {"role": "user", "content": "y"}] for c in chats])), seed=1)
+        counts.append(len(asked))
+    # The first call also asks for texts that are then remembered.
+    assert counts[1] <= counts[0] <= 12, asked
+
+
+def test_the_tokenizer_answers_like_the_engines_own(toy: Backend, toy_host: Backend) -> None:
+    here, there = toy.tokenizer, toy_host.tokenizer
+    assert there.decode([72, 105]) == here.decode([72, 105]) == there.decode(torch.tensor([72, 105]))
+    assert dict(there(["Hi", "there"])) == dict(here(["Hi", "there"]))
+    assert there.eos_token_id == here.eos_token_id
+    assert hasattr(there, "chat_template") == hasattr(here, "chat_template")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        there.no_such_thing  # noqa: B018
+    assert not hasattr(there, "_private") and "HostedTokenizer" in repr(there)
+
+
+def test_a_chat_template_that_is_set_here_is_used_there(tiny_model: Path) -> None:
+    with corelm.get_backend("transformers", tiny_model, python=sys.executable) as backend:
+        backend.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 1})
+        result = policy(TensorDict(history=History.from_chats([[{"role": "user", "content": "a"}]])), seed=0)
+        assert result["text"].prompt[0] == "<a>"
+        assert backend.tokenizer.convert_tokens_to_ids("<|im_end|>") == backend.tokenizer.eos_token_id
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_those_of_the_engine(obedient: Open) -> None:
+    backend = obedient()
+    with pytest.raises(EngineError, match="hook generate: ValueError: no such luck") as failure:
+        backend.generate([[1]], {"max_new_tokens": 2})
+    assert isinstance(failure.value.__cause__, ValueError)
+    assert isinstance(failure.value.__cause__.__cause__, HostTraceback)
+    assert "obedient_plugin.py" in str(failure.value.__cause__.__cause__)
+    with pytest.raises(InvalidRequestError) as refusal:
+        backend.generate([[2]], {"max_new_tokens": 2})
+    assert (refusal.value.field, refusal.value.problems) == ("prompts", {0: "odd"})
+    with pytest.raises(EngineError, match="one and two"):
+        backend.generate([[3]], {"max_new_tokens": 2})
+    with pytest.raises(EngineError, match="SystemExit: an engine gave up"):
+        backend.generate([[7]], {"max_new_tokens": 2})
+    assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
+
+
+def test_a_timeout_is_one_and_the_engine_lives(obedient: Open) -> None:
+    backend = obedient("concurrent")
+    with pytest.raises(BackendTimeoutError, match="too slow"):
+        backend.generate([[6]], {"max_new_tokens": 2}, timeout=0.2)
+    assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
+
+
+def test_one_call_at_a_time_enters_the_engine(obedient: Open) -> None:
+    backend = obedient()
+    with pytest.raises(BackendTimeoutError):
+        backend.generate([[9]], {"max_new_tokens": 2}, timeout=0.1)
+    # The host still works on the first call. It would refuse a second one at once.
+    futures = [backend.submit_generate([[20 + n]], {"max_new_tokens": 2}) for n in range(8)]
+    assert [len(future.result(30).ids) for future in futures] == [1] * 8
+
+
+def test_abort_and_cancel_reach_the_engine(obedient: Open) -> None:
+    backend = obedient("concurrent")
+    future = backend.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
+    time.sleep(0.2)
+    backend.abort(["a"])
+    assert len(future.result(10).ids) == 1
+    future = backend.submit_generate([[5]], {"max_new_tokens": 2})
+    time.sleep(0.2)
+    started = time.monotonic()
+    future.cancel()
+    backend.close()
+    assert time.monotonic() - started < 10
+
+
+def test_health_answers_while_a_call_runs(obedient: Open) -> None:
+    backend = obedient()
+    future = backend.submit_generate([[9]], {"max_new_tokens": 2})
+    time.sleep(0.1)
+    started = time.monotonic()
+    assert backend.health() and time.monotonic() - started < 0.4 and not future.done()
+    assert len(future.result(10).ids) == 1
+
+
+def test_new_weights_reach_the_engine(obedient: Open) -> None:
+    backend = obedient()
+    table = ToyBackend.open().model.table.detach().clone()
+    table[:] = 0.0
+    table[:, 65] = 50.0
+    assert backend.update_weights({"table": table}, "forty") == "forty"
+    assert backend.generate([[20]], {"max_new_tokens": 3, "temperature": 0.0}).ids.tolist() == [[65, 65, 65]]
+    with pytest.raises(CapabilityError, match="no paths"):
+        backend.update_weights("/nowhere")
+    assert backend.weight_version == "forty"
+
+
+def test_callers_share_a_host_through_a_batcher(toy: Backend, toy_host: Backend) -> None:
+    expected = [toy.generate([[n]], {"max_new_tokens": 5, "seed": n}).ids.tolist() for n in range(40, 72)]
+    found: dict[int, Any] = {}
+    with DynamicBatcher(toy_host) as batcher:
+
+        def ask(n: int) -> None:
+            found[n] = batcher.generate([[n]], {"max_new_tokens": 5, "seed": n}).ids.tolist()
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(40, 72)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [found[n] for n in range(40, 72)] == expected
+
+
+# The process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("order", "signal"), [(4, "SIGKILL"), (10, "SIGSEGV")])
+def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, signal: str) -> None:
+    backend = obedient("concurrent")
+    waiting = [backend.submit_generate([[5]], {"max_new_tokens": 2}) for _ in range(4)]
+    time.sleep(0.3)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=signal) as failure:
+        backend.generate([[order]], {"max_new_tokens": 2})
+    assert failure.value.usable is False
+    if order == 4:
+        assert "about to die" in str(failure.value), "the end of the log is missing"
+    for future in waiting:
+        with pytest.raises(EngineError, match=signal):
+            future.result(5)
+    assert time.monotonic() - started < 5
+    assert not backend.health()
+    with pytest.raises(EngineError, match=signal):
+        backend.generate([[20]], {"max_new_tokens": 2})
+    backend.close()
+
+
+def test_a_host_that_is_stopped_is_given_up_at_the_timeout(obedient: Open) -> None:
+    backend = obedient("concurrent")
+    started = time.monotonic()
+    with pytest.raises(BackendTimeoutError):
+        backend.generate([[8]], {"max_new_tokens": 2}, timeout=1.0)
+    assert time.monotonic() - started < 6
+    backend.engine.plugin.host.kill()
+    with pytest.raises(EngineError):
+        backend.generate([[20]], {"max_new_tokens": 2})
+
+
+def test_close_closes_the_engine_and_leaves_nothing(obedient: Open, environment: dict[str, str]) -> None:
+    backend = obedient()
+    host = backend.engine.plugin.host
+    assert Path(f"/proc/{host.pid}").exists() and host.log.exists()
+    backend.close()
+    assert not Path(f"/proc/{host.pid}").exists() and not host.log.exists()
+    assert Path(environment["CLOSED"]).read_text() == "closed "
+    with pytest.raises(BackendClosedError):
+        backend.generate([[20]])
+
+
+def test_a_backend_that_is_dropped_leaves_nothing(obedient: Open, environment: dict[str, str]) -> None:
+    backend = corelm.get_backend("obedient", python=sys.executable, env=environment)
+    pid = backend.engine.plugin.host.pid
+    del backend
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
