@@ -19,16 +19,18 @@ from corelm.containers.html import container_html
 from corelm.containers.notebook import show_results
 from corelm.containers.overview import summary
 from corelm.containers.padding import collate, repad
-from corelm.containers.printing import short
+from corelm.containers.printing import print_in_words, short
 from corelm.containers.records import to_records
 from corelm.containers.turns import merge_turns
 
 # Saved files name a class by its module. They name this package, so that its modules can be reorganised.
-for _container in (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens):
+_containers = (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens)
+for _container in _containers:
     _container.__module__ = __name__
     _container.__repr__ = short  # type: ignore[method-assign]
     _container._repr_html_ = container_html
 
+print_in_words(_containers)
 show_results()
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -13,9 +14,12 @@ from corelm.containers.reading import head
 
 
 def result_or_none(td: TensorDictBase) -> str | None:
-    """Return the HTML of a TensorDict that holds containers. None lets IPython show the others as it always does."""
+    """Return the HTML of a TensorDict with containers; of another what tensordict returns: None before 0.15.3."""
     try:
-        return Summary(td)._repr_html_() if containers_of(head(td, 1)) else None
+        if containers_of(head(td, 1)):
+            return Summary(td)._repr_html_()
+        of_tensordict: Callable[[], str | None] = getattr(td, "_repr_html_", lambda: None)
+        return of_tensordict()
     except Exception:  # IPython would print the traceback above the result
         return None
 

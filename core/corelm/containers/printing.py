@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
 from corelm.containers.glance import (
@@ -26,13 +30,18 @@ from corelm.errors import InvalidRequestError, described
 _ROWS, _WIDTH = 3, 88
 #: How many means a line shows.
 _MEANS = 4
+#: The functions of tensordict that show a TensorDict or a TensorClass.
+_SHOW = frozenset({"__repr__", "_repr", "_repr_html_", "_repr_html"})
+#: Those that show each entry's own ``repr`` if tensordict cannot build its tree. A TensorClass fails.
+_FALL_BACK = [getattr(getattr(TensorDictBase, name, None), "__code__", None) for name in ("__repr__", "_repr_html_")]
 
 
 def short(container: Any) -> str:
     """Return the ``repr`` of a container: what it holds in a few lines."""
     name = type(container).__name__
     try:
-        return f"{name}({_SHOWN[type(container)](few(container), row_count(container.batch_size))})"
+        show = next(show for kind, show in _SHOWN.items() if isinstance(container, kind))
+        return f"{name}({show(few(container), row_count(container.batch_size))})"
     except Exception as error:
         # Of meta or broken contents. A repr that raises would hide what is wrong.
         fields = attempt(lambda one: ", ".join(map(str, one.keys())), container, otherwise="no readable fields")
@@ -115,3 +124,46 @@ _SHOWN: dict[type, Callable[[Any, str], str]] = {
     ChatHistory: _chat_history,
     History: _history,
 }
+
+
+# Inside a TensorDict -------------------------------------------------------------------------------------------------
+
+
+class _InWords:
+    """The ``Field.repr`` of every field of a container, which tensordict reads as a bool.
+
+    tensordict 0.15.3 prints a TensorDict as a tree of dtypes and shapes, for which it makes and reads every row of a
+    container. If it cannot build the tree, it prints the ``repr`` of each entry, as 0.14 does. So the code that builds
+    the tree of a TensorDict gets an error here. Every other caller, such as a TensorClass that holds a container, gets
+    True, the usual value.
+    """
+
+    refuses = True
+
+    def __bool__(self) -> bool:
+        if self.refuses and _falls_back():
+            raise TypeError("a container prints itself")
+        return True
+
+
+def _falls_back() -> bool:
+    """Return whether the nearest caller that shows something is one of `_FALL_BACK`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name not in _SHOW:
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _FALL_BACK
+
+
+def print_in_words(containers: Iterable[type]) -> None:
+    """Let a TensorDict print what its containers print, with tensordict 0.15.3 as well as with 0.14.
+
+    One TensorDict is printed as a test. If tensordict does not catch the error, containers are part of its tree.
+    """
+    in_words: Any = _InWords()
+    for container in containers:
+        for field in dataclasses.fields(container):
+            field.repr = in_words
+    try:
+        repr(TensorDict(text=Text()))
+    except Exception:
+        in_words.refuses = False
