@@ -10,7 +10,7 @@ PACKAGES := . $(wildcard plugins/*)
 EDITABLE := $(addprefix --editable ,$(wildcard plugins/*) tests/packages/toy_backend)
 METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/toy_backend/pyproject.toml
 
-# Run the tests in one process per core. Each process takes seconds to import torch, and up to 2 GB.
+# Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
