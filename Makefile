@@ -10,6 +10,9 @@ PACKAGES := . $(wildcard plugins/*)
 EDITABLE := $(addprefix --editable ,$(wildcard plugins/*) tests/packages/toy_backend)
 METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/toy_backend/pyproject.toml
 
+# Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
+PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Check the chosen interpreter's version, and say what to type if it is too old.
@@ -37,13 +40,13 @@ types: install ## run mypy in strict mode
 	$(BIN)/mypy
 
 unit: install ## run the tests, including the examples in the README and in docstrings
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-families: install ## compare the transformers plugin with the plain forward of every model type; takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families
 
 test-tensordict: .venv-tensordict/.installed ## test everything that holds tensors on the newest tensordict, which TorchRL does not support yet
-	.venv-tensordict/bin/python -m pytest \
+	.venv-tensordict/bin/python -m pytest $(PARALLEL) \
 		tests/tensors tests/containers tests/kl tests/policy tests/backend tests/interop tests/test_docs.py
 
 test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU; takes minutes

@@ -117,9 +117,9 @@ class LifecyclePromises(ConformanceBase):
             if rows > MOST_ROWS:
                 not_applicable("calls that take long enough for a timeout")
             whole = min(seconds(rows), seconds(rows))
-        # A busy machine may delay either call, so two of three attempts decide.
+        # A busy machine may delay either call, so three of five attempts decide.
         found: list[str] = []
-        while len(found) < 3 and max(map(found.count, found), default=0) < 2:
+        while max(found.count(""), len(found) - found.count("")) < 3:
             waited, after = seconds(rows, timeout=whole / 10), seconds(1, new=1)
             if waited >= whole / 2:
                 found.append(f"a timeout of {whole / 10:.2f} s did not end the call within {whole / 2:.2f} s")
@@ -127,7 +127,7 @@ class LifecyclePromises(ConformanceBase):
                 found.append(f"declared stops_at_timeout, but the next call waited more than {whole / 2:.2f} s")
             else:
                 found.append("")
-        assert found.count("") >= 2, max(found)
+        assert found.count("") >= 3, max(found)
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
         if backend.capabilities.abort:

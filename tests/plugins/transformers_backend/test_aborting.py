@@ -170,7 +170,8 @@ def test_a_beam_search_ends_with_the_beams_it_has(open_model: Open) -> None:
 
 def test_a_timeout_ends_a_beam_search(open_model: Open) -> None:
     model = tiny_model(max_position_embeddings=100_000)
-    beams = {"max_new_tokens": 50_000, "ignore_eos": True, "num_beams": 2, "temperature": 0.0}
+    # Far more than two seconds of steps. The self-test reads as many tokens in one forward pass, which no timeout ends.
+    beams = {"max_new_tokens": 4_000, "ignore_eos": True, "num_beams": 2, "temperature": 0.0}
     backend = open_model(model)
     with pytest.raises(BackendTimeoutError):
         backend.generate(PROMPTS, beams, logprobs="none", timeout=2.0)

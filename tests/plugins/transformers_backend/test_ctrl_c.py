@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from helpers.processes import heed_interrupts
+
 #: Seconds in which the program has to end. It takes one or two on a machine that does nothing else.
 SOON = 15.0
 SETUP = """
@@ -94,6 +96,7 @@ def ended(program: str, signals: int = 1) -> tuple[int, str, float]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
     assert run.stdout is not None
     try:
