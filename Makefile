@@ -1,6 +1,6 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
 # make test-vllm and make test-sglang do the same with a real engine, and make test-tensordict with the newest tensordict,
-# each in its own environment.
+# each in its own environment; make test-hosts uses all of them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +20,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang bench bench-quick install
+.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-hosts bench bench-quick install
 .PHONY: drawings wheels pins format clean
 
 help: ## list the targets
@@ -54,6 +54,9 @@ test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the 
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU; takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
+
+test-hosts: install .venv-vllm/.installed .venv-sglang/.installed ## test engines in processes of their own environments; takes minutes
+	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes most of an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

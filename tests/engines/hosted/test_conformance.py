@@ -1,0 +1,63 @@
+"""The conformance kit on the real vLLM and the real SGLang, each in a process of its own environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+import corelm
+from corelm import Backend
+from corelm.testing import BackendConformance
+from engines.hosted.conftest import ENGINES
+from helpers import oracle as plain
+from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+
+class _HostedConformance(BackendConformance):
+    engine: ClassVar[str]
+    logit_bias: ClassVar[dict[Any, float]]
+    other: ClassVar[Path]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Backend]:
+        cls.other = tmp_path_factory.mktemp("other")
+        OTHER.save_pretrained(cls.other)
+        tiny_tokenizer().save_pretrained(cls.other)
+        return lambda: corelm.get_backend(cls.engine, folder, **ENGINES[cls.engine])
+
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return plain.logprobs(MODEL, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+    def engine_sampling(self) -> dict[str, Any]:
+        return {"engine_kwargs": {"logit_bias": self.logit_bias}}
+
+
+class TestHostedVLLM(_HostedConformance):
+    engine = "vllm"
+    logit_bias: ClassVar[dict[Any, float]] = {7: 20.0}
+
+    def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
+        return OTHER.state_dict(), lambda ids, temperature: plain.logprobs(OTHER, ids, temperature)
+
+
+class TestHostedSGLang(_HostedConformance):
+    engine = "sglang"
+    logit_bias: ClassVar[dict[Any, float]] = {"7": 20.0}
+    # Every draw is one request to a server that shares two cores with the tests.
+    draws = 500
+
+    def new_weights(self) -> tuple[Path, Callable[[list[int], float], Tensor]]:
+        return self.other, lambda ids, temperature: plain.logprobs(OTHER, ids, temperature)
+
+
+#: The oracle's own copies of the model.
+MODEL: nn.Module = tiny_model(hidden_size=128)
+OTHER: Any = tiny_model(hidden_size=128, seed=1)
