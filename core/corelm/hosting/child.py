@@ -113,7 +113,8 @@ def end_group() -> NoReturn:
             stream.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+    signal.raise_signal(signal.SIGKILL)
+    raise AssertionError("a process survived SIGKILL")
 
 
 if __name__ == "__main__":
