@@ -15,7 +15,7 @@ from corelm import Backend
 
 #: A plugin that the parent does not have. The first id of the first prompt says what it does.
 PLUGIN = """
-import ctypes, os, sys, threading, time
+import ctypes, os, subprocess, sys, threading, time
 from dataclasses import replace
 from corelm import hookimpl
 from corelm.errors import CapabilityError, InvalidRequestError
@@ -37,6 +37,8 @@ class Obedient(ToyBackend):
             os._exit(5)
         if behaviour == "waits":
             time.sleep(1000)
+        if behaviour == "parent":
+            subprocess.Popen(["sleep", "100"])
         if behaviour == "interrupts":
             raise SystemExit("an engine gave up")
         engine = super().open()
