@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import corelm
 from corelm import Backend
+from corelm.errors import InvalidRequestError
 from corelm.testing import BackendConformance
 from engines.hosted.conftest import ENGINES
 from helpers import oracle as plain
@@ -38,6 +39,12 @@ class _HostedConformance(BackendConformance):
 
     def engine_sampling(self) -> dict[str, Any]:
         return {"engine_kwargs": {"logit_bias": self.logit_bias}}
+
+    def test_an_unknown_option_is_refused_before_the_engine_opens(self, backend: Backend) -> None:
+        # The engine is in another environment.
+        with pytest.raises(InvalidRequestError) as caught:
+            corelm.get_backend(self.engine, python=ENGINES[self.engine]["python"], no_such_option=1)
+        assert caught.value.field == "no_such_option"
 
 
 class TestHostedVLLM(_HostedConformance):
