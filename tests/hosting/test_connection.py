@@ -1,4 +1,4 @@
-"""Calls over a connection end, whatever fails on either side, and callers do not hold each other up."""
+"""Calls over a connection end however either side fails, and callers do not hold each other up."""
 
 from __future__ import annotations
 
