@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import os
 import pickle
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,6 +75,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._sending = threading.Lock()
+        _channels.add(self)
 
     def send(self, kind: Kind, call: int, value: Any) -> None:
         """Send a frame. A thread that is interrupted in here leaves half a frame, so the main thread must not call it.
@@ -161,3 +164,19 @@ def _padded(size: int) -> int:
 def _aligned(data: memoryview) -> Iterator[bytes | memoryview]:
     yield data
     yield bytes(_padded(len(data)) - len(data))
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    # Not `Channel.close`, which would end the connection of the parent, too. As long as a fork held the socket open,
+    # the other process would not notice that this one has ended.
+    for channel in list(_channels):
+        with suppress(OSError):
+            channel.end.close()
+
+
+# Windows has no forks.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)

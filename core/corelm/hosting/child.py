@@ -1,6 +1,6 @@
-"""The host: ``python -m corelm.hosting.child FD`` opens the engine that its parent names, and serves it.
+"""The host: `main` opens the engine that its parent names, and serves it.
 
-The parent holds the other end of the socket `FD`. When that end closes, on purpose or because the parent was killed,
+The parent holds the other end of the socket. When that end closes, on purpose or because the parent was killed,
 the host ends with every process in its group.
 """
 
@@ -29,10 +29,15 @@ from corelm.spec.hookspecs import API_VERSION
 PATIENCE = 5.0
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: str) -> NoReturn:
+    """Serve the parent until it ends.
+
+    Args:
+        descriptor: the number of an open socket. The parent has the other end.
+    """
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(socket.socket(fileno=int(descriptor)))
     channel.send(Kind.HELLO, 0, versions())
     order = channel.receive()
     if order is None:
@@ -102,10 +107,12 @@ class _Served:
             self._channel.send_packed(kind, number, packed)
 
     def _end(self) -> NoReturn:
-        threading.Timer(PATIENCE, end_group).start()
-        if self._server is not None:
-            self._server.end()
-        end_group()
+        try:
+            threading.Timer(PATIENCE, end_group).start()
+            if self._server is not None:
+                self._server.end()
+        finally:
+            end_group()
 
 
 def _read(frame: Frame) -> Any:
@@ -134,7 +141,3 @@ def end_group() -> NoReturn:
         os.killpg(0, signal.SIGKILL)
     signal.raise_signal(signal.SIGKILL)
     raise AssertionError("a process survived SIGKILL")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -22,8 +21,6 @@ from corelm.hosting.server import Call
 _log = logging.getLogger(__name__)
 
 Callbacks = Mapping[str, Callable[..., object]]
-
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Connection:
@@ -43,7 +40,6 @@ class Connection:
         # The threads hold what they share, not the connection, so that it can be collected.
         for work in (self._shared.read, self._shared.write):
             threading.Thread(target=work, name=f"corelm-host-{work.__name__}", daemon=True).start()
-        _channels.add(channel)
 
     @property
     def lost(self) -> bool:
@@ -201,16 +197,3 @@ def _reply(replies: SimpleQueue[Frame | None], timeout: float | None, callbacks:
             callbacks[name](*args)
         except Exception as error:
             _log.error("a callback of a request raised %s", brief(described(error)), exc_info=error)
-
-
-def _close_in_fork() -> None:
-    # Not `Channel.close`, which would end the connection of the parent, too. As long as a fork held the socket open, a
-    # host would not notice that the parent has ended.
-    for channel in list(_channels):
-        with suppress(OSError):
-            channel.end.close()
-
-
-# Windows has no forks.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)

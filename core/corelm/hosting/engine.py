@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError, message
 from corelm.hosting.channel import Kind
 from corelm.hosting.connection import Connection
 from corelm.hosting.failures import HostedError, HostTraceback
@@ -38,6 +38,8 @@ R = TypeVar("R")
 
 #: Seconds after a request's timeout in which the host must say that the time is over. Then it counts as stuck.
 _GRACE = 2.0
+#: Seconds in which a host tokenizes, renders or decodes a batch. A template that loops is stopped earlier.
+_TOKENIZING = 600.0
 #: Seconds in which a host says whether its engine is healthy, and in which it aborts requests.
 _QUICK = 10.0
 
@@ -177,7 +179,10 @@ class HostedEngine:
 
 
 def _ask_tokenizer(connection: Connection, name: str, *args: Any, **kwargs: Any) -> Any:
-    return connection.call(Call("tokenizer", name, args, kwargs))
+    try:
+        return connection.call(Call("tokenizer", name, args, kwargs), _TOKENIZING)
+    except TimeoutError as error:
+        raise BackendTimeoutError(f"the tokenizer of the process that holds the engine: {message(error)}") from error
 
 
 def _on_device(result: ScoreResult, device: torch.device) -> ScoreResult:

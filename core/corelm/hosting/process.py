@@ -25,6 +25,8 @@ from corelm.validate import invalid, shown
 
 _log = logging.getLogger(__name__)
 
+#: What a new process runs. Python would find modules in the current folder first: a checkout of an engine, for example.
+_PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from corelm.hosting.child import main; main(sys.argv[1])"
 #: Seconds that a new process has to import core. Importing torch from a cold disk takes long.
 STARTUP_TIMEOUT = 120.0
 #: Seconds that an engine has to close before its process is killed.
@@ -63,11 +65,12 @@ class HostProcess:
         self.python = _interpreter(python)
         self._environment = environment = _environment(env)
         here, there = socket.socketpair()
+        channel = Channel(here)
         handle, path = tempfile.mkstemp(prefix="corelm-host-", suffix=".log")
         self.log = Path(path)
         try:
             with os.fdopen(handle, "wb") as output, there:
-                command = [self.python, "-m", "corelm.hosting.child", str(there.fileno())]
+                command = [self.python, "-c", _PROGRAM, str(there.fileno())]
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -78,7 +81,7 @@ class HostProcess:
                     start_new_session=True,
                 )
         except BaseException as error:
-            here.close()
+            channel.close()
             self.log.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise invalid("python", f"{self.python} cannot be run: {error}") from error
@@ -87,7 +90,7 @@ class HostProcess:
         self._parent, self._ended_alone, self._closed = os.getpid(), False, False
         # Reentrant: the garbage collector may call `kill` on a thread that is in `_end`.
         self._ending = threading.RLock()
-        self.connection = Connection(Channel(here), self._why_lost)
+        self.connection = Connection(channel, self._why_lost)
         _log.info("started the process %d of %s for an engine; its output is in %s", self.pid, self.python, self.log)
         try:
             self._check_versions()
