@@ -1,0 +1,439 @@
+"""The rules of a fleet, one example each. No engine runs: `World` says what each one did."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.fleet.records import TRANSITIONS, FleetLimits, Load, Start, State, Updated, UpdateFailed
+from corelm.fleet.state import FleetState
+from helpers.fleet_world import World
+
+
+def world(*names: str, **limits: float) -> World:
+    """Return a fleet of healthy replicas."""
+    made = World(limits=FleetLimits(**{"trial": math.inf, **limits}))
+    made.open(*names)
+    return made
+
+
+def state(of: World, name: str) -> State:
+    return of.fleet.replicas[name].state
+
+
+def test_rows_go_to_a_replica_and_are_answered_once():
+    w = world("a", "b")
+    w.add(0, 1, 2)
+    first = w.send("a", 0, 1)
+    w.send("b", 2)
+    w.answer(first)
+    w.answer(first)  # as a retry of a transport would
+    assert w.rows[0].outcomes == w.rows[1].outcomes == ["answered"] and not w.rows[2].outcomes
+
+
+def test_a_death_sends_only_unanswered_rows_again_and_elsewhere():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0, 1)
+    w.answer(call, [0])
+    w.die(w.engine("a"))
+    assert w.fleet.trials() == [(1, "b")]
+    w.answer(w.send("b", 1, trial=True))
+    assert w.rows[1].outcomes == ["answered"]
+
+
+def test_poison_in_a_batch_of_eight_fails_alone_and_takes_two_replicas_along():
+    w = world("a", "b", "c", "d")
+    w.add(*range(8))
+    w.send("a", *range(8))
+    w.die(w.engine("a"))
+    deaths = 1
+    while w.fleet.rows.all:
+        for row, name in w.fleet.trials():
+            w.send(name, row, trial=True)
+        for call in w.in_flight():
+            if call.rows == [5]:
+                w.die(call.engine)
+                deaths += 1
+            else:
+                w.answer(call)
+    assert deaths == 2
+    assert [row for row in range(8) if w.rows[row].outcomes != ["answered"]] == [5]
+    error = w.failures[5].error
+    assert error.usable and error.rows == (5,)
+    assert "a (start 1): exit code -9; " in str(error) and "2 replicas were lost" in str(error)
+
+
+def test_accused_rows_are_tried_on_half_of_the_replicas_and_fresh_ones_go_on():
+    w = world("a", "b", "c", "d", "e")
+    w.add(*range(20))
+    w.send("a", *range(10))
+    w.die(w.engine("a"))
+    tried = [name for _, name in w.fleet.trials()]
+    assert len(tried) == 2 and w.fleet.takers == {"b", "c", "d", "e"} - set(tried)
+
+
+def test_the_rows_sent_last_are_tried_first():
+    w = world("a", "b")
+    w.add(0, 1)
+    w.send("a", 0)
+    w.now += 1
+    w.send("a", 1)
+    w.die(w.engine("a"))
+    assert list(w.fleet.rows.accused) == [1, 0]
+
+
+def test_a_row_on_trial_waits_until_its_replica_has_survived_the_rows_it_has():
+    w = world("a", "b", trial=5.0)
+    w.add(0, 1, 2)
+    w.send("a", 0)
+    w.send("b", 1)
+    w.die(w.engine("a"))
+    assert w.fleet.trials() == [] and w.fleet.takers == frozenset()
+    w.now += 5
+    w.hear(w.engine("b"))
+    assert w.fleet.trials() == [(0, "b")]
+    call = w.send("b", 0, trial=True)
+    assert w.fleet.takers == frozenset()
+    w.obey(w.fleet.producing(call.number, w.now))
+    assert w.fleet.takers == {"b"}, "a row that produces tokens is no longer on trial"
+
+
+def test_a_death_during_a_trial_blames_only_the_row_on_trial():
+    w = world("a", "b", trial=5.0)
+    w.add(0, 1)
+    w.send("a", 0)
+    w.send("b", 1)
+    w.die(w.engine("a"))
+    w.now += 5
+    w.hear(w.engine("b"))
+    w.send("b", 0, trial=True)
+    w.die(w.engine("b"))
+    assert w.rows[0].outcomes == ["failed"] and list(w.fleet.rows.fresh) == [1]
+
+
+def test_a_bad_request_does_not_count():
+    w = world("a")
+    w.add(*range(8))
+    for row in range(4):
+        w.refuse(w.send("a", row))
+    w.refuse(w.send("a", 4, 5, 6), [5])
+    assert state(w, "a") is State.HEALTHY
+    assert list(w.fleet.rows.fresh) == [7, 4, 6] and w.rows[5].outcomes == ["refused"]
+
+
+def test_a_replica_that_fails_every_call_is_restarted():
+    w = world("a", "b")
+    w.add(0, 1, 2)
+    for call in [w.send("a", row) for row in range(3)]:
+        assert state(w, "a") is State.HEALTHY
+        w.fail(call)
+    assert state(w, "a") is State.DEAD and list(w.fleet.rows.accused) == [0, 1, 2]
+
+
+def test_a_suspect_gets_no_rows_and_its_late_answer_is_discarded():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    assert state(w, "a") is State.SUSPECT and w.fleet.takers == {"b"}
+    w.pass_time(10)
+    again = w.send("b", *[row for row, _ in w.fleet.trials()], trial=True)
+    w.hear(w.engine("a"))
+    w.answer(call)
+    assert not w.rows[0].outcomes
+    w.answer(again)
+    assert w.rows[0].outcomes == ["answered"] and state(w, "a") is State.HEALTHY
+
+
+def test_a_suspect_that_answers_in_time_keeps_its_rows():
+    w = world("a", "b")
+    w.add(0)
+    call = w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(9)
+    w.answer(call)
+    assert w.rows[0].outcomes == ["answered"]
+
+
+def test_a_suspect_that_never_comes_back_is_restarted():
+    w = world("a")
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(60)
+    assert state(w, "a") is State.DEAD
+    w.pass_time(1)
+    assert w.jobs == [Start(w.fleet.replicas["a"].life)]
+
+
+def test_an_update_opens_the_gate_for_all_together():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.update()
+    assert w.fleet.takers == frozenset()
+    w.finish_all()
+    assert state(w, "b") is State.HEALTHY and w.fleet.takers == frozenset(), "a still has a row of the old weights"
+    w.answer(call)
+    w.finish_all()
+    assert w.ended == [Updated(1, {})] and w.fleet.takers == {"a", "b"} and w.fleet.epoch == 1
+
+
+def test_two_updates_at_once_are_refused():
+    w = world("a")
+    w.update()
+    with pytest.raises(EngineError, match="an update is under way; call again when it has ended"):
+        w.fleet.update(w.now)
+
+
+def test_a_replica_that_dies_in_an_update_loads_the_new_weights_later():
+    w = world("a", "b")
+    w.update()
+    w.finish(w.jobs[0])
+    w.die(w.engine("b"))
+    w.finish_all()
+    assert w.ended == [Updated(1, {"b": "exit code -9"})] and w.fleet.takers == {"a"}
+    w.pass_time(1)
+    w.finish(w.jobs[0])
+    assert state(w, "b") is State.STALE and w.jobs == [Load(w.fleet.replicas["b"].life, 1)]
+    w.finish_all()
+    assert w.fleet.takers == {"a", "b"}
+
+
+def test_an_update_during_a_restart_does_not_wait_for_it():
+    w = world("a", "b")
+    w.die(w.engine("b"))
+    w.pass_time(1)
+    w.update()
+    w.finish(next(job for job in w.jobs if isinstance(job, Load)))
+    w.finish(w.jobs[-1])
+    assert w.ended == [Updated(1, {"b": "exit code -9"})]
+    w.finish_all()
+    assert w.fleet.takers == {"a", "b"}
+
+
+def test_an_update_waits_for_a_restart_if_nothing_else_runs():
+    w = world("a")
+    w.die(w.engine("a"))
+    w.update()
+    assert not w.ended
+    w.pass_time(1)
+    w.finish_all()
+    assert w.ended == [Updated(1, {})]
+
+
+def test_weights_that_every_replica_refuses_change_nothing():
+    w = world("a", "b")
+    w.update()
+    for job in list(w.jobs):
+        w.botch(job, refuse=True)
+    assert w.ended == [UpdateFailed(True, dict.fromkeys("ab", "no such parameter"), {"a": 0, "b": 0})]
+    assert w.fleet.takers == {"a", "b"} and w.fleet.epoch == 0
+
+
+def test_an_update_that_fails_everywhere_says_which_weights_are_where_and_the_old_ones_come_back():
+    w = world("a", "b")
+    w.update()
+    w.finish_all()
+    w.update()
+    w.botch(w.jobs[0], refuse=True)
+    w.botch(w.jobs[0])
+    assert w.ended[-1] == UpdateFailed(
+        True, {"a": "no such parameter", "b": "no room for the weights"}, {"a": 1, "b": None}
+    )
+    assert w.fleet.takers == {"a"}
+    w.pass_time(1)
+    w.finish(w.jobs[0])
+    assert w.jobs == [Load(w.fleet.replicas["b"].life, 1)]
+    w.update()  # the epoch of the failed update is not used again
+    assert w.fleet.updating == 3
+
+
+def test_a_replica_that_refuses_what_others_load_is_restarted():
+    w = world("a", "b")
+    w.update()
+    w.botch(w.jobs[0], refuse=True)
+    w.finish_all()
+    assert w.ended == [Updated(1, {"a": "no such parameter"})] and state(w, "a") is State.DEAD
+
+
+def test_a_replica_whose_canary_disagrees_gets_no_rows():
+    w = World()
+    w.join("a")
+    w.finish(w.jobs[0])
+    w.botch(w.jobs[0])
+    assert state(w, "a") is State.DEAD and "log-probs differ by 3" in w.fleet.replicas["a"].why
+
+
+def test_a_suspect_loses_its_rows_when_an_update_begins():
+    w = world("a", "b")
+    w.add(0)
+    old = w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.update()
+    w.finish_all()
+    assert w.ended == [Updated(1, {"a": "no reply to a health check"})]
+    w.answer(old)
+    assert not w.rows[0].outcomes
+    w.hear(w.engine("a"))
+    assert state(w, "a") is State.STALE
+
+
+def test_a_late_report_of_an_earlier_life_is_ignored():
+    w = world("a")
+    old = w.engine("a")
+    w.die(old)
+    w.pass_time(1)
+    w.finish_all()
+    assert w.fleet.died(old.life, 1.0, "late") == w.fleet.opened(old.life, 1.0) == []
+    assert w.fleet.loaded(old.life, 0, 1.0) == []
+    assert state(w, "a") is State.HEALTHY
+
+
+def test_restarts_wait_longer_each_time_and_end():
+    w = world("a", backoff=1.0, longest_backoff=3.0, restarts=3)
+    w.add(0)
+    waits = []
+    for _ in range(3):
+        w.die(w.engine("a"))
+        waits.append(w.fleet.replicas["a"].retry_at - w.now)
+        w.pass_time(3)
+        w.finish_all()
+    assert waits == [1.0, 2.0, 3.0]
+    w.die(w.engine("a"))
+    assert state(w, "a") is State.GONE and w.rows[0].outcomes == ["failed"]
+    error = w.failures[0].error
+    assert error.usable is False and "no replica is left" in str(error) and "started too often" in str(error)
+
+
+def test_a_replica_that_answers_may_be_restarted_again_and_again():
+    w = world("a", restarts=1)
+    for row in range(5):
+        w.add(row)
+        w.answer(w.send("a", row))
+        w.die(w.engine("a"))
+        w.pass_time(60)
+        w.finish_all()
+    assert state(w, "a") is State.HEALTHY
+
+
+def test_rows_fail_after_an_outage():
+    w = world("a", outage=30.0, restarts=1000, start=1e6)
+    w.add(0)
+    w.die(w.engine("a"))
+    w.pass_time(1)
+    w.pass_time(29.9)
+    assert not w.rows[0].outcomes
+    w.pass_time(0.1)
+    assert w.rows[0].outcomes == ["failed"] and "a is restarting" in str(w.failures[0].error)
+
+
+def test_a_fleet_without_replicas_fails_rows_at_once():
+    w = World()
+    w.add(0)
+    assert w.rows[0].outcomes == ["failed"]
+
+
+def test_a_draining_replica_finishes_its_rows_and_leaves():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.drain("a")
+    assert state(w, "a") is State.DRAINING and w.fleet.takers == {"b"}
+    w.answer(call)
+    assert state(w, "a") is State.GONE
+    w.open("a")
+    assert w.fleet.takers == {"a", "b"} and w.fleet.replicas["a"].life.number == 2
+
+
+def test_a_replica_with_one_call_at_once():
+    w = World()
+    w.open("a", most_flights=1)
+    w.add(0, 1)
+    call = w.send("a", 0)
+    assert w.fleet.takers == frozenset()
+    w.answer(call)
+    assert w.fleet.takers == {"a"}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+@pytest.mark.parametrize("name", ["start", "load", "canary"])
+def test_what_takes_too_long_is_given_up(name, seconds):
+    w = World(limits=FleetLimits(**{name: 5.0}))
+    w.join("a")
+    if name != "start":
+        w.finish(w.jobs[0])
+    if name == "load":
+        w.finish_all()
+        w.update()
+    w.pass_time(4.9)
+    assert state(w, "a") is not State.DEAD
+    w.pass_time(0.1 + seconds)
+    assert state(w, "a") is State.DEAD and "within 5 s" in w.fleet.replicas["a"].why
+
+
+def test_mistakes_are_refused():
+    w = world("a")
+    with pytest.raises(InvalidRequestError, match="there is already a replica 'a'"):
+        w.fleet.join("a", 0.0)
+    with pytest.raises(InvalidRequestError, match="there is no replica 'z'; there are a"):
+        w.fleet.drain("z", 0.0)
+    with pytest.raises(InvalidRequestError, match="row 3 is already there"):
+        w.fleet.add([3, 3], 0.0)
+    with pytest.raises(InvalidRequestError, match="do not all wait"):
+        w.fleet.send("a", [7], 0.0)
+    w.fleet.drain("a", 0.0)
+    with pytest.raises(InvalidRequestError, match="a is gone and cannot take rows"):
+        w.fleet.send("a", [3], 0.0)
+    with pytest.raises(InvalidRequestError, match="trial: expected"):
+        FleetLimits(trial=-1)
+    with pytest.raises(InvalidRequestError, match="deaths: expected a whole number of at least 1"):
+        FleetLimits(deaths=0)
+
+
+def test_the_table_shows_every_transition():
+    """Walk through the table; `_move` refuses every change of state that is not in it."""
+    seen = set()
+
+    class Recorder(FleetState):
+        def _move(self, replica, to, now, why=""):
+            seen.add((replica.state, to))
+            super()._move(replica, to, now, why)
+
+    def fleet(until: State) -> World:
+        w = World(Recorder, FleetLimits(restarts=3))
+        w.join("a")
+        if until is State.JOINING:
+            return w
+        w.finish(w.jobs[0])
+        if until is State.STALE:
+            return w
+        w.finish_all()
+        if until is State.SUSPECT:
+            w.miss(w.engine("a"))
+            w.miss(w.engine("a"))
+        elif until is State.DRAINING:
+            w.add(0)
+            w.send("a", 0)
+            w.drain("a")
+        elif until in (State.DEAD, State.RESTARTING):
+            w.die(w.engine("a"))
+            if until is State.RESTARTING:
+                w.pass_time(1)
+        assert state(w, "a") is until
+        return w
+
+    for until in set(State) - {State.GONE}:
+        fleet(until).drain("a")
+        fleet(until).calm_down()
+        w = fleet(until)
+        w.obey(w.fleet.died(w.fleet.replicas["a"].life, w.now, "exit code 1"))
+        w = fleet(until)
+        w.update()
+        w.calm_down()
+    assert seen == set(TRANSITIONS)
