@@ -322,6 +322,16 @@ def test_a_replica_that_answers_may_be_restarted_again_and_again():
     assert state(w, "a") is State.HEALTHY
 
 
+def test_a_replica_that_dies_once_a_day_is_restarted_though_nothing_is_asked_of_it():
+    w = world("a", restarts=1)
+    for _ in range(3):
+        w.pass_time(86_400)
+        w.die(w.engine("a"))
+        w.pass_time(1)
+        w.finish_all()
+    assert state(w, "a") is State.HEALTHY
+
+
 def test_rows_fail_after_an_outage():
     w = world("a", outage=30.0, restarts=1000, start=1e6)
     w.add(0)
@@ -330,7 +340,7 @@ def test_rows_fail_after_an_outage():
     w.pass_time(29.9)
     assert not w.rows[0].outcomes
     w.pass_time(0.1)
-    assert w.rows[0].outcomes == ["failed"] and "a is restarting" in str(w.failures[0].error)
+    assert w.rows[0].outcomes == ["failed"] and "a (start 2) is restarting" in str(w.failures[0].error)
 
 
 def test_a_fleet_without_replicas_fails_rows_at_once():
@@ -375,6 +385,19 @@ def test_what_takes_too_long_is_given_up(name, seconds):
     assert state(w, "a") is not State.DEAD
     w.pass_time(0.1 + seconds)
     assert state(w, "a") is State.DEAD and "within 5 s" in w.fleet.replicas["a"].why
+
+
+def test_a_replica_that_stalls_while_it_loads_is_given_up_before_the_limit_of_a_load():
+    w = world("a", "b", give_up=60.0, load=900.0)
+    w.update()
+    w.finish(w.jobs[0])
+    w.finish(w.jobs[-1])
+    for _ in range(5):
+        w.miss(w.engine("b"))
+    assert state(w, "b") is State.STALE, "it may be busy"
+    w.now += 60
+    w.miss(w.engine("b"))
+    assert w.ended == [Updated(1, {"b": "no reply to a health check"})]
 
 
 def test_mistakes_are_refused():

@@ -64,7 +64,7 @@ class FleetLimits:
     Attributes:
         misses: health checks that a replica misses in a row before it is a suspect.
         take_back: how long a suspect keeps its rows before they are sent elsewhere.
-        give_up: how long a replica is a suspect before it counts as dead.
+        give_up: how long a replica is a suspect, or misses health checks while it loads, before it counts as dead.
         deaths: deaths at which a row is in flight before it fails.
         trial: how long a replica must be heard from after it took a row before that row counts as harmless to it.
             `math.inf` waits for the answer.
@@ -74,7 +74,8 @@ class FleetLimits:
         canary: how long a canary may take.
         backoff: the wait before a restart. It doubles with each restart after which no row was answered.
         longest_backoff: the longest such wait.
-        restarts: how often in a row a replica is restarted without answering a row; then it is gone.
+        restarts: how often in a row a replica is restarted without answering a row, or being healthy for longer than
+            `longest_backoff`; then it is gone.
         outage: how long rows wait while no replica is healthy; then they fail.
 
     Raises:

@@ -109,51 +109,51 @@ class Policy(Protocol):
     """Chooses replicas."""
 
     def choose(self, group: Group, loads: Loads) -> str | None:
-        """Return the replica that gets a group: one of ``loads.takers``, or None to let the group wait."""
+        """Return the replica that gets a group, one of ``loads.takers``; None if there is none, so that it waits."""
 
 
 class LeastWork:
-    """Sends a group where its key went before, unless that replica is overloaded; otherwise where the least work is.
+    """Sends a group to a replica that has its key unless all of these are overloaded, else where the least work is.
 
-    A replica is overloaded if it has more than `overload` times the mean work, and even without the beginning of the
-    prompt, which it need not read again, it would answer later than the least loaded one.
+    A replica is overloaded if it has more than `overload` times the mean work, and would still answer later than the
+    least loaded one after what it saves: it need not read the beginning of the prompt again. A key that many rows share
+    so spreads over as many replicas as it needs.
 
     Args:
-        overload: the multiple of the mean work up to which a key stays where it is.
-        most: the work up to which a replica gets more. Beyond it rows wait in the fleet, and go to the first replica
-            that has room. None sets no limit: rows wait in the engines.
+        overload: the multiple of the mean work up to which a replica gets more rows of its keys.
+        homes: the largest number of replicas that are remembered for a key.
         remember: how many keys are remembered. Those that were used longest ago are forgotten first.
     """
 
-    def __init__(self, overload: float = 1.25, most: float | None = None, remember: int = 100_000) -> None:
+    def __init__(self, overload: float = 1.25, homes: int = 32, remember: int = 100_000) -> None:
         self.overload = overload
-        self.most = most
+        self.homes = homes
         self.remember = remember
-        self._kept: OrderedDict[Hashable, str] = OrderedDict()
+        self._homes: OrderedDict[Hashable, list[str]] = OrderedDict()
 
     def choose(self, group: Group, loads: Loads) -> str | None:
-        """Return the replica for a group."""
-        name = loads.least()
-        if name is None or (self.most is not None and loads[name] >= self.most):
-            return None
-        if group.key is None:
-            return name
-        kept = self._kept.get(group.key)
-        if kept in loads.takers and kept is not None:
-            saved = group.prompt * PROMPT_TOKEN
-            if loads[kept] <= max(self.overload * loads.mean, loads[name] + saved):
-                name = kept
-        self._kept[group.key] = name
-        self._kept.move_to_end(group.key)
-        if len(self._kept) > self.remember:
-            self._kept.popitem(last=False)
-        return name
+        """Return the replica for a group; None if none takes rows."""
+        least = loads.least()
+        if least is None or group.key is None:
+            return least
+        homes = self._homes.setdefault(group.key, [])
+        self._homes.move_to_end(group.key)
+        if len(self._homes) > self.remember:
+            self._homes.popitem(last=False)
+        home = min((name for name in homes if name in loads.takers), key=loads.__getitem__, default=None)
+        limit = max(self.overload * loads.mean, loads[least] + group.prompt * PROMPT_TOKEN)
+        if home is not None and loads[home] <= limit:
+            return home
+        if least not in homes:
+            homes.append(least)
+            del homes[: -self.homes]
+        return least
 
 
 def assign(groups: Iterable[Group], loads: Loads, policy: Policy) -> list[tuple[str, Group]]:
     """Place the groups of a call, the largest first, and add their work to `loads`.
 
-    A group that is more than the share of one replica is split. Groups that the policy lets wait are left out.
+    A group that is more than the share of one replica is split. Nothing is placed while no replica takes rows.
 
     >>> loads = Loads()
     >>> loads.offer(frozenset({"a", "b"}))

@@ -82,7 +82,7 @@ class Replica:
         refused: why it refused the weights of the update under way.
         misses: health checks missed in a row.
         errors: calls failed in a row.
-        restarts: restarts since it last answered a row.
+        restarts: restarts since it last answered a row, or was healthy for long.
         retry_at: when it may be started again.
         why: why it last became SUSPECT, DEAD or GONE; for people.
     """

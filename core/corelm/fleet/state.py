@@ -116,12 +116,14 @@ class FleetState(FleetSteps):
     def missed(self, life: Life, now: float, why: str) -> list[Decision]:
         """Note that a replica has missed a health check, or that a call to it takes suspiciously long."""
         replica = self._current(life)
-        if replica is not None and replica.state in (State.HEALTHY, State.DRAINING):
+        if replica is not None:
             replica.misses += 1
             if replica.misses >= self.limits.misses:
+                # A replica that loads weights may be too busy to reply, though not for ever.
+                busy = replica.state is State.STALE and now - replica.asked_at < self.limits.give_up
                 if replica.state is State.HEALTHY:
                     self._move(replica, State.SUSPECT, now, why)
-                else:
+                elif replica.state is State.DRAINING or (replica.state is State.STALE and not busy):
                     self._die(replica, now, why)
         return self._decided(now)
 

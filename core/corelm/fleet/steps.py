@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
-from corelm.errors import EngineError
+from corelm.errors import EngineError, first_few
 from corelm.fleet.records import (
     STARTING,
     TRANSITIONS,
@@ -87,6 +87,8 @@ class FleetSteps:
         self._states[state] += 1
         replica.state, replica.since, replica.asked = state, now, None
         replica.why = why or ("" if state is State.HEALTHY else replica.why)
+        if state in (State.STALE, State.HEALTHY):
+            replica.misses = 0
         if state in (State.DEAD, State.GONE):
             replica.weights = replica.agreed = replica.refused = None
         if state not in (*STARTING, State.STALE):
@@ -114,6 +116,8 @@ class FleetSteps:
         if replica.state in (State.DEAD, State.GONE):
             return
         self._take_rows(replica, why, final=True)
+        if replica.state is State.HEALTHY and now - replica.since > self.limits.longest_backoff:
+            replica.restarts = 0
         if replica.state is State.DRAINING:
             self._leave(replica, now, why)
             return
@@ -159,7 +163,7 @@ class FleetSteps:
         self._advance(flight.replica, now)
 
     def _fail(self, rows: Iterable[int], why: str, usable: bool | None) -> None:
-        states = ", ".join(f"{name} is {each.state.value}: {each.why}" for name, each in self.replicas.items())
+        states = first_few([f"{each.life} is {each.state.value}: {each.why}" for each in self.replicas.values()])
         for number in list(rows):
             self.rows.finish(number)
             error = EngineError(f"row {number}: {why}. {states}", usable=usable, problems={number: why})
@@ -172,12 +176,12 @@ class FleetSteps:
         replicas = [self.replicas[name] for name in self._reserved]
         kept = [each for each in replicas if each.state is State.HEALTHY and each.trial is None]
         room = max(1, self._states[State.HEALTHY] // 2) - self.rows.trying
-        more = min(len(self.rows.accused), room) - len(kept)
-        if more > 0:
+        wanted = max(0, min(len(self.rows.accused), room))
+        if len(kept) < wanted:
             free = [each for each in self.replicas.values() if each.state is State.HEALTHY and each.trial is None]
             others = [each for each in free if each.name not in self._reserved]
-            kept += heapq.nsmallest(more, others, key=lambda each: len(each.flights))
-        reserved = {each.name: None for each in kept[: len(kept) + min(0, more)]}
+            kept += heapq.nsmallest(wanted - len(kept), others, key=lambda each: len(each.flights))
+        reserved = {each.name: None for each in kept[:wanted]}
         if reserved != self._reserved:
             self._reserved = reserved
             self.rows.changed = True
