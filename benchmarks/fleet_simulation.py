@@ -27,10 +27,11 @@ SLOTS, SPEED, ROW_SPEED, CACHED = 16, 400.0, 50.0, 60_000
 MOST_NEW, SAMPLES, TURNS = 4096, 8, 6
 #: Prompts that many single rows share; the first ones are the most frequent.
 PROMPTS = 2000
+FREQUENCIES = list(itertools.accumulate(1 / (number + 1) for number in range(PROMPTS)))
 #: What is known of the length of an answer: about the mean, as a fleet learns it.
 EXPECTED = 300.0
 #: Seconds: a restart; between two health checks; between two looks at the imbalance.
-RESTART, HEALTH, LOOK = 20.0, 2.0, 1.0
+RESTART, HEALTH, LOOK = 20.0, 5.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Setting:
         replicas: how many replicas there are.
         seconds: how long requests arrive. A third of the work are groups of `SAMPLES` samples, a third turns of
             sessions, a third single rows with prompts of Zipf-like frequency.
+        shared: whether single rows share prompts, so that some keys are much more frequent than others.
         busy: the part of the fleet's speed that is asked for.
         batch: groups that arrive at once, at the beginning.
         deaths: the part of the replicas that die.
@@ -50,6 +52,7 @@ class Setting:
 
     replicas: int
     seconds: float
+    shared: bool = True
     busy: float = 0.9
     batch: int = 0
     deaths: float = 0.03
@@ -220,8 +223,8 @@ class Simulation:
     def single(self, number: int) -> list[Row]:
         # One row with one of the prompts that many share: few-shot examples, or the instructions of an agent.
         rng = self.drawn("single", number)
-        which = min(PROMPTS, int(rng.paretovariate(0.7)))
-        return [self.row(500 + which * 37 % 3500, rng, ("prompt", which))]
+        which = rng.choices(range(PROMPTS), cum_weights=FREQUENCIES)[0]
+        return [self.row(500 + which * 37 % 3500, rng, ("prompt", which) if self.setting.shared else None)]
 
     def session(self, number: int) -> list[Row]:
         rng = self.drawn("session", number)
@@ -253,9 +256,9 @@ class Simulation:
 
     def obey(self, event: Callable[..., list[Decision]], *arguments: Any, **named: Any) -> None:
         """Pass an event to the state machine, carry out its decisions, and send the rows that wait."""
-        started = time.perf_counter()
+        started = time.process_time()
         decisions = event(*arguments, now=self.now, **named)
-        self.out.in_events += time.perf_counter() - started
+        self.out.in_events += time.process_time() - started
         self.out.events += 1
         for each in decisions:
             match each:
@@ -285,10 +288,10 @@ class Simulation:
         for numbers in waiting.values():
             group = self.groups[numbers[0]]
             groups.append(Group(rows=tuple(numbers), prompt=group.prompt, new=group.new, key=group.key))
-        started = time.perf_counter()
+        started = time.process_time()
         self.loads.offer(self.fleet.takers)
         placed = self.place(groups, self.loads, self.policy)
-        self.out.deciding += time.perf_counter() - started
+        self.out.deciding += time.process_time() - started
         self.out.decisions += len(placed)
         for name, group in placed:
             self.depart(name, group)
@@ -355,7 +358,9 @@ class Simulation:
                 self.obey(self.fleet.heard, replica.life)
         self.obey(self.fleet.tick)
         if self.rows or self.now < self.setting.seconds:
-            self.later(HEALTH, self.check_health)
+            # Only trials need frequent checks.
+            busy = self.fleet.rows.accused or self.now < self.setting.seconds + 30
+            self.later(HEALTH if busy else 60.0, self.check_health)
 
     def look(self) -> None:
         works = [

@@ -2,8 +2,9 @@
 
     python -m benchmarks.routing [--quick] [--plot docs/drawings/routing.svg]
 
-Each way serves the same requests (`fleet_simulation.py` says which, and how an engine is modelled): a stream that asks
-for 90 % of the fleet's speed, and one batch of rollouts. 3 % of the replicas die and are restarted, 3 % are slow.
+Each way serves the same requests (`fleet_simulation.py` says which, and how an engine is modelled): two streams
+that ask for 90 % of the fleet's speed, one of them with some very frequent prompts, and one batch of rollouts. 3 % of the
+replicas die and are restarted, 3 % are slow.
 
     our routing           `LeastWork` with `assign`
     least work            the least loaded replica; sessions are not kept together
@@ -118,9 +119,12 @@ WAYS = {
 
 
 def settings(quick: bool) -> dict[str, Setting]:
-    if quick:
-        return {"stream": Setting(replicas=20, seconds=20.0), "batch": Setting(replicas=20, seconds=0.0, batch=80)}
-    return {"stream": Setting(replicas=1000, seconds=60.0), "batch": Setting(replicas=1000, seconds=0.0, batch=4000)}
+    replicas, seconds, batch = (20, 15.0, 80) if quick else (1000, 45.0, 4000)
+    return {
+        "some prompts are frequent": Setting(replicas=replicas, seconds=seconds),
+        "no prompt is frequent": Setting(replicas=replicas, seconds=seconds, shared=False),
+        "one batch": Setting(replicas=replicas, seconds=0.0, batch=batch),
+    }
 
 
 def run(setting: Setting) -> Iterator[tuple[str, Outcome]]:
@@ -194,7 +198,7 @@ def main() -> None:
         found[title] = {}
         for way, out in run(setting):
             found[title][way] = out
-        print(table(f"{title}, {setting.replicas} replicas", found[title]), end="\n\n", flush=True)
+        print(table(title, found[title]), end="\n\n", flush=True)
     if given.plot is not None:
         plot(found, given.plot)
         print(f"drawn in {given.plot}")

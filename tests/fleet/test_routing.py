@@ -143,4 +143,4 @@ def test_the_simulation_runs_and_no_row_is_lost():
         [sys.executable, "-m", "benchmarks.routing", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| our routing ") == 2
+    assert done.stdout.count("| our routing ") == 3

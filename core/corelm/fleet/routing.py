@@ -72,9 +72,13 @@ class Loads:
 
     def offer(self, takers: frozenset[str]) -> None:
         """Set which replicas take rows. It costs nothing if that is the same object as before."""
-        if takers is not self.takers:
-            self.takers = takers
-            self._rebuild()
+        if takers is self.takers:
+            return
+        self.total -= sum(self[name] for name in self.takers - takers)
+        for name in takers - self.takers:
+            self.total += self[name]
+            heapq.heappush(self._heap, (self[name], name))
+        self.takers = takers
 
     def add(self, name: str, work: float) -> None:
         """Add work to a replica, or remove it: `work` is negative then."""
