@@ -1,10 +1,10 @@
 """Compare the routing of a fleet with other ways, in a simulation of a thousand replicas.
 
-    python -m benchmarks.routing [--quick] [--plot docs/drawings/routing.svg]
+    python -m benchmarks.routing [--quick] [--replicas 200] [--plot docs/drawings/routing.svg]
 
 Each way serves the same requests (`fleet_simulation.py` says which, and how an engine is modelled): two streams
-that ask for 90 % of the fleet's speed, one of them with some very frequent prompts, and one batch of rollouts. 3 % of the
-replicas die and are restarted, 3 % are slow.
+that ask for 90 % of the fleet's speed, one of them with some very frequent prompts, and one batch of rollouts. 3 % of
+the replicas die and are restarted, 3 % are slow.
 
     our routing           `LeastWork` with `assign`
     least work            the least loaded replica; sessions are not kept together
@@ -118,12 +118,11 @@ WAYS = {
 }
 
 
-def settings(quick: bool) -> dict[str, Setting]:
-    replicas, seconds, batch = (20, 15.0, 80) if quick else (1000, 45.0, 4000)
+def settings(replicas: int, seconds: float) -> dict[str, Setting]:
     return {
         "some prompts are frequent": Setting(replicas=replicas, seconds=seconds),
         "no prompt is frequent": Setting(replicas=replicas, seconds=seconds, shared=False),
-        "one batch": Setting(replicas=replicas, seconds=0.0, batch=batch),
+        "one batch": Setting(replicas=replicas, seconds=0.0, batch=4 * replicas),
     }
 
 
@@ -191,10 +190,11 @@ def main() -> None:
         prog="python -m benchmarks.routing", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="simulate 20 replicas, in about a second")
+    parser.add_argument("--replicas", type=int, default=1000, help="how many replicas to simulate")
     parser.add_argument("--plot", type=Path, default=None, help="where to draw the latencies; needs matplotlib")
     given = parser.parse_args()
     found: dict[str, dict[str, Outcome]] = {}
-    for title, setting in settings(given.quick).items():
+    for title, setting in settings(20 if given.quick else given.replicas, 15.0 if given.quick else 45.0).items():
         found[title] = {}
         for way, out in run(setting):
             found[title][way] = out

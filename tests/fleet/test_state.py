@@ -38,6 +38,7 @@ def test_a_death_sends_only_unanswered_rows_again_and_elsewhere():
     w.add(0, 1)
     call = w.send("a", 0, 1)
     w.answer(call, [0])
+    w.check()
     w.die(w.engine("a"))
     assert w.fleet.trials() == [(1, "b")]
     w.answer(w.send("b", 1, trial=True))
@@ -50,7 +51,7 @@ def test_poison_in_a_batch_of_eight_fails_alone_and_takes_two_replicas_along():
     w.send("a", *range(8))
     w.die(w.engine("a"))
     deaths = 1
-    while w.fleet.rows.all:
+    for _ in range(20):
         for row, name in w.fleet.trials():
             w.send(name, row, trial=True)
         for call in w.in_flight():
@@ -59,7 +60,7 @@ def test_poison_in_a_batch_of_eight_fails_alone_and_takes_two_replicas_along():
                 deaths += 1
             else:
                 w.answer(call)
-    assert deaths == 2
+    assert deaths == 2 and not w.fleet.rows.all
     assert [row for row in range(8) if w.rows[row].outcomes != ["answered"]] == [5]
     error = w.failures[5].error
     assert error.usable and error.rows == (5,)
@@ -160,6 +161,18 @@ def test_a_suspect_that_answers_in_time_keeps_its_rows():
     assert w.rows[0].outcomes == ["answered"]
 
 
+def test_a_suspect_that_comes_back_is_forgiven():
+    w = world("a", "b")
+    w.add(0)
+    w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(10)
+    assert list(w.fleet.rows.accused) == [0]
+    w.hear(w.engine("a"))
+    assert list(w.fleet.rows.fresh) == [0] and not w.fleet.rows.accused
+
+
 def test_a_suspect_that_never_comes_back_is_restarted():
     w = world("a")
     w.miss(w.engine("a"))
@@ -181,6 +194,18 @@ def test_an_update_opens_the_gate_for_all_together():
     w.answer(call)
     w.finish_all()
     assert w.ended == [Updated(1, {})] and w.fleet.takers == {"a", "b"} and w.fleet.epoch == 1
+
+
+def test_an_update_waits_for_the_rows_of_a_replica_that_leaves():
+    w = world("a", "b")
+    w.add(0)
+    call = w.send("a", 0)
+    w.drain("a")
+    w.update()
+    w.finish_all()
+    assert not w.ended
+    w.answer(call)
+    assert w.ended == [Updated(1, {})]
 
 
 def test_two_updates_at_once_are_refused():
@@ -293,6 +318,13 @@ def test_a_late_report_of_an_earlier_life_is_ignored():
     assert w.fleet.died(old.life, 1.0, "late") == w.fleet.opened(old.life, 1.0) == []
     assert w.fleet.loaded(old.life, 0, 1.0) == []
     assert state(w, "a") is State.HEALTHY
+
+
+def test_a_report_that_was_not_asked_for_is_ignored():
+    w = world("a")
+    w.update()
+    assert w.fleet.loaded(w.engine("a").life, 0, w.now) == w.fleet.canary(w.engine("a").life, 1, True, w.now) == []
+    assert state(w, "a") is State.STALE and w.updating
 
 
 def test_restarts_wait_longer_each_time_and_end():
@@ -419,7 +451,7 @@ def test_mistakes_are_refused():
         FleetLimits(deaths=0)
 
 
-def test_the_table_shows_every_transition():
+def test_the_table_shows_every_transition(monkeypatch):
     """Walk through the table; `_move` refuses every change of state that is not in it."""
     seen = set()
 
@@ -429,7 +461,7 @@ def test_the_table_shows_every_transition():
             super()._move(replica, to, now, why)
 
     def fleet(until: State) -> World:
-        w = World(Recorder, FleetLimits(restarts=3))
+        w = World(FleetLimits(restarts=3))
         w.join("a")
         if until is State.JOINING:
             return w
@@ -451,6 +483,7 @@ def test_the_table_shows_every_transition():
         assert state(w, "a") is until
         return w
 
+    monkeypatch.setattr(World, "machine", Recorder)
     for until in set(State) - {State.GONE}:
         fleet(until).drain("a")
         fleet(until).calm_down()

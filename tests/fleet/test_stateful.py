@@ -1,7 +1,7 @@
 """Random events in a fleet: rows are settled once, weights are current, poison takes two replicas along at most.
 
-`helpers/fleet_world.py` plays the engines, and keeps its own record of what happened to each row and each weight. The
-mutants at the end show that the model fails if a rule is broken.
+`helpers/fleet_world.py` plays the engines, and keeps its own record of what happened to each row and each weight.
+`test_mutants.py` shows that the tests fail if a rule is broken.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from corelm.errors import CoreLMError
-from corelm.fleet.records import Deliver, FleetLimits, State
-from corelm.fleet.state import FleetState
+from corelm.fleet.records import FleetLimits
 from helpers.fleet_world import Call, Engine, World
 
 MANY = 4
@@ -32,12 +30,10 @@ MANY = 4
 class Fleet(RuleBasedStateMachine):
     """Up to four replicas. Poison rows kill their replica as soon as a rule permits it."""
 
-    machine: type[FleetState] = FleetState
-
     @initialize(trial=st.sampled_from([math.inf, 5.0]), restarts=st.sampled_from([2, 100]), together=st.booleans())
     def open(self, trial, restarts, together):
         limits = FleetLimits(trial=trial, restarts=restarts, take_back=10, give_up=40, outage=1e6, load=1e6, start=1e6)
-        self.world = World(self.machine, limits)
+        self.world = World(limits)
         self.poison: set[int] = set()
         self.killed: Counter[int] = Counter()
         self.world.open("a", "b", "c", most_flights=None if together else 1)
@@ -192,140 +188,3 @@ class Fleet(RuleBasedStateMachine):
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-
-
-# Mutants: each breaks one rule, and the model has to notice -----------------------------------------------------------
-
-
-class LateAnswersCount(FleetState):
-    def answered(self, flight, rows, now):
-        late = [row for row in rows if flight not in self.rows.flights and row in self.rows.all]
-        for row in late:
-            self.rows.finish(row)
-        return [*([Deliver(tuple(late), self.epoch)] if late else []), *super().answered(flight, rows, now)]
-
-
-class OpensTheGateEarly(FleetState):
-    def _end_update(self, now):
-        if any(each.weights == self.updating for each in self.replicas.values()):
-            self._pending.clear()
-        super()._end_update(now)
-
-
-class WaitsForNoRowBeforeAnUpdate(FleetState):
-    def _end_update(self, now):
-        flights, self.rows.flights = self.rows.flights, {}
-        super()._end_update(now)
-        self.rows.flights = flights
-
-
-class KeepsTheRowsOfSuspectsInAnUpdate(FleetState):
-    def _take_rows(self, replica, why, final):
-        if "update" not in why:
-            super()._take_rows(replica, why, final)
-
-
-class RestartsAsHealthy(FleetState):
-    def opened(self, life, now):
-        super().opened(life, now)
-        replica = self.replicas[life.replica]
-        if replica.state is State.STALE:
-            replica.weights = replica.agreed = self.epoch
-            self._move(replica, State.HEALTHY, now)
-        return self._decided(now)
-
-
-class ServesBeforeTheCanary(FleetState):
-    def loaded(self, life, epoch, now):
-        self.replicas[life.replica].agreed = epoch
-        return super().loaded(life, epoch, now)
-
-
-class TakesLateLoadsForCurrent(FleetState):
-    def _done(self, asked):
-        replica = self.replicas[asked.life.replica]
-        if replica.state is not State.STALE:
-            return None
-        replica.asked = None
-        return replica
-
-
-class CountsBadRequests(FleetState):
-    def refused(self, flight, now, rows=None):
-        known = self.rows.flights.get(flight)
-        decisions = super().refused(flight, now, rows)
-        if known is not None:
-            self._die(known.replica, now, "it refused a request")
-        return [*decisions, *self._decided(now)]
-
-
-class RunsAnsweredRowsAgain(FleetState):
-    def answered(self, flight, rows, now):
-        known = self.rows.flights.get(flight)
-        decisions = super().answered(flight, rows, now)
-        if known is not None and known.rows:
-            self.rows.add(next(iter(rows)))
-        return decisions
-
-
-class ForgetsRowsAtADeath(FleetState):
-    def _take_rows(self, replica, why, final):
-        for flight in list(replica.flights.values()):
-            for row in list(flight.rows):
-                self.rows.finish(row)
-
-
-class PoisonAfterThreeDeaths(FleetState):
-    def __init__(self, limits=None):
-        super().__init__(limits)
-        self.rows.deaths = 3
-
-
-class SendsAccusedRowsTogether(FleetState):
-    def _blame(self, number, strike):
-        super()._blame(number, strike)
-        if number in self.rows.accused:
-            del self.rows.accused[number]
-            self.rows.fresh[number] = None
-
-
-class LetsRowsJoinATrial(FleetState):
-    @property
-    def takers(self):
-        return frozenset(name for name, each in self.replicas.items() if self._open(each) and each.room)
-
-
-class NeverForgives(FleetState):
-    def heard(self, life, now):
-        self.rows.withdraw = lambda life: None
-        return super().heard(life, now)
-
-
-class TrustsSuspects(FleetState):
-    def missed(self, life, now, why):
-        return []
-
-
-class WaitsForEver(FleetState):
-    def _fail(self, rows, why, usable):
-        pass
-
-
-MUTANTS = [each for each in FleetState.__subclasses__() if each.__module__ == __name__]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.__name__)
-def test_the_model_notices_a_broken_rule(mutant):
-    model = type(mutant.__name__, (Fleet,), {"machine": mutant})
-    tries = settings(
-        max_examples=1000,
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, CoreLMError, KeyError)):
-        run_state_machine_as_test(model, settings=tries)

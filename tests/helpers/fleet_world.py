@@ -68,12 +68,16 @@ class World:
     """A fleet whose engines do what they are told, whenever a test lets them.
 
     Args:
-        machine: the class to test.
-        limits: its limits.
+        limits: those of the machine.
+
+    Attributes:
+        machine: the class to test; a test of the tests sets a broken one.
     """
 
-    def __init__(self, machine: type[FleetState] = FleetState, limits: FleetLimits | None = None) -> None:
-        self.fleet = machine(limits)
+    machine: type[FleetState] = FleetState
+
+    def __init__(self, limits: FleetLimits | None = None) -> None:
+        self.fleet = self.machine(limits)
         self.strict = self.fleet.limits.trial == float("inf")
         self.now = 0.0
         self.engines: dict[Life, Engine] = {}
@@ -252,8 +256,10 @@ class World:
             self.obey(self.fleet.died(job.life, self.now, "no room for the weights"))
 
     def finish_all(self) -> None:
-        while self.jobs:
-            self.finish(self.jobs[0])
+        for _ in range(100):
+            if self.jobs:
+                self.finish(self.jobs[0])
+        assert not self.jobs, "the jobs do not end"
 
     def open(self, *names: str, **options) -> None:
         """Add replicas and take them to HEALTHY."""
