@@ -1,10 +1,11 @@
-"""Each mutant breaks one rule of the fleet, and a test of `test_state.py` has to fail."""
+"""Each mutant breaks one rule of the fleet, and an example has to fail."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,10 +14,14 @@ from corelm.fleet.records import Deliver, State
 from corelm.fleet.state import FleetState
 from helpers.fleet_world import World
 
-_spec = importlib.util.spec_from_file_location("examples", Path(__file__).with_name("test_state.py"))
-assert _spec is not None and _spec.loader is not None
-examples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(examples)
+
+def loaded(name: str) -> ModuleType:
+    """Return another test file as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class LateAnswersCount(FleetState):
@@ -136,9 +141,9 @@ class WaitsForEver(FleetState):
 MUTANTS = [each for each in FleetState.__subclasses__() if each.__module__ == __name__]
 
 
-EXAMPLES = [
-    test for name, test in vars(examples).items() if name.startswith("test_") and not inspect.signature(test).parameters
-]
+FILES = [loaded("test_state"), loaded("test_updates_of_all")]
+FOUND = [each for file in FILES for name, each in vars(file).items() if name.startswith("test_")]
+EXAMPLES = [each for each in FOUND if not inspect.signature(each).parameters]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from corelm.fleet.records import (
@@ -349,3 +350,14 @@ class World:
             self.pass_time(30.0)
         assert not self.updating, "the update does not end"
         assert all(truth.outcomes for truth in self.rows.values()), "rows are left"
+
+
+def world(*names: str, **limits: float) -> World:
+    """Return a fleet of healthy replicas."""
+    made = World(limits=FleetLimits(**{"trial": math.inf, **limits}))
+    made.open(*names)
+    return made
+
+
+def state(of: World, name: str) -> State:
+    return of.fleet.replicas[name].state
