@@ -1,1 +1,6 @@
-"""Many engines answer as one: the states of replicas, where rows go, and the canary that asks them after changes."""
+"""The canary of an engine, and many engines as one: what happens to them, and which rows each gets.
+
+- `corelm.fleet.canary`: finds out by asking an engine whether it answers as its weights should.
+- `FleetState` in `corelm.fleet.state`: what happens to rows, replicas and weights. It has no threads and no clock.
+- `corelm.fleet.routing`: chooses a replica for each prompt.
+"""

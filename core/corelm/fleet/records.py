@@ -1,0 +1,207 @@
+"""What the fleet's state machine knows and decides: states and their transitions, limits, decisions.
+
+A *replica* is one engine of the fleet. Each start of it is a *life*; whatever belongs to an earlier life is ignored. A
+*row* is one answer to sample or one sequence to score. A *flight* is the rows that one call took to a replica. The
+*epoch* of weights counts the updates: 0 are the weights that every replica is started with.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from corelm import validate
+from corelm.errors import EngineError
+
+
+class State(enum.Enum):
+    """The state of a replica. Only a HEALTHY one gets rows."""
+
+    JOINING = "joining"  # it is being started for the first time
+    STALE = "stale"  # it runs, but has not loaded the current weights, or its canary has not agreed yet
+    HEALTHY = "healthy"  # it has the current weights, and its canary agreed
+    SUSPECT = "suspect"  # it runs, but does not answer; its rows may be taken back
+    DEAD = "dead"  # it has ended, and waits until it may be started again
+    RESTARTING = "restarting"  # it is being started again
+    DRAINING = "draining"  # it finishes its rows and then leaves
+    GONE = "gone"  # it has left, or was started too often
+
+
+#: States in which a replica is being started.
+STARTING = (State.JOINING, State.RESTARTING)
+
+#: Every change of state that is allowed, and what causes it.
+TRANSITIONS: dict[tuple[State, State], str] = {
+    (State.JOINING, State.STALE): "it has started",
+    (State.JOINING, State.DEAD): "it did not start",
+    (State.JOINING, State.GONE): "it was told to leave",
+    (State.STALE, State.HEALTHY): "its canary agreed, or no replica took an update and it has kept its weights",
+    (State.STALE, State.DEAD): "it died, did not load the weights, or its canary disagreed",
+    (State.STALE, State.GONE): "it was told to leave",
+    (State.HEALTHY, State.STALE): "an update has begun, and its last row is answered",
+    (State.HEALTHY, State.SUSPECT): "it missed health checks",
+    (State.HEALTHY, State.DRAINING): "it was told to leave",
+    (State.HEALTHY, State.DEAD): "it died, or failed several calls in a row",
+    (State.SUSPECT, State.HEALTHY): "it was heard from",
+    (State.SUSPECT, State.STALE): "it was heard from, but missed an update",
+    (State.SUSPECT, State.DEAD): "it died, or was not heard from for too long",
+    (State.SUSPECT, State.GONE): "it was told to leave",
+    (State.DRAINING, State.GONE): "its last row is answered, it died, or it missed health checks",
+    (State.DEAD, State.RESTARTING): "its backoff is over",
+    (State.DEAD, State.GONE): "it was started too often, or was told to leave",
+    (State.RESTARTING, State.STALE): "it has started",
+    (State.RESTARTING, State.DEAD): "it did not start",
+    (State.RESTARTING, State.GONE): "it was told to leave",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """How patient a fleet is. All times are in seconds.
+
+    Attributes:
+        misses: health checks that a replica misses in a row before it is a suspect.
+        take_back: how long a suspect keeps its rows before they are sent elsewhere.
+        give_up: how long a replica is a suspect, or misses health checks while it loads, before it counts as dead.
+        deaths: deaths at which a row is in flight before it fails.
+        trial: how long a replica must be heard from after it took a row before that row counts as harmless to it.
+            `math.inf` waits for the answer.
+        errors: calls that a replica fails in a row before it is restarted.
+        start: how long a start may take.
+        load: how long loading weights may take.
+        canary: how long a canary may take.
+        backoff: the wait before a restart. It doubles with each restart after which no row was answered.
+        longest_backoff: the longest such wait.
+        restarts: how often in a row a replica is restarted without answering a row, or being healthy for longer than
+            `longest_backoff`; then it is gone.
+        outage: how long rows wait while no replica is healthy; then they fail.
+
+    Raises:
+        InvalidRequestError: an illegal value; `field` names it.
+    """
+
+    misses: int = 2
+    take_back: float = 10.0
+    give_up: float = 60.0
+    deaths: int = 2
+    trial: float = 5.0
+    errors: int = 3
+    start: float = 900.0
+    load: float = 900.0
+    canary: float = 120.0
+    backoff: float = 1.0
+    longest_backoff: float = 60.0
+    restarts: int = 5
+    outage: float = 300.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            given = getattr(self, each.name)
+            if isinstance(each.default, int):
+                checked: float = validate.count(each.name, given, 0 if each.name == "restarts" else 1)
+            elif each.name == "trial" and given == math.inf:
+                checked = math.inf
+            else:
+                checked = validate.number(each.name, given, 0.0)
+            object.__setattr__(self, each.name, checked)
+
+
+class Life(NamedTuple):
+    """One start of a replica: 1 is the first."""
+
+    replica: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.replica} (start {self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the replica, then call `opened`, or `died` if it does not start. It begins with the weights of epoch 0."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End what is left of the replica. Nothing that it still returns is used."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the weights of the epoch, then call `loaded`, `load_refused` or `died`."""
+
+    life: Life
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskCanary:
+    """Run the canary of the epoch, then call `canary`."""
+
+    life: Life
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give these rows what their flight returned; they are done. Discard the rest of what it returned."""
+
+    rows: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Abort these rows on the replica if it still listens. They were sent elsewhere, failed, or were cancelled."""
+
+    life: Life
+    flight: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Fail a row; it is done. ``error.problems`` has the row and the reason.
+
+    ``error.usable`` is True if only the row is at fault, and False if no replica is left.
+    """
+
+    row: int
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The update has succeeded, and the gate is open.
+
+    Attributes:
+        epoch: the weights in force.
+        missed: the replicas that do not have them yet, each with the reason. They get no rows until they have.
+    """
+
+    epoch: int
+    missed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFailed:
+    """No replica has the new weights. The old ones stay in force, and the gate is open.
+
+    Attributes:
+        refused: whether a replica refused the weights without changing its own, so that the request is at fault.
+        reasons: why each replica does not have them.
+        weights: the epoch that each replica holds; None if that is not known. Those that hold others load the old ones.
+    """
+
+    refused: bool
+    reasons: dict[str, str]
+    weights: dict[str, int | None]
+
+
+Decision = Start | Stop | Load | AskCanary | Deliver | Abandon | Fail | Updated | UpdateFailed
