@@ -28,7 +28,7 @@ MOST_NEW, SAMPLES, TURNS = 4096, 8, 6
 #: Prompts that many single rows share; the first ones are the most frequent.
 PROMPTS = 2000
 FREQUENCIES = list(itertools.accumulate(1 / (number + 1) for number in range(PROMPTS)))
-#: What is known of the length of an answer: about the mean, as a fleet learns it.
+#: The length that routing expects of an answer: about the mean, which a fleet can learn.
 EXPECTED = 300.0
 #: Seconds: a restart; between two health checks; between two looks at the imbalance.
 RESTART, HEALTH, LOOK = 20.0, 5.0, 1.0
@@ -36,7 +36,7 @@ RESTART, HEALTH, LOOK = 20.0, 5.0, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is asked of the fleet.
+    """The requests that a fleet gets.
 
     Attributes:
         replicas: how many replicas there are.

@@ -1,44 +1,23 @@
-"""The canary in front of engines whose weights are right: when it looks, what it needs, and that it says nothing."""
+"""When the canary looks, and what it needs."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from toy_backend import Bigram, ToyBackend
 
 import corelm
 from corelm import Backend, Canary, DynamicBatcher, hookimpl, probe_scores
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
-from corelm.fleet.canary import Watch, watch
+from corelm.fleet.canary import watch
 from corelm.spec import ProbeScores
+from fleet.conftest import looks, table
 from helpers.fakes import SHORT, Fake, Gate
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-
-#: The number of updates of `test_clean_updates_raise_no_alarm`.
-UPDATES = int(os.environ.get("CORELM_CLEAN_UPDATES", "100"))
-
-
-def table(seed: int) -> dict[str, Tensor]:
-    return {"table": torch.randn(260, 260, generator=torch.Generator().manual_seed(seed))}
-
-
-def looks(backend: Backend) -> Watch:
-    assert isinstance(backend.canary, Watch)
-    return backend.canary
-
-
-@pytest.fixture
-def toy() -> Iterator[Backend]:
-    with corelm.get_backend("toy", canary=True) as backend:
-        yield backend
 
 
 class Counting:
@@ -359,133 +338,3 @@ def test_probes_fit_every_model(vocab_size: int, max_context: int | None) -> Non
 def _rows(request: Any) -> list[list[int]]:
     rows: list[list[int]] = (request.prompts if hasattr(request, "prompts") else request.sequences).tolist()
     return rows
-
-
-# A trainer's numbers -------------------------------------------------------------------------------------------------
-
-
-def test_scores_of_a_module_a_callable_and_a_backend_are_the_same_numbers() -> None:
-    model = tiny_model().train()
-    found = probe_scores(model)
-    assert all(part.training for part in model.modules()), "every part is in training mode again"
-    assert found.dtype == "float32" and probe_scores(model.bfloat16()).dtype == "bfloat16"
-    model = tiny_model()
-    called = probe_scores(lambda ids: model(ids).logits, vocab_size=512, max_context=512)
-    with corelm.get_backend("transformers", model, tokenizer=tiny_tokenizer()) as backend:
-        engine = probe_scores(backend)
-    assert called.probes == engine.probes == found.probes and called.dtype is None and engine.dtype == "float32"
-    for one, other, third in zip(found.logprobs, called.logprobs, engine.logprobs, strict=True):
-        assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-4)
-        assert torch.allclose(torch.tensor(one), torch.tensor(third), atol=1e-4)
-
-
-def test_probes_are_long_enough_for_a_prefix_cache_and_the_same_in_every_process() -> None:
-    found = probe_scores(tiny_model())
-    first, second = found.probes[-2:]
-    assert first != second and first[:136] == second[:136] and len(first) == len(second) == 144
-    assert found.probes[0] == (300, 149, 186)
-    assert len({*found.probes}) == len(found.probes) == 4
-
-
-def test_scores_travel_as_a_pickle_and_as_json(toy: Backend) -> None:
-    found = probe_scores(toy)
-    assert pickle.loads(pickle.dumps(found)) == found
-    sent = json.loads(json.dumps(found.to_dict()))
-    assert ProbeScores.make(sent) == found
-    looks(toy).look(sent)
-
-
-def test_one_engine_is_compared_with_what_another_one_says(toy: Backend) -> None:
-    with corelm.get_backend("toy", canary=True) as other:
-        found = looks(other).scores
-        assert found is not None and found.dtype == "float32"
-        looks(toy).look(found)
-        other.update_weights(table(0))
-        with pytest.raises(StaleWeightsError, match="those expected"):
-            looks(toy).look(looks(other).scores)
-        assert toy.weight_version == "1"
-
-
-def test_what_gives_no_logits_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="pass vocab_size="):
-        probe_scores(lambda ids: ids)
-    with pytest.raises(InvalidRequestError, match="expected logits"):
-        probe_scores(lambda ids: ids, vocab_size=16)
-    with pytest.raises(InvalidRequestError, match="expected a module"):
-        probe_scores(3)  # type: ignore[arg-type]
-    broken = tiny_model()
-    nn.init.constant_(next(broken.parameters()), torch.nan)
-    with pytest.raises(InvalidRequestError, match="NaN"):
-        probe_scores(broken)
-
-
-# No false alarms -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clean_updates_raise_no_alarm(dtype: torch.dtype) -> None:
-    """Large and small steps, no step at all, with and without expect; a trainer in float32 in every case."""
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
-    trained = tiny_model(seed=1, **small)
-    generator = torch.Generator().manual_seed(0)
-    engine = tiny_model(**small).to(dtype)
-    with corelm.get_backend("transformers", engine, tokenizer=tiny_tokenizer(), fast=False, canary=True) as backend:
-        for number in range(1, UPDATES + 1):
-            step = (0.0, 1e-6, 1e-4, 1e-2, 0.1)[number % 5]
-            with torch.no_grad():
-                for parameter in trained.parameters():
-                    parameter.mul_(1 - step).add_(step * 0.2 * torch.randn(parameter.shape, generator=generator))
-            expect = probe_scores(trained) if number % 3 else None
-            assert backend.update_weights(trained.state_dict(), expect=expect) == str(number)
-            if number % 10 == 0:
-                looks(backend).look()
-
-
-def test_the_same_weights_twice_raise_no_alarm(toy: Backend) -> None:
-    for _ in range(3):
-        toy.update_weights(table(0))
-    other = corelm.get_backend("toy", Bigram(table(1)["table"]))
-    toy.update_weights(table(1), expect=probe_scores(other))
-    toy.update_weights(table(1), expect=probe_scores(other))
-    toy.update_weights(table(0))
-    looks(toy).look()
-
-
-def test_new_rows_for_a_few_tokens_raise_no_alarm(toy: Backend) -> None:
-    """No probe has these tokens, so its scores stay the same."""
-    first, second = table(0)["table"], table(0)["table"]
-    second[:50] = 0.0
-    toy.update_weights({"table": first})
-    toy.update_weights({"table": second})
-
-
-def test_a_model_that_says_the_same_of_every_token_raises_no_alarm() -> None:
-    with corelm.get_backend("toy", Bigram(torch.zeros(260, 260)), canary=True) as backend:
-        backend.update_weights(table(0))
-        backend.update_weights({"table": torch.zeros(260, 260)})
-        looks(backend).look()
-
-
-def test_a_model_that_its_owner_trains_in_place_raises_no_alarm() -> None:
-    model = tiny_model()
-    with corelm.get_backend("transformers", model, tokenizer=tiny_tokenizer(), canary=True) as backend:
-        for step in range(1, 3):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter *= 1.1
-            looks(backend).look()
-            assert backend.weight_version == str(step)
-        assert backend.update_weights(tiny_model(seed=1).state_dict()) == "3"
-        with torch.no_grad():
-            model.get_input_embeddings().weight *= 1.1
-        assert backend.weights_changed(expect=probe_scores(model)) == "4"
-
-
-def test_the_callers_torch_modes_change_nothing() -> None:
-    other = tiny_model(seed=1)
-    with corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), canary=True) as backend:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            expect = probe_scores(other)
-            backend.update_weights(other.state_dict(), expect=expect)
-            looks(backend).look()
-        looks(backend).look(probe_scores(other))

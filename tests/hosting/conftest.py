@@ -12,6 +12,7 @@ import pytest
 
 import corelm
 from corelm import Backend
+from helpers.processes import wait_until
 
 #: A plugin that the parent does not have. The first id of the first prompt says what it does.
 PLUGIN = """
@@ -67,6 +68,7 @@ class Obedient(ToyBackend):
                 os.kill(os.getpid(), 9)
             if order == 5:
                 self.aborted.clear()
+                print("in a call", flush=True)
                 self.aborted.wait(60)
             if order == 6:
                 time.sleep(request.timeout)
@@ -75,6 +77,8 @@ class Obedient(ToyBackend):
                 raise SystemExit("an engine gave up")
             if order == 8:
                 os.kill(os.getpid(), 19)  # SIGSTOP
+                # This thread runs on until the kernel has stopped it.
+                self.aborted.wait(60)
             if order == 9:
                 time.sleep(0.5)
             if order == 10:
@@ -93,6 +97,11 @@ class Obedient(ToyBackend):
         if request.path is not None:
             raise CapabilityError("no paths", capability="update_weights")
         return ToyBackend.update_weights(self, request)
+
+    @hookimpl
+    def health(self, request):
+        print("asked for its health", flush=True)
+        return True
 
     @hookimpl
     def close(self, request):
@@ -129,6 +138,11 @@ def environment(plugin_path: Path, tmp_path: Path) -> dict[str, str]:
 
 
 Open = Callable[..., Backend]
+
+
+def wait_for_calls(log: Path, count: int = 1) -> None:
+    """Wait until the plugin `obedient` has begun so many calls that only an abort ends."""
+    assert wait_until(lambda: log.read_text().count("in a call") >= count)
 
 
 @pytest.fixture

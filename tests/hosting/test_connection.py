@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from corelm.hosting.channel import Channel, Kind
 from corelm.hosting.child import _Served
 from corelm.hosting.connection import Connection
 from corelm.hosting.failures import Failure
+from helpers.processes import wait_until
 
 Ends = tuple[Connection, Channel]
 
@@ -127,10 +127,7 @@ def test_the_socket_is_closed_when_the_host_ends(ends: Ends) -> None:
     connection, host = ends
     channel = connection._shared.channel
     host.close()
-    end = time.monotonic() + 5
-    while channel.end.fileno() != -1 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert channel.end.fileno() == -1
+    assert wait_until(lambda: channel.end.fileno() == -1, 5)
 
 
 def test_what_cannot_be_sent_is_refused_with_a_type(ends: Ends) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.processes import all_end, group, heed_interrupts, read_line, runs, wait_until
+from hosting.conftest import wait_for_calls
 
 #: Opens a host whose engine starts a child of its own, begins a call, and says which processes there are.
 PROGRAM = """
@@ -43,12 +44,18 @@ def start(part: str, environment: dict[str, str], folder: Path, behaviour: str =
     return program, int(line)
 
 
+def log_of(folder: Path) -> Path:
+    """Return the log of the only host whose files are in this folder."""
+    (log,) = folder.glob("corelm-host-*.log")
+    return log
+
+
 CALL = "backend.generate([[5]], {'max_new_tokens': 2})"
 
 
 def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(CALL, environment, tmp_path)
-    time.sleep(1.0)
+    wait_for_calls(log_of(tmp_path))
     started = time.monotonic()
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)
@@ -58,7 +65,7 @@ def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp
 
 def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(f"with backend: {CALL}", environment, tmp_path)
-    time.sleep(1.0)
+    wait_for_calls(log_of(tmp_path))
     program.send_signal(signal.SIGINT)
     program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT and all_end([host])
@@ -70,7 +77,7 @@ def test_a_program_that_is_killed_takes_its_host_along(
     environment: dict[str, str], tmp_path: Path, behaviour: str
 ) -> None:
     program, host = start(CALL, environment, tmp_path, behaviour)
-    time.sleep(1.0)
+    wait_for_calls(log_of(tmp_path))
     program.kill()
     program.communicate(timeout=60)
     assert wait_until(lambda: not group(host), 15), "the host outlives its program"
@@ -99,7 +106,6 @@ def test_a_program_that_forgets_to_close_leaves_nothing(environment: dict[str, s
 
 def test_a_process_that_the_engine_started_ends_with_it(environment: dict[str, str], tmp_path: Path) -> None:
     part = f"""
-time.sleep(1)
 os.kill(host.pid, 9)
 try:
     {CALL}

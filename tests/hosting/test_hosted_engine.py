@@ -27,6 +27,7 @@ from corelm.errors import (
 from corelm.hosting.engine import HostedEngine
 from corelm.hosting.failures import HostTraceback
 from corelm.spec import BackendSpec
+from hosting.conftest import wait_for_calls
 
 Open = Callable[..., Backend]
 
@@ -169,12 +170,13 @@ def test_one_call_at_a_time_enters_the_engine(obedient: Open) -> None:
 
 def test_abort_and_cancel_reach_the_engine(obedient: Open) -> None:
     backend = obedient("concurrent")
+    log = backend.engine.plugin.host.log
     future = backend.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
-    time.sleep(0.2)
+    wait_for_calls(log)
     backend.abort(["a"])
     assert len(future.result(10).ids) == 1
     future = backend.submit_generate([[5]], {"max_new_tokens": 2})
-    time.sleep(0.2)
+    wait_for_calls(log, 2)
     started = time.monotonic()
     future.cancel()
     backend.close()
@@ -183,10 +185,12 @@ def test_abort_and_cancel_reach_the_engine(obedient: Open) -> None:
 
 def test_health_answers_while_a_call_runs(obedient: Open) -> None:
     backend = obedient()
-    future = backend.submit_generate([[9]], {"max_new_tokens": 2})
-    time.sleep(0.1)
-    started = time.monotonic()
-    assert backend.health() and time.monotonic() - started < 0.4 and not future.done()
+    future = backend.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
+    log = backend.engine.plugin.host.log
+    wait_for_calls(log)
+    assert backend.health() and not future.done()
+    assert "asked for its health" in log.read_text()
+    backend.abort(["a"])
     assert len(future.result(10).ids) == 1
 
 
@@ -225,7 +229,7 @@ def test_callers_share_a_host_through_a_batcher(toy: Backend, toy_host: Backend)
 def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, signal: str) -> None:
     backend = obedient("concurrent")
     waiting = [backend.submit_generate([[5]], {"max_new_tokens": 2}) for _ in range(4)]
-    time.sleep(0.3)
+    wait_for_calls(backend.engine.plugin.host.log, 4)
     started = time.monotonic()
     with pytest.raises(EngineError, match=signal) as failure:
         backend.generate([[order]], {"max_new_tokens": 2})

@@ -14,6 +14,7 @@ from torch import Tensor
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_abort, log_close_failed
+from corelm.backend.encoding import decoded
 from corelm.backend.engine import Canary, OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
@@ -176,10 +177,7 @@ class Backend(AnswerStreams):
         """Return one text per row of ids."""
         self.engine.hooks.require_open()
         rows = arguments.rows_of_ids(ids, "ids").tolist()
-        # A tokenizer in another process decodes all rows in one call.
-        if decode_rows := getattr(self.tokenizer, "decode_rows", None):
-            return list(decode_rows(rows, skip_special_tokens=skip_special_tokens))
-        return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
+        return decoded(self.tokenizer, rows, skip_special_tokens)
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""Texts to ids, by the fastest path that a tokenizer offers.
+"""Texts to ids and ids to texts, by the fastest path that a tokenizer offers.
 
 For a fast tokenizer of transformers, core calls the Rust encoder inside it, because the Python code of its `__call__`
 adds half of the encoder's time. Every other tokenizer is called.
@@ -161,6 +161,14 @@ class ByteCounts:
             start, end = character[start], character[end - 1] + 1
         first = (lengths.cumsum(0) - lengths)[ids.row_index]
         return torch.stack([start - first, end - first], -1)
+
+
+def decoded(tokenizer: Any, rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
+    """Return one text per row of ids."""
+    # A tokenizer in another process decodes all rows in one call.
+    if decode_rows := getattr(tokenizer, "decode_rows", None):
+        return list(decode_rows(rows, skip_special_tokens=skip_special_tokens))
+    return [tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
 
 def _ids(encodings: Sequence[Any]) -> Ragged:

@@ -9,7 +9,7 @@ its weights, a few fixed probes are scored and one is sampled greedily, before a
     backend.update_weights(path, expect=expect)    # StaleWeightsError if the engine disagrees
     backend.canary.look()                          # at any time, for example after a restart
 
-What is compared:
+The canary compares:
 
 - Within one look: tokens sampled with the same tokens scored, and scores after a shared prefix with scores of the whole
   probe. A stale prefix cache makes them differ.
@@ -215,7 +215,7 @@ class Watch:
         self._next = fingerprint(update), before
 
     def after_update(self, update: WeightUpdate) -> None:
-        """Ask the engine, compare its answers with what is known of the new weights, and remember them.
+        """Ask the engine, compare its answers with those that the new weights should give, and remember them.
 
         Raises:
             StaleWeightsError: the engine disagrees.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corelm.errors import brief, described
 from corelm.spec.records import WeightUpdate
+
+_log = logging.getLogger(__name__)
 
 #: Most tensors to look into.
 _TENSORS = 256
@@ -38,8 +42,9 @@ def fingerprint(update: WeightUpdate) -> Fingerprint | None:
         if update.state_dict is not None:
             return dict(_of_tensors(update.state_dict))
         return None if update.path is None else dict(_of_files(update.path))
-    except Exception:
-        # It only sharpens the canary. What is wrong with the weights is for the engine to say.
+    except Exception as error:
+        # The canary also works without a fingerprint. If the weights are at fault, the engine refuses them.
+        _log.debug("no fingerprint of the weights: %s", brief(described(error)))
         return None
 
 

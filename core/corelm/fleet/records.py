@@ -1,6 +1,6 @@
 """What the fleet's state machine knows and decides: states and their transitions, limits, decisions.
 
-A *replica* is one engine of the fleet. Each start of it is a *life*; whatever belongs to an earlier life is ignored. A
+A *replica* is one engine of the fleet. Each start of it is a *life*, and reports of an earlier life are ignored. A
 *row* is one answer to sample or one sequence to score. A *flight* is the rows that one call took to a replica. The
 *epoch* of weights counts the updates: 0 are the weights that every replica is started with.
 """
@@ -127,7 +127,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End what is left of the replica. Nothing that it still returns is used."""
+    """End the replica's processes and threads, and discard what it still returns."""
 
     life: Life
 

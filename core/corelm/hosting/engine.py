@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,8 +33,6 @@ from corelm.spec.records import (
 )
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
-
-R = TypeVar("R")
 
 #: Seconds after a request's timeout in which the host must say that the time is over. Then it counts as stuck.
 _GRACE = 2.0

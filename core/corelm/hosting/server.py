@@ -54,7 +54,7 @@ class Opened:
     Attributes:
         capabilities: what the engine can do, gradients excepted.
         copied: attributes of its tokenizer.
-        hooks: the optional hooks that it implements.
+        hooks: which of `health` and `close` it implements. The capabilities tell the other optional hooks.
     """
 
     capabilities: Capabilities
@@ -114,11 +114,10 @@ class EngineServer:
 
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
-        optional = ("weights_state", "update_weights", "health", "abort", "close")
         return Opened(
             capabilities=replace(self._capabilities, gradients=False),
             copied=self._tokenizer.copied_attributes(),
-            hooks=frozenset(name for name in optional if getattr(self._hooks, name).get_hookimpls()),
+            hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
         )
 
     def start(self, number: int, call: Call, answer: Answer, tell: Tell) -> None:

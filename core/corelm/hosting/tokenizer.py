@@ -63,7 +63,7 @@ class AddedToken:
 
 
 class Ask(Protocol):
-    """Asks the host to call a function of `TOKENIZER_CALLS`, and returns its result."""
+    """Asks the host to call a function of `TokenizerServer`, and returns its result."""
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
 
