@@ -19,7 +19,7 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import printable
 from helpers.command_line import corelm_command
-from helpers.processes import PATIENCE, heed_interrupts
+from helpers.processes import PATIENCE, heed_interrupts, sleeps, wait_until
 
 #: An answer is one line.
 ALWAYS = ("--max-new-tokens", 9, "--seed", 3, "--stop", "\n")
@@ -251,6 +251,11 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
+    def prompted(self) -> None:
+        """Read until the chat waits for input. Python misses a Ctrl-C that comes between its prompt and that wait."""
+        self.until("> ")
+        assert wait_until(lambda: sleeps(self.run.pid))
+
     def until(self, text: str) -> str:
         """Read until the text is shown; return what was shown before it, from the last call on."""
         end = time.monotonic() + PATIENCE
@@ -294,7 +299,7 @@ def test_an_answer_is_shown_as_it_comes_and_ctrl_c_ends_it_alone(telling):
         assert terminal.until("interrupted; the answer ends here") == "^C\r\n"
         terminal.until("> ")
         terminal.type("two\n")
-        terminal.until("> ")
+        terminal.prompted()
         terminal.type("\x03")
         assert terminal.run.wait(PATIENCE) == 130
     first, aborted, second = telling.read_bytes().splitlines()
@@ -325,7 +330,7 @@ def test_ctrl_c_drops_a_question_that_has_no_answer_yet(telling, monkeypatch, en
 
 def test_ctrl_c_at_the_prompt_ends_the_chat(telling):
     with Terminal() as terminal:
-        terminal.until("> ")
+        terminal.prompted()
         terminal.type("\x03")
         terminal.until("interrupted")
         assert terminal.run.wait(PATIENCE) == 130

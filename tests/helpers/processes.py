@@ -44,6 +44,11 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return line.decode()
 
 
+def sleeps(pid: int) -> bool:
+    """Return whether the main thread of the process waits, for input for example."""
+    return _running().get(pid, ("", 0, 0))[0] == "S"
+
+
 def runs(pid: int) -> bool:
     """Return whether the process is running. A zombie is not."""
     return pid in _running()
