@@ -77,6 +77,19 @@ def test_an_update_waits_for_a_restart_if_nothing_else_runs():
     assert w.ended == [Updated(1, {})]
 
 
+def test_an_update_waits_for_a_replica_that_came_back_if_nothing_else_runs():
+    w = world("a", "b")
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    assert state(w, "a") is State.SUSPECT
+    w.update()
+    w.hear(w.engine("a"))
+    w.die(w.engine("b"))
+    assert not w.ended
+    w.finish_all()
+    assert w.ended == [Updated(1, {"b": "exit code -9"})] and w.fleet.takers == {"a"}
+
+
 def test_weights_that_every_replica_refuses_change_nothing():
     w = world("a", "b")
     w.update()

@@ -154,7 +154,8 @@ class FleetState(FleetSteps):
         """Note that a replica has loaded the weights of an epoch."""
         replica = self._done(Load(life, epoch))
         if replica is not None:
-            replica.weights = epoch
+            # The canary has to agree again, also with weights that it agreed with before.
+            replica.weights, replica.agreed = epoch, None
             self._advance(replica, now)
         return self._decided(now)
 
@@ -191,7 +192,7 @@ class FleetState(FleetSteps):
         return self._decided(now)
 
     def cancel(self, rows: Iterable[int], now: float) -> list[Decision]:
-        """Forget rows whose caller has left."""
+        """Remove rows that no caller waits for any more."""
         for number in rows:
             row = self.rows.all.get(number)
             if row is None:
@@ -280,7 +281,7 @@ class FleetState(FleetSteps):
     # Time -------------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Decision]:
-        """Do what is due: restarts after their backoff, and whatever takes too long. Call it every second or so."""
+        """Restart replicas whose backoff is over, and end what takes too long. Call this about once a second."""
         limits = self.limits
         for replica in self.replicas.values():
             waited = now - replica.since

@@ -1,4 +1,4 @@
-"""What follows from the events of `state.py`: how replicas advance and die, who is blamed, how an update ends."""
+"""`FleetSteps`: steps that the events of `state.py` share. A replica advances or dies, or an update ends."""
 
 from __future__ import annotations
 
@@ -190,9 +190,15 @@ class FleetSteps:
         """End an update that waits for no replica and no row."""
         if self.updating is None or self._pending or self.rows.flights:
             return
-        target, self.updating = self.updating, None
+        target = self.updating
         replicas = [each for each in self.replicas.values() if each.state is not State.GONE]
         ready = [each for each in replicas if each.state is State.HEALTHY and each.weights == target]
+        if not ready:
+            # A replica that came back during the update may have the new weights soon.
+            self._pending = {each.name: None for each in replicas if each.asked is not None}
+            if self._pending:
+                return
+        self.updating = None
         missed = [each for each in replicas if each not in ready]
         reasons = {each.name: each.refused or each.why or f"it is {each.state.value}" for each in missed}
         refused = [each for each in replicas if each.refused is not None]
