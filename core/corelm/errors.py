@@ -16,7 +16,8 @@ Each is also a builtin exception that a caller would think to catch::
     ├── TemplateError             (ValueError)           the chat template fails: rows
     ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
     └── EngineError               (RuntimeError)         the engine failed: usable, rows
-        └── QueueFullError                               a batcher's queue is full
+        ├── QueueFullError                               a batcher's queue is full
+        └── StaleWeightsError                            a canary found other weights than those in force
 """
 
 from __future__ import annotations
@@ -152,6 +153,13 @@ class EngineError(_RowsError, RuntimeError):
 
 class QueueFullError(EngineError):
     """A batcher's queue holds `max_queue` requests and is set to refuse more. The engine itself is fine."""
+
+
+class StaleWeightsError(EngineError):
+    """A canary disagrees: the engine does not answer as the weights in force do. It takes requests nevertheless.
+
+    From then on, rows carry a label that no weights had before. Load the weights again, or open the engine again.
+    """
 
 
 class BackendTimeoutError(CoreLMError, TimeoutError):

@@ -17,7 +17,7 @@ from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
 from corelm.hosting import packing
 from corelm.hosting.packing import pack, unpack
-from corelm.spec import Capabilities, Message, records
+from corelm.spec import Capabilities, Message, ProbeScores, records
 from corelm.spec.records import GenerateRequest, Ragged
 
 
@@ -106,6 +106,7 @@ def sample(annotation: str) -> Any:
         "Literal['none', 'raw', 'processed']": "processed",
         "Mapping[str, Tensor] | None": {"w": torch.ones(3)},
         "Path | None": Path("/somewhere"),
+        "ProbeScores | None": ProbeScores(((1, 2, 3),), ((-0.5, -0.25),), "float32"),
     }
     return values[annotation]
 

@@ -14,13 +14,15 @@ from torch import Tensor
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_abort, log_close_failed
-from corelm.backend.engine import OpenEngine
+from corelm.backend.engine import Canary, OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
+from corelm.backend.provenance import provenance_of
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
+from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
@@ -103,6 +105,11 @@ class Backend(AnswerStreams):
     def pad_id(self) -> int:
         """The id that fills dense tensors. No mask is ever derived from it."""
         return self.engine.pad_id
+
+    @property
+    def canary(self) -> Canary | None:
+        """Asks the engine after every change of its weights, and at once with ``canary.look()``; None without one."""
+        return self.engine.canary
 
     @property
     def closed(self) -> bool:
@@ -309,26 +316,16 @@ class Backend(AnswerStreams):
             batch: what this backend returned.
             sampling: the sampling parameters of a `GenerateResult`.
         """
-        processed = batch.mode == "processed"
-        versions = batch.weight_versions or (self.weight_version,)
-        made = {
-            version: Provenance(
-                backend=self.name,
-                model=self.model_name,
-                weight_version=version,
-                mode=batch.mode,
-                temperature=batch.temperature if processed else 1.0,
-                support=batch.support if processed else "full",
-                penalties=sampling.penalties if processed and sampling is not None else (),
-            )
-            for version in {*versions}
-        }
-        return made[versions[0]] if len(made) == 1 else tuple(made[version] for version in versions)
+        return provenance_of(self.engine, batch, sampling)
 
     # Weights, health, closing ----------------------------------------------------------------------------------------
 
     def update_weights(
-        self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None = None, drain: bool = True
+        self,
+        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        version: str | None = None,
+        drain: bool = True,
+        expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
         """Load a state dict or the weights at a path, and return the version that every later row carries.
 
@@ -337,24 +334,31 @@ class Backend(AnswerStreams):
             version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no answer mixes two sets of weights.
+            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
+                the backend compares the engine with it before any other call is served.
 
         Raises:
             InvalidRequestError: the weights do not fit; the old ones are still in force.
             CapabilityError: the engine cannot load them; the old ones are still in force.
+            StaleWeightsError: the canary disagrees; as after the next error.
             EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
                 rows that follow get a label that no weights had before, until an update succeeds.
         """
-        return self.engine.update_weights(weights, version, drain)
+        return self.engine.update_weights(weights, version, drain, expect)
 
-    def weights_changed(self, version: str | None = None) -> str:
+    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
 
         Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
 
         Args:
             version: the label of these weights; None counts up from the last label.
+            expect: as for `update_weights`.
+
+        Raises:
+            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
         """
-        return self.engine.weights_changed(version)
+        return self.engine.weights_changed(version, expect)
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tenacity
 from torch import Tensor
@@ -19,6 +19,7 @@ from corelm.backend.program_end import at_program_end, end_stuck, interrupted
 from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
+from corelm.spec.probes import ProbeScores
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
 from corelm.validate import invalid, shown
 
@@ -26,6 +27,30 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two looks whether calls have ended.
 _PAUSE = 0.02
+
+
+class Canary(Protocol):
+    """Finds out by asking an engine whether it answers as its weights should. See `corelm.fleet.canary`."""
+
+    @property
+    def scores(self) -> ProbeScores | None:
+        """What the engine said in the last good look; None if it cannot score."""
+
+    def look(self, expect: ProbeScores | Mapping[str, Any] | None = None) -> None:
+        """Ask the engine, and compare its answers with earlier ones of the same weights, or with those expected."""
+
+    def before_update(self, update: WeightUpdate) -> None:
+        """Prepare for new weights. No other call is in the engine; what this raises ends the update before it began."""
+
+    def after_update(self, update: WeightUpdate) -> None:
+        """Ask the engine, which has loaded the weights of `update`. No other call is in the engine.
+
+        Raises:
+            EngineError: the engine does not answer as those weights should, or not at all.
+        """
+
+    def distrust(self, label: str) -> None:
+        """Fail every look at the weights with this label: loading them failed, or the engine disagreed."""
 
 
 class OpenEngine:
@@ -70,6 +95,7 @@ class OpenEngine:
         self.model_name = model_name
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
+        self.canary: Canary | None = None
         _open.add(self)
 
     @property
@@ -107,28 +133,72 @@ class OpenEngine:
         self.hooks.weights.put(label)
 
     def update_weights(
-        self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None, drain: bool
+        self,
+        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        version: str | None,
+        drain: bool,
+        expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
         """Load new weights and return their label. Arguments and errors are those of `Backend.update_weights`."""
         self.require("update_weights", "its weights cannot be changed")
+        update = WeightUpdate(version="", drain=drain, expect=self._expected(expect))
         if isinstance(weights, (str, os.PathLike)):
-            return self._update(WeightUpdate(version="", drain=drain, path=Path(weights)), version)
+            return self._update(replace(update, path=Path(weights)), version)
         if isinstance(weights, Mapping):
-            return self._update(WeightUpdate(version="", drain=drain, state_dict=weights), version)
+            return self._update(replace(update, state_dict=weights), version)
         raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
 
-    def weights_changed(self, version: str | None) -> str:
+    def weights_changed(self, version: str | None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""
+        update = WeightUpdate(version="", drain=True, expect=self._expected(expect))
         if self.capabilities.update_weights:
-            return self._update(WeightUpdate(version="", drain=True), version)
+            return self._update(update, version)
         _check_label(version)
 
         def put() -> str:
             weights = self.hooks.weights
-            weights.put(weights.next_label() if version is None else version)
+            unused = weights.next_label(version)
+            self._ask_canary_before(update)
+            try:
+                self._put(unused, unused if version is None else version, update)
+            except BaseException:
+                self._distrust(unused)
+                raise
             return weights.label
 
         return self.hooks.alone(put)
+
+    def _expected(self, expect: ProbeScores | Mapping[str, Any] | None) -> ProbeScores | None:
+        if expect is not None and self.canary is None:
+            raise invalid("expect", "the backend has no canary to compare with it; open it with canary=True")
+        return ProbeScores.make(expect)
+
+    def _ask_canary_before(self, update: WeightUpdate) -> None:
+        if self.canary is not None:
+            self.canary.before_update(update)
+
+    def _distrust(self, unused: str) -> None:
+        """Tell the canary that an update failed, if the weights were left with the label that they had meanwhile."""
+        if self.canary is not None and self.hooks.weights.label == unused:
+            self.canary.distrust(unused)
+
+    def _put(self, unused: str, label: str, update: WeightUpdate) -> None:
+        """Put the label of new weights in force once the canary agrees with them.
+
+        Args:
+            unused: the label that they have until then, and keep if the canary disagrees.
+            label: the label to put in force.
+            update: the new weights.
+        """
+        weights = self.hooks.weights
+        if self.canary is not None:
+            # The state that the weights have now belongs to this label. Otherwise the canary's calls would count a
+            # change by the owner.
+            weights.put(unused)
+            self.canary.after_update(replace(update, version=label))
+        weights.put(label)
+        if label != unused:
+            weights.release(unused)
 
     def _update(self, request: WeightUpdate, version: str | None) -> str:
         """Put new weights in force and return their label.
@@ -142,7 +212,7 @@ class OpenEngine:
         Raises:
             InvalidRequestError: the engine refused the weights, and the old ones are in force under their label.
             CapabilityError: as above.
-            EngineError: loading failed.
+            EngineError: loading failed, or the canary disagrees with what was loaded.
         """
         _check_label(version)
         weights = self.hooks.weights
@@ -150,6 +220,7 @@ class OpenEngine:
 
         def fill(request: WeightUpdate) -> WeightUpdate:
             nonlocal before, unused, label
+            self._ask_canary_before(request)
             # Not earlier: another update may have been in force in the meantime.
             before, unused = weights.saved(), weights.next_label(version)
             label = unused if version is None else version
@@ -159,9 +230,7 @@ class OpenEngine:
         def finish(done: Any) -> str:
             if done is not True:
                 raise self.hooks.fault("update_weights")(f"returned {shown(done)}: the new weights are not in force")
-            weights.put(label)
-            if label != unused:
-                weights.release(unused)
+            self._put(unused, label, request)
             return label
 
         def failed(error: CoreLMError) -> CoreLMError:
@@ -172,7 +241,11 @@ class OpenEngine:
                 weights.put(unused)
             return error
 
-        loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+        try:
+            loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+        except BaseException:
+            self._distrust(unused)
+            raise
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
 

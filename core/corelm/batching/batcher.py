@@ -25,6 +25,7 @@ from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
+from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.tensors.modes import CallerModes, no_inference_mode
@@ -172,18 +173,22 @@ class DynamicBatcher(Backend):
     # Weights, aborting, closing --------------------------------------------------------------------------------------
 
     def update_weights(
-        self, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None = None, drain: bool = True
+        self,
+        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        version: str | None = None,
+        drain: bool = True,
+        expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
         """Load new weights as `Backend.update_weights` does; with `drain`, in its turn among the requests."""
         if not drain:
-            return super().update_weights(weights, version, drain)
+            return super().update_weights(weights, version, drain, expect)
         update = super().update_weights
-        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, drain))
+        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, drain, expect))
 
-    def weights_changed(self, version: str | None = None) -> str:
+    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
         change = super().weights_changed
-        return self.dispatcher.in_turn(self._barrier(), lambda: change(version))
+        return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))
 
     def _barrier(self) -> QueuedCall:
         return QueuedCall(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)

@@ -17,6 +17,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.call_log import abilities, place
 from corelm.backend.registry import open_plugin
 from corelm.errors import CoreLMError
+from corelm.fleet.canary import Canary, watch
 from corelm.hosting.engine import open_in_process
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
@@ -33,6 +34,7 @@ def get_backend(
     timeout: float | None = None,
     tokenizer: Any = None,
     python: str | os.PathLike[str] | None = None,
+    canary: bool | Canary = False,
     **options: Any,
 ) -> Backend:
     """Open the engine called `name`.
@@ -48,6 +50,8 @@ def get_backend(
         python: opens the engine in a new process of this interpreter, which has core and the plugin: the path of an
             executable, or the folder of an environment. This process then needs core alone. The option `env` adds
             variables to the environment of that process. See docs/scaling.md.
+        canary: ask the engine a few fixed questions now and after every change of its weights, and raise a
+            `StaleWeightsError` if it does not answer as they should. See `corelm.fleet.canary`.
         options: the engine's own options, passed to the plugin's ``open``.
 
     Raises:
@@ -57,8 +61,11 @@ def get_backend(
         BackendConflictError: several distributions claim the name.
         BackendIncompatibleError: the plugin does not fit this hook specification.
         InvalidRequestError: the plugin does not know an option.
+        CapabilityError: a canary was asked for, and nothing that the engine can do shows its weights.
+        StaleWeightsError: the canary disagrees.
         EngineError: the engine did not open; its own error is the cause.
     """
+    watched = Canary.make(canary)
     if not isinstance(name, str):
         raise _not_a_name(name)
     if tokenizer is not None:
@@ -70,14 +77,20 @@ def get_backend(
     else:
         opened, info = open_plugin(name, model, options)
         label = info.label
+    backend = None
     try:
         backend = Backend.from_plugin(
             opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
         )
+        if watched is not None:
+            watch(backend, watched)
     except BaseException:
         # The caller gets no backend to close, and the engine may own processes. Why it does not fit is what matters.
         with suppress(Exception):
-            opened.close(CloseRequest())
+            if backend is None:
+                opened.close(CloseRequest())
+            else:
+                backend.close()
         raise
     _log.info(
         "%s: opened %s in %.3g s with %s, core %s: %s",

@@ -31,6 +31,7 @@ from corelm.tensors.ragged import Side as Side
 
 if TYPE_CHECKING:
     from corelm.spec.message import Message
+    from corelm.spec.probes import ProbeScores
     from corelm.spec.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -344,12 +345,15 @@ class WeightUpdate:
         drain: whether answers in flight were allowed to finish on the old weights.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
+        expect: what a canary should find with these weights, or None. A plugin that only loads weights ignores it; one
+            with engines behind it hands it on to their canaries.
     """
 
     version: str
     drain: bool
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
+    expect: ProbeScores | None = None
 
     @property
     def by_owner(self) -> bool:

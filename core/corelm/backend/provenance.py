@@ -1,0 +1,29 @@
+"""`provenance_of`: where the log-probs of a result came from."""
+
+from __future__ import annotations
+
+from corelm.backend.engine import OpenEngine
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import GenerateResult, ScoreResult
+from corelm.spec.sampling import SamplingParams
+
+
+def provenance_of(
+    engine: OpenEngine, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None
+) -> Provenance | tuple[Provenance, ...]:
+    """Return the provenance of what the engine returned; see `Backend.provenance`."""
+    processed = batch.mode == "processed"
+    versions = batch.weight_versions or (engine.weight_version,)
+    made = {
+        version: Provenance(
+            backend=engine.name,
+            model=engine.model_name,
+            weight_version=version,
+            mode=batch.mode,
+            temperature=batch.temperature if processed else 1.0,
+            support=batch.support if processed else "full",
+            penalties=sampling.penalties if processed and sampling is not None else (),
+        )
+        for version in {*versions}
+    }
+    return made[versions[0]] if len(made) == 1 else tuple(made[version] for version in versions)
