@@ -47,28 +47,37 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
     )
 
 
-def require_alike(one: Backend, other: Backend) -> None:
+def facts(backend: Backend) -> dict[str, Any]:
+    """Return what two engines must have in common to answer alike, by a name for people. None is not known."""
+    return {
+        "the size of the vocabulary": backend.capabilities.vocab_size,
+        "the ids that end an answer": sorted(backend.eos_token_ids),
+        "the log-probs of sampled tokens": sorted(backend.capabilities.generation_modes),
+        "the ids of a text": _ids(backend),
+    }
+
+
+def require_alike(name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
     """Refuse engines of which one would answer a request differently from the other.
 
     Models are not compared: the canary does that.
 
+    Args:
+        name: the name of one engine.
+        one: its `facts`.
+        other_name: the name of the other engine.
+        other: its `facts`.
+
     Raises:
-        InvalidRequestError: they differ in their vocabulary, the ids that end an answer, or the log-probs that they
-            return; `field` is ``replicas``.
+        InvalidRequestError: they differ; `field` is ``replicas``.
     """
-    sides = (one, other)
-    facts: dict[str, list[Any]] = {
-        "the size of the vocabulary": [each.capabilities.vocab_size for each in sides],
-        "the ids that end an answer": [sorted(each.eos_token_ids) for each in sides],
-        "the log-probs of sampled tokens": [sorted(each.capabilities.generation_modes) for each in sides],
-        "the ids of a text": [_ids(each) for each in sides],
-    }
-    for what, (here, there) in facts.items():
-        if here != there and None not in (here, there):
+    for what, here in one.items():
+        there = other[what]
+        if here != there and here is not None and there is not None:
             raise invalid(
                 "replicas",
-                f"the engines of a fleet must answer alike, but differ in {what}: {one.name} has {shown(here)}, "
-                f"{other.name} has {shown(there)}",
+                f"the engines of a fleet must answer alike, but differ in {what}: {name} has {shown(here)}, "
+                f"{other_name} has {shown(there)}",
             )
 
 

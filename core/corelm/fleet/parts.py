@@ -75,13 +75,16 @@ def request_of_rows(
     )
 
 
-def result_of_parts(request: Request, parts: Sequence[Part], failures: Mapping[int, RowFailure | RowAnswer]) -> Result:
+def result_of_parts(
+    request: Request, parts: Sequence[Part], failures: Mapping[int, RowFailure | RowAnswer], label: str
+) -> Result:
     """Return the result of a call.
 
     Args:
         request: the request of the whole call.
         parts: the rows that engines have answered.
         failures: the other rows: why they failed, or what there is of an answer that was aborted.
+        label: the label of the weights, for rows of engines that do not say which weights a row came from.
 
     Raises:
         EngineError: the engines returned log-probs of different distributions.
@@ -97,7 +100,10 @@ def result_of_parts(request: Request, parts: Sequence[Part], failures: Mapping[i
         if any(isinstance(value, Ragged) for value in given):
             values[each.name] = _ragged(each.name, request, parts, given, order)
         elif any(isinstance(value, (tuple, list)) for value in given):
-            filled = [value or ("",) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)]
+            filler = label if each.name == "weight_versions" else ""
+            filled = [
+                value or (filler,) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)
+            ]
             flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
             values[each.name] = tuple(flat[place] for place in order.tolist())
         else:
