@@ -19,8 +19,8 @@ _TEXT = "Hello, fleet! 1234 är  naïve 你好\n"
 def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
     """Return what every one of these engines can do.
 
-    A fleet serves calls at once and ends each in time, whatever its engines do. It wants one row for each answer, and
-    calls engines on its own threads, where gradients cannot be recorded for the caller.
+    A fleet serves calls at once although its engines may not. It wants one row for each answer, and calls engines on
+    its own threads, where gradients cannot be recorded for the caller.
     """
     first = given[0]
     can: dict[str, Any] = {
@@ -33,7 +33,6 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         "gradients": False,
         "native_samples": False,
         "concurrent_calls": True,
-        "stops_at_timeout": True,
         # What one engine does slowly is left out where it can be.
         "seeds_are_costly": can["per_answer_seeds"] and any(one.seeds_are_costly for one in given),
     }
