@@ -49,7 +49,7 @@ class Lives:
         opened: Mapping[str, OpenReplica],
         canary: Canary,
         state: FleetState,
-        lock: threading.RLock,  # type: ignore[valid-type]
+        lock: threading.RLock,
         report: Callable[..., None],
     ) -> None:
         self._members = {member.name: member for member in members}

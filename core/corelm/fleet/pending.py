@@ -265,5 +265,5 @@ class PendingCall:
         return Part(result, [at for at, _ in good], [row for _, row in good])
 
 
-def _key(ids: list[Any]) -> tuple[int, ...] | None:
+def _key(ids: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(ids[:_KEY]) if len(ids) > _KEY else None

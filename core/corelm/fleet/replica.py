@@ -92,10 +92,10 @@ class OpenReplica:
         engine, can = self._engine, self.capabilities
         hook = "generate" if isinstance(request, GenerateRequest) else "score_logprobs"
         fault = engine.hooks.fault(hook)
-        if isinstance(request, GenerateRequest) and request.seeds is None and can.per_answer_seeds:
+        seeded = can.per_answer_seeds and not can.seeds_are_costly
+        if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
-            if not can.seeds_are_costly:
-                request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
+            request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
 
         def finish(batch: Any) -> Any:
             if isinstance(request, GenerateRequest):
