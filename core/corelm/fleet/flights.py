@@ -269,7 +269,9 @@ class Flights(ABC):
             left = call.seconds_left()
             if left is not None and left <= 0:
                 raise BackendTimeoutError("the timeout passed before a replica was asked")
-            request = request_of_rows(call.request, flying.rows, flying.names, left, teller)
+            # A call that the engine does not end in time goes on until it is aborted, so it is waited for here.
+            limit = left if flying.replica.capabilities.stops_at_timeout else None
+            request = request_of_rows(call.request, flying.rows, flying.names, limit, teller)
             outcome = call.in_modes(lambda: flying.replica.serve(request, partial(self._wanted, flying.number)))
         except BaseException as error:
             outcome = error
