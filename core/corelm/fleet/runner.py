@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds without a reply after which a health check is missed.
 _HEALTH = 5.0
+#: Seconds without a reply to a health check after which an engine is not asked to close, but ended if that can be done.
+_SLOW = 1.0
 #: Seconds that closing waits for threads after the engines were closed.
 _PATIENCE = 2.0
 
@@ -119,10 +121,12 @@ class FleetRunner(Flights):
                 call.fail_all(BackendClosedError("the fleet was closed"))
             if self._updates is not None:
                 self._updates.put(BackendClosedError("the fleet was closed during the update"))
+            late = time.monotonic() - _SLOW
+            hung = {self.lives.running.get(life) for life, since in self._checks.items() if since < late}
             replicas = self.lives.replicas()
             self.lives.running.clear()
         closing = [
-            threading.Thread(target=replica.close, args=(False,), name="corelm-fleet-close", daemon=True)
+            threading.Thread(target=replica.close, args=(replica in hung,), name="corelm-fleet-close", daemon=True)
             for replica in replicas
         ]
         for thread in closing:

@@ -135,9 +135,7 @@ def _not_a_name(given: Any) -> CoreLMError:
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
+    if model is not None:
+        return type(model).__name__
     urls = options.get("base_url", "")
-    return (
-        ", ".join(map(str, urls if isinstance(urls, (list, tuple)) else [urls]))
-        if model is None
-        else type(model).__name__
-    )
+    return ", ".join(map(str, urls)) if isinstance(urls, (list, tuple)) else str(urls)

@@ -1,4 +1,4 @@
-"""What `get_backend` opens as a fleet: an engine for each of several URLs, or several processes with the same engine."""
+"""What `get_backend` opens as a fleet: an engine for each of several URLs, or one in each of several processes."""
 
 from __future__ import annotations
 
