@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from corelm.backend.futures import in_thread, unfinished, uninterrupted
 from corelm.backend.program_end import at_program_end
-from corelm.errors import CoreLMError, EngineError, brief, first_few
+from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
 from corelm.fleet.agreement import disagreement
 from corelm.fleet.canary import Canary
 from corelm.fleet.lives import open_replica
@@ -76,8 +76,6 @@ class FleetEngine:
         InvalidRequestError: there are no members, two have one name, or two engines would not answer alike.
         CoreLMError: an engine did not open; the message names it.
     """
-
-    requires_api = ">=1.1,<2"
 
     def __init__(
         self,
@@ -157,7 +155,10 @@ class FleetEngine:
         reasons = first_few([f"{replica}: {why}" for replica, why in ended.reasons.items()])
         if ended.refused and not request.by_owner:
             raise invalid("weights", f"no engine of the fleet took them, and the old ones are in force: {reasons}")
-        raise EngineError(f"no engine of the fleet has the new weights, and the old ones are in force: {reasons}")
+        if not ended.reasons:
+            raise EngineError("no engine of the fleet is left", usable=False)
+        kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
+        raise kind(f"no engine of the fleet has the new weights, and the old ones are in force: {reasons}")
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:

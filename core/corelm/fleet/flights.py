@@ -273,21 +273,33 @@ class Flights(ABC):
             limit = left if flying.replica.capabilities.stops_at_timeout else None
             request = request_of_rows(call.request, flying.rows, flying.names, limit, teller)
             outcome = call.in_modes(lambda: flying.replica.serve(request, partial(self._wanted, flying.number)))
+            # Rows without an answer are the fault of the replica if it does not serve any more.
+            lost = bool(outcome.errors) and any(outcome.errors) and not flying.replica.health()
         except BaseException as error:
-            outcome = error
+            outcome, lost = error, False
         with self._lock:
             if not self.closed:
-                self._returned(flying, outcome)
+                self._returned(flying, outcome, lost)
                 self._go_on()
             self._flying.pop(flying.number, None)
 
-    def _returned(self, flying: Flying, outcome: Any) -> None:
-        """Tell the state machine how a flight has ended."""
+    def _returned(self, flying: Flying, outcome: Any, lost: bool = False) -> None:
+        """Tell the state machine how a flight has ended.
+
+        Args:
+            flying: the flight.
+            outcome: the result, or the error.
+            lost: whether the rows that have an error in the result were lost with the replica.
+        """
         self._flying.pop(flying.number, None)
         now, number, call = time.monotonic(), flying.number, flying.call
         if not isinstance(outcome, BaseException):
             self._count(flying, outcome, now)
-            self._obey(self.state.answered(number, flying.numbers, now), flying, outcome)
+            errors = outcome.errors if lost else None
+            rows = [row for at, row in enumerate(flying.numbers) if not (errors and errors[at])]
+            self._obey(self.state.answered(number, rows, now), flying, outcome)
+            if errors:
+                self._obey(self.state.died(flying.life, now, next(filter(None, errors))))
         elif isinstance(outcome, (InvalidRequestError, CapabilityError)):
             told = renumbered(outcome, torch.tensor(flying.rows))
             self._obey(self.state.refused(number, now), flying, told)

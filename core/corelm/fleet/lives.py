@@ -37,6 +37,7 @@ class Lives:
         capabilities: what all can do.
         tokenizer: stands for their tokenizers.
         running: the engines that are open.
+        stale: the replicas whose canary disagreed with the weights of the last update when they had loaded them.
         ended: whether the fleet is closed or the program ends, so that nothing is started any more.
 
     Raises:
@@ -56,6 +57,7 @@ class Lives:
         self._opened, self._canary = dict(opened), canary
         self._state, self._lock, self._report = state, lock, report
         self.running: dict[Life, OpenReplica] = {}
+        self.stale: set[str] = set()
         self.ended = False
         self._stopping: dict[str, threading.Event] = {}
         self._weights: dict[int, WeightUpdate] = {}
@@ -77,6 +79,7 @@ class Lives:
     def begin_update(self, epoch: int, update: WeightUpdate) -> None:
         """Keep the weights of an epoch that is being loaded."""
         self._weights[epoch] = update
+        self.stale.clear()
         if update.by_owner:
             self._witnesses = frozenset(self.running)
 
@@ -145,6 +148,8 @@ class Lives:
         except (InvalidRequestError, CapabilityError) as error:
             self._report(self._state.load_refused, life, epoch, why=message(error))
         except BaseException as error:
+            if isinstance(error, StaleWeightsError):
+                self.stale.add(life.replica)
             self._report(self._state.died, life, why=f"it did not load its weights: {message(error)}")
         else:
             self._report(self._state.loaded, life, epoch)

@@ -87,8 +87,10 @@ def result_of_parts(
         label: the label of the weights, for rows of engines that do not say which weights a row came from.
 
     Raises:
-        EngineError: the engines returned log-probs of different distributions.
+        EngineError: the engines returned log-probs of different distributions, or texts and none.
     """
+    if len({getattr(part.result, "texts", None) is None for part in parts}) > 1:
+        raise EngineError("some engines of the fleet return texts and some do not", usable=True)
     if failures or not parts:
         parts = [*parts, Part(_made(request, failures), range(len(failures)), list(failures))]
     order = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64).argsort()
