@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from corelm import Capabilities, DynamicBatcher
+from corelm import Capabilities, DynamicBatcher, Ragged
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
@@ -259,6 +262,74 @@ def test_closing_ends_calls_and_threads() -> None:
         time.sleep(0.02)
     assert not set(threading.enumerate()) - before
     assert [engine.closed for engine in toys.made] == [1, 1]
+
+
+def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    toys = Toys("a", "b")
+    assert len(toys.backend.generate(PROMPTS, SAMPLING).ids) == 20
+    del toys
+    end = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    assert not set(threading.enumerate()) - before
+
+
+def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
+    with Toys("a", "b", before=hang) as toys:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            toys.backend.generate(PROMPTS, SAMPLING)
+        assert time.monotonic() - started < 3
+        assert all(engine.aborted.wait(5) for engine in toys.made)
+        toys.before = lambda *given: None
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
+    never = threading.Event()
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "generate" and user_rows(request):
+            never.wait(30)
+
+    toys = Toys("a", before=before, abort=False, concurrent_calls=False)
+    future = toys.backend.submit_generate(PROMPTS, SAMPLING)
+    time.sleep(0.2)
+    started = time.monotonic()
+    toys.backend.close()
+    assert time.monotonic() - started < 15
+    with pytest.raises(BackendClosedError):
+        future.result(1)
+    never.set()
+
+
+def test_rows_that_fail_with_their_replica_are_sent_again() -> None:
+    """Some engines report each row of a call that a dying server did not answer."""
+    deaths: list[str] = []
+
+    def spoil(engine: MortalToy, result: Any) -> Any:
+        if deaths or len(result.ids) < 4:
+            return result
+        deaths.append(engine.name)
+        engine.alive = False
+        good = len(result.ids) - 2
+        keep = Ragged.from_list([*result.ids.tolist()[:good], [], []])
+        return replace(
+            result,
+            ids=keep,
+            logprobs=Ragged.from_list([*result.logprobs.tolist()[:good], [], []], torch.float32),
+            finish_reasons=(*result.finish_reasons[:good], "error", "error"),
+            errors=("",) * good + ("connection lost",) * 2,
+        )
+
+    with Toys("a", "b") as toys:
+        for engine in toys.made:
+            engine.after = spoil
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        assert len(deaths) == 1
 
 
 # What is carried ------------------------------------------------------------------------------------------------------

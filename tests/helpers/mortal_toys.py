@@ -36,6 +36,8 @@ LIMITS = FleetLimits(misses=1, take_back=0.0, give_up=0.2, trial=0.0, backoff=0.
 class MortalToy(ToyBackend):
     """A toy engine that calls ``before(hook, request)`` first; what that raises, the hook raises.
 
+    `generate` returns what ``after(engine, result)`` makes of its result.
+
     Attributes:
         name: the name of its member.
         alive: False after its death: every call fails.
@@ -46,6 +48,7 @@ class MortalToy(ToyBackend):
 
     name: str
     before: Callable[[str, Any], object]
+    after: Callable[[MortalToy, GenerateResult], GenerateResult]
 
     @classmethod
     def make(cls, name: str, table: torch.Tensor, before: Callable[..., object], **can: Any) -> MortalToy:
@@ -54,6 +57,7 @@ class MortalToy(ToyBackend):
         engine.name = name
         engine.alive, engine.asked, engine.closed = True, [], 0
         engine.aborted = threading.Event()
+        engine.after = lambda engine, result: result
         engine.before = lambda hook, request: before(engine, hook, request)
         engine.capabilities = replace(engine.capabilities, **{"concurrent_calls": True, "abort": True, **can})
         return engine
@@ -71,8 +75,7 @@ class MortalToy(ToyBackend):
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         self._enter("generate", request)
-        result: GenerateResult = ToyBackend.generate(self, request)
-        return result
+        return self.after(self, ToyBackend.generate(self, request))
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:

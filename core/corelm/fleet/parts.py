@@ -91,11 +91,12 @@ def result_of_parts(
     """
     if len({getattr(part.result, "texts", None) is None for part in parts}) > 1:
         raise EngineError("some engines of the fleet return texts and some do not", usable=True)
+    # Rows without an answer have no distribution.
+    labelled = [part.result for part in parts if part.rows]
     if failures or not parts:
         parts = [*parts, Part(_made(request, failures), range(len(failures)), list(failures))]
     order = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64).argsort()
     results = [part.result for part in parts]
-    asked = [part for part in parts if part.rows]
     values: dict[str, Any] = {}
     for each in fields(results[0]):
         given = [getattr(part.result, each.name) for part in parts]
@@ -109,7 +110,7 @@ def result_of_parts(
             flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
             values[each.name] = tuple(flat[place] for place in order.tolist())
         else:
-            values[each.name] = _common(each.name, [getattr(part.result, each.name) for part in asked] or given)
+            values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
     return replace(results[0], **values)
 
 
