@@ -111,6 +111,7 @@ class FleetEngine:
         )
         watcher.start()
         self._stop_watching = weakref.finalize(self, stop.set)
+        self._stop_watching.atexit = False
         _runners.add(self._runner)
 
     def status(self) -> list[ReplicaStatus]:
@@ -248,6 +249,6 @@ _runners: weakref.WeakSet[FleetRunner] = weakref.WeakSet()
 
 
 @at_program_end
-def _start_nothing() -> None:
+def _retire() -> None:
     for runner in list(_runners):
-        runner.lives.ended = True
+        runner.retire()

@@ -7,6 +7,7 @@ job runs on a thread of its own; no engine is called while the lock is held.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,6 +78,7 @@ class FleetRunner(Flights):
         policy: Policy,
     ) -> None:
         super().__init__(limits, policy)
+        self._process = os.getpid()
         self.lives = Lives(members, opened, canary, self.state, self._lock, self.do)
         self._checks: dict[Life, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
@@ -110,6 +112,17 @@ class FleetRunner(Flights):
             self._obey(decisions)
             self._go_on()
             return ended
+
+    def retire(self) -> None:
+        """End all calls with an error, and start no engine any more, because the program ends."""
+        if os.getpid() != self._process:
+            # A fork has none of the threads, one of which may have held the lock.
+            return
+        with self._lock:
+            self.lives.ended = True
+            for call in {id(each): each for each in self._calls.values()}.values():
+                call.fail_all(BackendClosedError("the program ends"))
+                self._drop(call)
 
     def close(self) -> None:
         """End all calls with an error, and close all engines."""
