@@ -110,7 +110,7 @@ def whole_scores() -> ScoreResult:
 
 def part(whole: Any, rows: list[int]) -> Any:
     """Return some rows of a result, as an engine would return them."""
-    values = {}
+    values: dict[str, Any] = {}
     for each in fields(whole):
         value = getattr(whole, each.name)
         if isinstance(value, Ragged):
@@ -141,7 +141,7 @@ def test_every_field_of_a_result_is_carried(request_: Request, whole: Any) -> No
 
 def test_rows_that_failed_are_put_among_the_others() -> None:
     whole = replace(whole_answers(), texts=None, weight_versions=None, errors=None)
-    failures = {1: RowFailure("poisoned"), 2: RowAnswer([20, 21], [-0.5, -0.25], "abort")}
+    failures: dict[int, RowFailure | RowAnswer] = {1: RowFailure("poisoned"), 2: RowAnswer([20, 21], [-0.5, -0.25], "abort")}
     made = result_of_parts(generate_request(), [Part(part(whole, [3, 0]), [0, 1], [3, 0])], failures, "now")
     assert isinstance(made, GenerateResult) and made.logprobs is not None
     assert made.ids.tolist() == [[20], [], [20, 21], [23]] and made.logprobs.tolist()[2] == [-0.5, -0.25]
