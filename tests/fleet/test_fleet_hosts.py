@@ -14,7 +14,12 @@ import pytest
 from toy_backend import ToyBackend
 
 import corelm
+from corelm import Backend
 from corelm.errors import BackendTimeoutError, InvalidRequestError
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.records import FleetLimits
+from corelm.fleet.replica import Member
+from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import options_of_each
 
 PROMPTS = [[72, n] for n in range(40, 60)]
@@ -25,6 +30,14 @@ def pids(backend: Any) -> list[int]:
     """Return the processes of a fleet's engines."""
     running = backend.engine.plugin._runner.lives.running
     return [replica.backend.engine.plugin.host.pid for replica in running.values()]
+
+
+def await_changed(backend: Any, state: str) -> None:
+    """Wait until a replica is in another state."""
+    end = time.monotonic() + 20
+    while all(each.state in (state, "suspect") for each in backend.engine.plugin.status()):
+        assert time.monotonic() < end, backend.engine.plugin.status()
+        time.sleep(0.02)
 
 
 def await_states(backend: Any, seconds: float = 60.0) -> None:
@@ -54,7 +67,9 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
         one.update_weights({"table": table})
         renewed = one.generate(PROMPTS, SAMPLING).ids.tolist()
         assert renewed != expected
+        # This one was not in a call.
         os.kill(pids(backend)[0], signal.SIGKILL)
+        await_changed(backend, "healthy")
         assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
         await_states(backend)
         assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
@@ -73,6 +88,22 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
     while (left := [each.name for each in threading.enumerate() if "fleet" in each.name]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left
+
+
+def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None:
+    expected = corelm.get_backend("toy").generate(PROMPTS, SAMPLING).ids.tolist()
+
+    def open_it() -> Any:
+        return open_in_process("toy", None, sys.executable, None, {})[0]
+
+    members = [Member(name, open_it, lambda engine: engine.host.kill()) for name in ("a", "b")]
+    limits = FleetLimits(misses=1, take_back=0.5, give_up=1.0, backoff=0.1)
+    with Backend.from_plugin(FleetEngine(members, limits=limits), "toys") as backend:
+        first = pids(backend)
+        os.kill(first[0], signal.SIGSTOP)
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == expected
+        await_states(backend)
+        assert len(set(pids(backend)) - set(first)) == 1 and not Path(f"/proc/{first[0]}").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from corelm import Ragged, SamplingParams
 from corelm.errors import EngineError
 from corelm.fleet.parts import Part, Request, request_of_rows, result_of_parts
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowAnswer, RowFailure
+from corelm.support import RowFailure
 
 ROWS = [[1], [2, 3], [4, 5, 6], [7]]
 
@@ -141,7 +141,8 @@ def test_every_field_of_a_result_is_carried(request_: Request, whole: Any) -> No
 
 def test_rows_that_failed_are_put_among_the_others() -> None:
     whole = replace(whole_answers(), texts=None, weight_versions=None, errors=None)
-    failures: dict[int, RowFailure | RowAnswer] = {1: RowFailure("poisoned"), 2: RowAnswer([20, 21], [-0.5, -0.25], "abort")}
+    failures: dict[int, RowFailure | RowAnswer] = {1: RowFailure("poisoned")}
+    failures[2] = RowAnswer([20, 21], [-0.5, -0.25], "abort")
     made = result_of_parts(generate_request(), [Part(part(whole, [3, 0]), [0, 1], [3, 0])], failures, "now")
     assert isinstance(made, GenerateResult) and made.logprobs is not None
     assert made.ids.tolist() == [[20], [], [20, 21], [23]] and made.logprobs.tolist()[2] == [-0.5, -0.25]

@@ -169,13 +169,13 @@ class FleetEngine:
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
-        self._runner.abort(request.request_ids)
+        uninterrupted(partial(self._runner.abort, request.request_ids))
         return True
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self._stop_watching()
-        self._runner.close()
+        uninterrupted(self._runner.close)
         return True
 
     def _serve(self, request: Request) -> Result:

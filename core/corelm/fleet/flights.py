@@ -152,6 +152,8 @@ class Flights(ABC):
                     self._leave_out(call, [row])
                 elif (flying := self._flying.get(known.flight.number)) is not None:
                     self._abort(flying, [row], partial(self._holds, flying.number, row))
+            if not self.closed:
+                self._go_on()
 
     # Rows that are settled --------------------------------------------------------------------------------------------
 
@@ -211,6 +213,7 @@ class Flights(ABC):
             self._place()
 
     def _place(self) -> None:
+        """Send accused rows alone, and then the fresh rows of each call, in as few flights as there are replicas."""
         while trials := self.state.trials():
             row, name = trials[0]
             call = self._calls[row]

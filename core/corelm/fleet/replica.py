@@ -33,11 +33,14 @@ class Member:
         open: opens the engine: returns what a plugin's ``open`` returns.
         end: ends an engine that `open` returned by force, although it does not reply; None if that cannot be done. It
             may be called while the engine is in a call, which then fails.
+        ended: returns whether an engine that `open` returned has ended, so that it will not reply any more; None if
+            that is not known.
     """
 
     name: str
     open: Callable[[], Any]
     end: Callable[[Any], object] | None = None
+    ended: Callable[[Any], bool] | None = None
 
 
 class OpenReplica:
@@ -150,6 +153,11 @@ class OpenReplica:
             return self._engine.health()
         except CoreLMError:
             return False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known that the engine will not reply any more."""
+        return self._member.ended is not None and self._member.ended(self._plugin)
 
     def abort(self, names: tuple[str, ...], under_way: Callable[[], bool]) -> None:
         """End requests soon, on another thread, if the engine can.

@@ -115,7 +115,7 @@ class FleetRunner(Flights):
 
     def retire(self) -> None:
         """End all calls with an error, and start no engine any more, because the program ends."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or self.closed:
             # A fork has none of the threads, one of which may have held the lock.
             return
         with self._lock:
@@ -123,6 +123,7 @@ class FleetRunner(Flights):
             for call in {id(each): each for each in self._calls.values()}.values():
                 call.fail_all(BackendClosedError("the program ends"))
                 self._drop(call)
+            self._go_on()
 
     def close(self) -> None:
         """End all calls with an error, and close all engines."""
@@ -180,7 +181,7 @@ class FleetRunner(Flights):
         for life, replica in list(self.lives.running.items()):
             since = self._checks.setdefault(life, now)
             if since == now:
-                self._spawn(self._check, life, replica)
+                self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
             elif now - since > _HEALTH:
                 self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
         self.do(self.state.tick)
@@ -236,11 +237,16 @@ class FleetRunner(Flights):
     def _is_flying(self, number: int) -> bool:
         return number in self._flying
 
+    def _unchecked(self, life: Life) -> None:
+        self._checks.pop(life, None)
+
     def _check(self, life: Life, replica: OpenReplica) -> None:
         healthy = replica.health()
         self._checks.pop(life, None)
         if healthy:
             self.do(self.state.heard, life)
+        elif replica.ended:
+            self.do(self.state.died, life, why="it has ended")
         else:
             self.do(self.state.missed, life, why="it says that it cannot serve")
 
