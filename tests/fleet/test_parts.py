@@ -12,7 +12,7 @@ from corelm import Ragged, SamplingParams
 from corelm.errors import EngineError
 from corelm.fleet.parts import Part, Request, request_of_rows, result_of_parts
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowFailure
+from corelm.support import RowAnswer, RowFailure
 
 ROWS = [[1], [2, 3], [4, 5, 6], [7]]
 
