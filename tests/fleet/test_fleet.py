@@ -1,4 +1,4 @@
-"""A fleet answers as one engine does, whatever dies."""
+"""A fleet answers as one engine does, also when engines die."""
 
 from __future__ import annotations
 

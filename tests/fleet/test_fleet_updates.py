@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import corelm
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
 from corelm.spec import WeightUpdate
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
 
@@ -97,6 +97,16 @@ def test_an_engine_that_did_not_load_does_not_serve(monkeypatch: pytest.MonkeyPa
         assert answers(toys) == NEW
         toys.settle()
         assert [engine.name for engine in toys.made] == ["a", "b", "b"] and answers(toys) == NEW
+
+
+def test_weights_that_no_canary_agrees_with_are_stale() -> None:
+    with Toys("a", "b") as toys:
+        update = WeightUpdate(
+            version="x", drain=True, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(TABLE))
+        )
+        with pytest.raises(StaleWeightsError, match="the old ones are in force"):
+            toys.fleet.update_weights(update)
+        assert answers(toys) == OLD
 
 
 def test_weights_that_are_changed_where_they_are_do_not_serve() -> None:

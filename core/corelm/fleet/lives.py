@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lives:
-    """The open engines of a fleet. Each job runs on a thread of its own, and reports to the state machine.
+    """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
 
     Args:
         members: how each replica is opened.

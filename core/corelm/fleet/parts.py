@@ -120,9 +120,9 @@ def rows_of_result(result: Result) -> Ragged:
 
 
 def kept(update: WeightUpdate) -> WeightUpdate:
-    """Return new weights that nobody else can change: replicas that are started later load them, too.
+    """Return new weights that the caller cannot change: replicas that are started later load them, too.
 
-    A state dict is copied to the CPU. A trainer would go on training the tensors that it has handed over.
+    A state dict is copied to the CPU, because a trainer goes on changing the tensors that it has handed over.
     """
     if update.state_dict is None:
         return update

@@ -144,7 +144,7 @@ class PendingCall:
     def leave_out(self, row: int) -> bool:
         """Settle a row that must not be sent, and return whether it was one.
 
-        A row that was aborted while it waited ends with what its caller has been told of it. A row that would be
+        A row that was aborted while it waited ends with the tokens that its caller has been handed. A row that would be
         sampled differently the next time cannot be sent again once its caller has tokens of it.
         """
         told = self._told[row] if self._told else Told()

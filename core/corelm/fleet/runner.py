@@ -1,7 +1,7 @@
 """`FleetRunner`: carries out what the state machine decides about rows, replicas and weights.
 
-Every event goes to the state machine through `do`, which holds the lock. What follows may take an engine long, so each
-job runs on a thread of its own; no engine is called while the lock is held.
+Every event goes to the state machine through `do`, which holds the lock. An engine may take long, so each job runs on a
+separate thread; no engine is called while the lock is held.
 """
 
 from __future__ import annotations
