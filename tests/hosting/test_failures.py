@@ -76,3 +76,11 @@ def test_the_traceback_crosses_as_the_cause() -> None:
         cause = crossed(error).__cause__
     assert isinstance(cause, HostTraceback)
     assert "test_the_traceback_crosses" in str(cause) and "deep" in str(cause)
+
+
+def test_a_class_that_only_has_the_name_of_one_of_ours_is_not_ours() -> None:
+    # Such as jinja2's TemplateError, or asyncio's TimeoutError before Python 3.11.
+    for name in ("TemplateError", "TimeoutError"):
+        foreign = type(name, (Exception,), {})
+        found = crossed(foreign("odd"))
+        assert type(found) is HostedError and str(found) == f"{name}: odd"

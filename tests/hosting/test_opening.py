@@ -136,3 +136,12 @@ def test_nothing_is_left_of_a_host_that_was_refused(monkeypatch: pytest.MonkeyPa
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     logs = [path.name for path in tmp_path.iterdir()]
     assert not [pid for pid in children if "corelm.hosting" in Path(f"/proc/{pid}/cmdline").read_text()], logs
+
+
+def test_modules_in_the_current_folder_do_not_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a checkout of an engine, whose folder has the name of its package.
+    (tmp_path / "toy_backend").mkdir()
+    (tmp_path / "toy_backend" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with corelm.get_backend("toy", python=sys.executable) as backend:
+        assert backend.health()

@@ -179,3 +179,9 @@ def test_this_file_samples_annotations_as_they_are_written() -> None:
     # `sample` reads annotations as texts, which the records have because of their __future__ import.
     tree = ast.parse(Path(records.__file__).read_text())
     assert any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_quantized_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="dequantize"):
+        pack(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))

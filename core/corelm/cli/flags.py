@@ -25,7 +25,7 @@ from corelm.spec.sampling import ALIASES, SamplingParams
 if TYPE_CHECKING:
     from corelm.policy.options import PolicyOptions
 
-#: Arguments of `corelm.get_backend` itself, which never reach an engine, and what to do instead.
+#: Arguments of `corelm.get_backend` itself that ``--option`` refuses, and what to do instead.
 NOT_OPTIONS = {
     "name": "use --backend",
     "model": "use --model",

@@ -1,9 +1,7 @@
-"""Many engines answer as one, and the canary that asks an engine whether it answers as its weights should.
+"""The canary of an engine, and many engines as one: what happens to them, and which rows each gets.
 
-- `records.py`: the states of a replica, the limits, and the decisions of the state machine.
-- `state.py`: `FleetState`, the machine that says what happens to rows, replicas and weights. It has no threads and no
-  clock. `steps.py`: what follows from its events. `rows.py`: where each row is.
-- `routing.py`: which replica gets which rows.
-- `canary.py`: `watch` puts a canary in front of an engine. `probes.py`, `answers.py`, `fingerprints.py`: what it asks
-  and compares.
+- `corelm.fleet.canary`: finds out by asking an engine whether it answers as its weights should.
+- `FleetState` in `corelm.fleet.state`: what happens to rows, replicas and weights. It has no threads and no clock.
+- `corelm.fleet.routing`: chooses a replica for each prompt.
+- `FleetEngine` in `corelm.fleet.fleet`: the engine on top, which carries out what the state machine decides.
 """

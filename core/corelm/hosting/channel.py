@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import os
 import pickle
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ _HEAD = struct.Struct("<4sBQQI")
 _MAGIC = b"clm1"
 #: The system refuses to send more pieces in one call.
 _MOST_PIECES = 512
+#: macOS refuses to send or receive more bytes in one call than a C int can count.
+_MOST_BYTES = 2**28
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +75,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._sending = threading.Lock()
+        _channels.add(self)
 
     def send(self, kind: Kind, call: int, value: Any) -> None:
         """Send a frame. A thread that is interrupted in here leaves half a frame, so the main thread must not call it.
@@ -114,16 +119,24 @@ class Channel:
         buffers = tuple(data[start : start + size] for start, size in zip(starts, sizes, strict=False))
         return Frame(Kind(kind), call, first[8 * count :], buffers)
 
-    def close(self) -> None:
-        """Close this end. A thread that receives here gets None."""
+    def shut_down(self) -> None:
+        """End the connection. The thread that receives here gets None, and threads that send get an error."""
         with suppress(OSError):
             self.end.shutdown(socket.SHUT_RDWR)
-        self.end.close()
+
+    def close(self) -> None:
+        """Close this end. Only the thread that receives may call this, or any thread when none receives."""
+        self.shut_down()
+        with self._sending:
+            self.end.close()
 
     def _send_all(self, pieces: Iterable[bytes | memoryview]) -> None:
         waiting = [memoryview(piece) for piece in pieces if len(piece)]
         while waiting:
-            sent = self.end.sendmsg(waiting[:_MOST_PIECES])
+            pieces = waiting[:_MOST_PIECES]
+            if sum(map(len, pieces)) > _MOST_BYTES:
+                pieces = [waiting[0][:_MOST_BYTES]]
+            sent = self.end.sendmsg(pieces)
             while waiting and sent >= len(waiting[0]):
                 sent -= len(waiting.pop(0))
             if sent:
@@ -131,10 +144,13 @@ class Channel:
 
     def _receive(self, size: int) -> memoryview | None:
         # Not a bytearray, which would be filled with zeros first.
-        data: memoryview = torch.empty(size, dtype=torch.uint8).numpy().data
+        try:
+            data: memoryview = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise ValueError(f"a frame of {size:,} bytes does not fit in memory") from error
         have = 0
         while have < size:
-            count = self.end.recv_into(data[have:])
+            count = self.end.recv_into(data[have : have + _MOST_BYTES])
             if not count:
                 return None
             have += count
@@ -148,3 +164,19 @@ def _padded(size: int) -> int:
 def _aligned(data: memoryview) -> Iterator[bytes | memoryview]:
     yield data
     yield bytes(_padded(len(data)) - len(data))
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    # Not `Channel.close`, which would end the connection of the parent, too. As long as a fork held the socket open,
+    # the other process would not notice that this one has ended.
+    for channel in list(_channels):
+        with suppress(OSError):
+            channel.end.close()
+
+
+# Windows has no forks.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,6 +1,6 @@
-"""The host: ``python -m corelm.hosting.child FD`` opens the engine that its parent names, and serves it.
+"""The host: `main` opens the engine that its parent names, and serves it.
 
-The parent holds the other end of the socket `FD`. When that end closes, on purpose or because the parent was killed,
+The parent holds the other end of the socket. When that end closes, on purpose or because the parent was killed,
 the host ends with every process in its group.
 """
 
@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 
 from corelm._version import __version__
 from corelm.backend.registry import open_plugin
-from corelm.hosting.channel import WIRE_VERSION, Channel, Kind
+from corelm.errors import CoreLMError, InvalidRequestError, described
+from corelm.hosting.channel import WIRE_VERSION, Channel, Frame, Kind
 from corelm.hosting.failures import Failure
+from corelm.hosting.packing import pack
 from corelm.hosting.server import EngineServer
 from corelm.spec.hookspecs import API_VERSION
 
@@ -27,17 +29,22 @@ from corelm.spec.hookspecs import API_VERSION
 PATIENCE = 5.0
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: str) -> NoReturn:
+    """Serve the parent until it ends.
+
+    Args:
+        descriptor: the number of an open socket. The parent has the other end.
+    """
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(socket.socket(fileno=int(descriptor)))
     channel.send(Kind.HELLO, 0, versions())
     order = channel.receive()
     if order is None:
         end_group()
     served = _Served(channel)
     threading.Thread(target=served.read, name="corelm-host-reader", daemon=True).start()
-    served.open(order.value())
+    served.open(order)
     # Engines may expect that the main thread lives, and signals need it.
     while True:
         signal.pause()
@@ -55,15 +62,17 @@ class _Served:
         self._channel = channel
         self._server: EngineServer | None = None
 
-    def open(self, order: dict[str, Any]) -> None:
-        """Open an engine, and say that it is open, or why it did not open."""
+    def open(self, frame: Frame) -> None:
+        """Open the engine that a frame names, and say that it is open, or why it did not open."""
         try:
+            order = _read(frame)
             engine, info = open_plugin(order["name"], order["model"], order["options"])
             self._server = EngineServer(engine, order["name"])
+            opened = self._server.opened(), info.label
         except BaseException as error:  # an engine can raise SystemExit, too
             self._send(Kind.ERROR, 0, Failure.of(error))
         else:
-            self._send(Kind.RESULT, 0, (self._server.opened(), info.label))
+            self._send(Kind.RESULT, 0, opened)
 
     def read(self) -> None:
         """Serve what arrives, until the other end closes."""
@@ -75,11 +84,10 @@ class _Served:
                     server.forget(number)
                     continue
                 try:
-                    call = frame.value()
+                    server.start(number, _read(frame), partial(self._answer, number), partial(self._tell, number))
                 except Exception as error:
+                    # The call cannot be read, or the system has no room for another thread.
                     self._send(Kind.ERROR, number, Failure.of(error))
-                    continue
-                server.start(number, call, partial(self._answer, number), partial(self._tell, number))
         finally:
             self._end()
 
@@ -91,19 +99,37 @@ class _Served:
 
     def _send(self, kind: Kind, number: int, value: Any) -> None:
         try:
-            self._channel.send(kind, number, value)
-        except OSError:
-            pass  # the parent has ended; `read` notices it
+            packed = pack(value)
         except Exception as error:
-            # The value cannot be packed.
-            with suppress(OSError):
-                self._channel.send(Kind.ERROR, number, Failure.of(error))
+            kind, packed = Kind.ERROR, pack(Failure.of(error))
+        # If the parent has ended, `read` notices it.
+        with suppress(OSError):
+            self._channel.send_packed(kind, number, packed)
 
     def _end(self) -> NoReturn:
-        threading.Timer(PATIENCE, end_group).start()
-        if self._server is not None:
-            self._server.end()
-        end_group()
+        try:
+            threading.Timer(PATIENCE, end_group).start()
+            if self._server is not None:
+                self._server.end()
+        finally:
+            end_group()
+
+
+def _read(frame: Frame) -> Any:
+    """Return the value of a frame.
+
+    Raises:
+        InvalidRequestError: it cannot be read here.
+    """
+    try:
+        return frame.value()
+    except CoreLMError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(
+            f"the process that holds the engine cannot read what it was sent: {described(error)}. Functions and "
+            "classes have to be importable there"
+        ) from error
 
 
 def end_group() -> NoReturn:
@@ -115,7 +141,3 @@ def end_group() -> NoReturn:
         os.killpg(0, signal.SIGKILL)
     signal.raise_signal(signal.SIGKILL)
     raise AssertionError("a process survived SIGKILL")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

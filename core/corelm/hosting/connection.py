@@ -6,13 +6,13 @@ import itertools
 import logging
 import os
 import threading
-import weakref
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from corelm.errors import BackendClosedError, EngineError, brief, described
+from corelm.errors import BackendClosedError, EngineError, InvalidRequestError, brief, described
 from corelm.hosting.channel import Channel, Frame, Kind
 from corelm.hosting.failures import Failure
 from corelm.hosting.packing import pack
@@ -21,8 +21,6 @@ from corelm.hosting.server import Call
 _log = logging.getLogger(__name__)
 
 Callbacks = Mapping[str, Callable[..., object]]
-
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Connection:
@@ -42,7 +40,6 @@ class Connection:
         # The threads hold what they share, not the connection, so that it can be collected.
         for work in (self._shared.read, self._shared.write):
             threading.Thread(target=work, name=f"corelm-host-{work.__name__}", daemon=True).start()
-        _channels.add(channel)
 
     @property
     def lost(self) -> bool:
@@ -56,29 +53,30 @@ class Connection:
             kind: OPEN or CALL.
             value: what to send.
             timeout: seconds to wait for the reply; None for no limit.
-            callbacks: functions of the request, by the names of their fields. Another thread calls them.
+            callbacks: functions of the request, by the names of their fields. They are called on this thread, so that
+                they may call the host, and hold up no other caller.
 
         Raises:
             TimeoutError: there was no reply in time. The host is told that no caller waits.
             EngineError: the host has ended.
             BackendClosedError: this is a fork of the process that opened the connection.
-            Exception: the call failed in the host, or `value` cannot be packed.
+            InvalidRequestError: `value` cannot be packed.
+            Exception: the call failed in the host.
         """
         if os.getpid() != self._process:
             raise BackendClosedError("the engine belongs to another process, which this one is a fork of")
-        packed = pack(value)
-        number, replies = self._shared.register(callbacks or {})
+        try:
+            packed = pack(value)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the process that holds the engine cannot be sent this: {described(error)}"
+            ) from error
+        number, replies = self._shared.register()
         try:
             self._shared.outgoing.put((kind, number, packed))
-            try:
-                frame = replies.get(timeout=timeout)
-            except Empty:
-                raise TimeoutError(f"the process that holds the engine did not answer within {timeout:g} s") from None
-            except BaseException:
-                # For example a KeyboardInterrupt.
-                frame = None
-                raise
+            frame = _reply(replies, timeout, callbacks or {})
         except BaseException:
+            # A timeout, or for example a KeyboardInterrupt.
             if number:
                 self._shared.outgoing.put((Kind.FORGET, number, pack(None)))
             raise
@@ -118,7 +116,7 @@ class Connection:
     def close(self) -> None:
         """Close this end of the socket. Calls that wait for a reply fail."""
         self._shared.outgoing.put(None)
-        self._shared.channel.close()
+        self._shared.channel.shut_down()
 
 
 class _Shared:
@@ -128,14 +126,14 @@ class _Shared:
         self.channel = channel
         self.outgoing: SimpleQueue[tuple[Kind, int, Any] | None] = SimpleQueue()
         self.hello: SimpleQueue[Frame | None] = SimpleQueue()
-        self.waiting: dict[int, tuple[SimpleQueue[Frame | None], Callbacks]] = {}
+        self.waiting: dict[int, SimpleQueue[Frame | None]] = {}
         self.lost: str | None = None
         self._why_lost = lost
         self._numbers = itertools.count()
 
-    def register(self, callbacks: Callbacks) -> tuple[int, SimpleQueue[Frame | None]]:
+    def register(self) -> tuple[int, SimpleQueue[Frame | None]]:
         number, replies = next(self._numbers), SimpleQueue[Frame | None]()
-        self.waiting[number] = replies, callbacks
+        self.waiting[number] = replies
         if self.lost is not None:
             # The reader may have ended before it could see this call.
             replies.put(None)
@@ -143,46 +141,59 @@ class _Shared:
 
     def read(self) -> None:
         """Hand what arrives to those who wait for it, until the host ends."""
+        why, broken = "the process that holds the engine has ended", ""
         try:
             while (frame := self.channel.receive()) is not None:
                 self._handle(frame)
-        except (OSError, ValueError) as error:
-            _log.debug("the connection to a host broke: %s", brief(described(error)))
-        self.lost = self._why_lost()
-        self.outgoing.put(None)
-        self.hello.put(None)
-        for replies, _ in list(self.waiting.values()):
-            replies.put(None)
+        except Exception as error:
+            broken = f"; the connection broke: {described(error)}"
+        finally:
+            # No error in here may let a caller wait for ever.
+            with suppress(Exception):
+                why = self._why_lost()
+            self.lost = why + broken
+            self.outgoing.put(None)
+            self.hello.put(None)
+            for replies in list(self.waiting.values()):
+                replies.put(None)
+            # Not earlier: the system could give the number of the socket to another file while this thread reads.
+            self.channel.close()
 
     def write(self) -> None:
         """Send what callers have queued."""
         while (item := self.outgoing.get()) is not None:
-            # If the host has ended, the reader tells those who wait.
-            with suppress(OSError):
+            try:
                 self.channel.send_packed(*item)
+            except Exception as error:
+                # The host has ended, or half a frame was sent. The reader tells the callers.
+                _log.debug("a request could not be sent to a host: %s", brief(described(error)))
+                self.channel.shut_down()
+                return
             del item
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind is Kind.HELLO:
             self.hello.put(frame)
-        elif waiter := self.waiting.get(frame.call):
-            replies, callbacks = waiter
-            if frame.kind is not Kind.EVENT:
-                replies.put(frame)
-                return
-            try:
-                name, args = frame.value()
-                callbacks[name](*args)
-            except Exception as error:
-                _log.error("a callback of a request raised %s", brief(described(error)), exc_info=error)
+        elif replies := self.waiting.get(frame.call):
+            replies.put(frame)
 
 
-def _close_in_fork() -> None:
-    # Not `Channel.close`, which would end the connection of the parent, too. As long as a fork held the socket open, a
-    # host would not notice that the parent has ended.
-    for channel in list(_channels):
-        with suppress(OSError):
-            channel.end.close()
+def _reply(replies: SimpleQueue[Frame | None], timeout: float | None, callbacks: Callbacks) -> Frame | None:
+    """Return the frame that ends a call, or None if the host has ended. Call the callbacks until then.
 
-
-os.register_at_fork(after_in_child=_close_in_fork)
+    Raises:
+        TimeoutError: there was no reply in time.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        try:
+            frame = replies.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+        except Empty:
+            raise TimeoutError(f"the process that holds the engine did not answer within {timeout:g} s") from None
+        if frame is None or frame.kind is not Kind.EVENT:
+            return frame
+        try:
+            name, args = frame.value()
+            callbacks[name](*args)
+        except Exception as error:
+            _log.error("a callback of a request raised %s", brief(described(error)), exc_info=error)

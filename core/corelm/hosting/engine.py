@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,10 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError, message
 from corelm.hosting.channel import Kind
 from corelm.hosting.connection import Connection
-from corelm.hosting.failures import HostedError
+from corelm.hosting.failures import HostedError, HostTraceback
+from corelm.hosting.packing import pack
 from corelm.hosting.process import CLOSE_TIMEOUT, HostProcess
 from corelm.hosting.server import Call, Opened
 from corelm.hosting.tokenizer import HostedTokenizer
@@ -38,6 +38,8 @@ R = TypeVar("R")
 
 #: Seconds after a request's timeout in which the host must say that the time is over. Then it counts as stuck.
 _GRACE = 2.0
+#: Seconds in which a host tokenizes, renders or decodes a batch. A template that loops is stopped earlier.
+_TOKENIZING = 600.0
 #: Seconds in which a host says whether its engine is healthy, and in which it aborts requests.
 _QUICK = 10.0
 
@@ -67,14 +69,16 @@ def open_in_process(
     """
     order = {"name": name, "model": _portable(model), "options": dict(options)}
     for option, value in options.items():
-        _check_portable(option, value)
+        _check_option(option, value)
     host = HostProcess(python, env)
     try:
         opened, label = host.connection.send(Kind.OPEN, order)
     except BaseException as error:
-        host.kill()
+        # Many an engine says in its log alone why it did not open.
+        end = host.last_lines() if isinstance(error, EngineError) else ""
+        host.kill(keep_log=bool(end))
         if isinstance(error, CoreLMError):
-            raise _in_environment(error, host.python) from error.__cause__
+            raise _in_environment(error, host, end) from error.__cause__
         raise
     return HostedEngine(host, name, opened), f"{label} of {host.python}"
 
@@ -165,14 +169,20 @@ class HostedEngine:
             return self._connection.call(Call("hook", hook, (request,), None, tuple(callbacks)), limit, callbacks)
         except HostedError as error:
             raise EngineError(f"backend {self._name!r}, hook {hook}: {error}") from error.__cause__
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if hook == "generate" and error.__cause__ is None:
-                _check_portable("engine_kwargs", dict(request.sampling.engine_kwargs))
+        except InvalidRequestError as error:
+            if not isinstance(error.__cause__, HostTraceback):
+                if hook == "generate":
+                    _check_portable("engine_kwargs", request.sampling.engine_kwargs)
+                for name, tensor in (getattr(request, "state_dict", None) or {}).items():
+                    _check_portable("weights", {name: tensor})
             raise
 
 
 def _ask_tokenizer(connection: Connection, name: str, *args: Any, **kwargs: Any) -> Any:
-    return connection.call(Call("tokenizer", name, args, kwargs))
+    try:
+        return connection.call(Call("tokenizer", name, args, kwargs), _TOKENIZING)
+    except TimeoutError as error:
+        raise BackendTimeoutError(f"the tokenizer of the process that holds the engine: {message(error)}") from error
 
 
 def _on_device(result: ScoreResult, device: torch.device) -> ScoreResult:
@@ -196,17 +206,25 @@ def _portable(model: Any) -> str | None:
     )
 
 
-def _check_portable(name: str, value: Any) -> None:
-    """Refuse a value that cannot be sent to another process."""
+def _check_option(name: str, value: Any) -> None:
+    """Refuse an option that cannot be sent to another process."""
     if name == "tokenizer" and not isinstance(value, (str, os.PathLike)):
         raise invalid(name, f"a {type(value).__name__} cannot leave this process; save it, and give the path")
+    _check_portable(name, value)
+
+
+def _check_portable(name: str, value: Any) -> None:
+    """Refuse a value that cannot be sent to another process."""
     try:
-        pickle.dumps(value)
+        pack(value)
     except Exception as error:
         raise invalid(name, f"{shown(value)} cannot be sent to the process that holds the engine: {error}") from error
 
 
-def _in_environment(error: CoreLMError, python: str) -> CoreLMError:
+def _in_environment(error: CoreLMError, host: HostProcess, log: str) -> CoreLMError:
     """Return the error with a word on where it happened: what is missing there has to be installed there."""
-    error.args = (f"in the environment of {python}: {error.args[0]}", *error.args[1:])
+    what = error.args[0]
+    if str(host.log) in what:
+        log = ""
+    error.args = (f"in the environment of {host.python}: {what}{log}", *error.args[1:])
     return error

@@ -48,7 +48,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         alone = len(error.args) == 1 and isinstance(error.args[0], str)
         text = error.args[0] if alone else message(error)
-        kind = next((each for each in type(error).__mro__ if _made(each.__name__, "") is not None), None)
+        kind = next((each for each in type(error).__mro__ if type(_made(each.__name__, "")) is each), None)
         details: dict[str, Any] = {}
         if kind is not None and issubclass(kind, CoreLMError):
             names = inspect.signature(kind.__init__).parameters

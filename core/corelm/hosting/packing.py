@@ -58,6 +58,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _reduced_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    if tensor.is_quantized:
+        raise TypeError("the scales of a quantized tensor would be lost; send tensor.dequantize()")
     plain = tensor.detach().cpu().contiguous()
     dtype, shape = str(plain.dtype).removeprefix("torch."), tuple(plain.shape)
     # NumPy knows neither bfloat16 nor the 8-bit floats. The array and not its memoryview: a buffer of a memoryview
@@ -70,7 +72,9 @@ def _reduced_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, .
 
 def _tensor_of_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
     # A tensor of no bytes cannot be a view of them.
-    return _tensor_of_buffer(bytearray(data), dtype, shape) if data else torch.empty(shape, dtype=getattr(torch, dtype))
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    return _tensor_of_buffer(bytearray(data), dtype, shape)
 
 
 def _tensor_of_buffer(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:

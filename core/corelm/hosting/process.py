@@ -25,6 +25,8 @@ from corelm.validate import invalid, shown
 
 _log = logging.getLogger(__name__)
 
+#: What a new process runs. Python would find modules in the current folder first: a checkout of an engine, for example.
+_PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from corelm.hosting.child import main; main(sys.argv[1])"
 #: Seconds that a new process has to import core. Importing torch from a cold disk takes long.
 STARTUP_TIMEOUT = 120.0
 #: Seconds that an engine has to close before its process is killed.
@@ -40,7 +42,7 @@ _LAST_LINES, _LAST_CHARACTERS = 20, 3000
 class HostProcess:
     """A process that can hold an engine: a child of this one, with its own group, so that Ctrl-C does not reach it.
 
-    Its output goes to a file, which is removed when the process has ended well.
+    Its output goes to a file, which is removed unless something went wrong.
 
     Args:
         python: the interpreter: the path of an executable, a name on the path, or the folder of an environment.
@@ -62,12 +64,13 @@ class HostProcess:
     def __init__(self, python: str | os.PathLike[str], env: Mapping[str, str | None] | None = None) -> None:
         self.python = _interpreter(python)
         self._environment = environment = _environment(env)
+        here, there = socket.socketpair()
+        channel = Channel(here)
         handle, path = tempfile.mkstemp(prefix="corelm-host-", suffix=".log")
         self.log = Path(path)
-        here, there = socket.socketpair()
         try:
             with os.fdopen(handle, "wb") as output, there:
-                command = [self.python, "-m", "corelm.hosting.child", str(there.fileno())]
+                command = [self.python, "-c", _PROGRAM, str(there.fileno())]
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -78,15 +81,16 @@ class HostProcess:
                     start_new_session=True,
                 )
         except BaseException as error:
-            here.close()
+            channel.close()
             self.log.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise invalid("python", f"{self.python} cannot be run: {error}") from error
             raise
         self.pid = self._process.pid
-        self._parent, self._ended_alone = os.getpid(), False
-        self._ending = threading.Lock()
-        self.connection = Connection(Channel(here), self._why_lost)
+        self._parent, self._ended_alone, self._closed = os.getpid(), False, False
+        # Reentrant: the garbage collector may call `kill` on a thread that is in `_end`.
+        self._ending = threading.RLock()
+        self.connection = Connection(channel, self._why_lost)
         _log.info("started the process %d of %s for an engine; its output is in %s", self.pid, self.python, self.log)
         try:
             self._check_versions()
@@ -97,16 +101,19 @@ class HostProcess:
     def close(self) -> None:
         """Have the process end, and kill what is left of it. It should have closed its engine."""
         if os.getpid() == self._parent:
+            lost, self._closed = self.connection.lost, True
             self.connection.close()
-            if self._end(_END_TIMEOUT):
-                self.log.unlink(missing_ok=True)
+            if self._end(_END_TIMEOUT) and not lost:
+                self._remove_log()
 
-    def kill(self) -> None:
-        """Kill the process with all that it has started, and keep its log."""
+    def kill(self, keep_log: bool = False) -> None:
+        """Kill the process with all that it has started. Its log stays if it had ended by itself, or if asked to."""
         # Not in a fork, in which the interpreter ends like in the parent.
         if os.getpid() == self._parent:
-            self._end(0.0)
+            alone = self._end(0.0)
             self.connection.close()
+            if not (alone or keep_log):
+                self._remove_log()
 
     def _end(self, patience: float) -> bool:
         """Kill the process and its group after `patience` seconds, or as soon as the process has ended by itself.
@@ -118,17 +125,15 @@ class HostProcess:
             if self._process.returncode is not None:
                 return self._ended_alone
             end = time.monotonic() + patience
-            while not self._has_ended() and time.monotonic() < end:
+            # `poll` also knows a process that other code has waited for, and macOS has it in each version of Python.
+            while self._process.poll() is None and time.monotonic() < end:
                 time.sleep(_PAUSE)
-            self._ended_alone = self._has_ended()
+            self._ended_alone = self._process.poll() is not None
+            # Processes that are left in the group keep its number from being given to another one.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
             return self._ended_alone
-
-    def _has_ended(self) -> bool:
-        # WNOWAIT: until the process is reaped, no other one gets its id, so its group can be killed safely.
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def _check_versions(self) -> None:
         try:
@@ -156,10 +161,12 @@ class HostProcess:
             )
         except (OSError, subprocess.SubprocessError) as failure:
             return invalid("python", f"{self.python} is not a Python interpreter that works: {failure}")
-        name, _, version = found.stdout.strip().rpartition("corelm ")
+        # What runs when the interpreter starts may print, too.
+        *_, last = found.stdout.strip().splitlines() or [""]
+        name, _, version = last.rpartition("corelm ")
         install = f'{self.python} -m pip install "core=={__version__}"'
         if found.returncode or name or not version:
-            if "corelm" in found.stderr:
+            if "No module named 'corelm" in found.stderr:
                 return BackendImportError(f"core is not installed for {self.python}: {install}")
             what = brief(found.stderr.strip() or found.stdout.strip() or f"exit status {found.returncode}")
             return invalid("python", f"{self.python} is not a Python interpreter that works: {what}")
@@ -173,15 +180,25 @@ class HostProcess:
     def _why_lost(self) -> str:
         """Return why the process has ended, with the last lines of its log. It is certain to have ended then."""
         # The socket closes a moment before the process is gone.
-        alone, status = self._end(_END_TIMEOUT / 4), self._process.returncode
+        patience = _END_TIMEOUT if self._closed else _END_TIMEOUT / 4
+        alone, status = self._end(patience), self._process.returncode
+        if self._closed:
+            return "the backend is closed, and the process that held its engine has ended"
         how = f"ended with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
         if not alone:
             how = "closed its connection, and was killed"
-        return f"the process {self.pid} that holds the engine {how}{self._last_lines()}"
+        return f"the process {self.pid} that holds the engine {how}{self.last_lines()}"
 
-    def _last_lines(self) -> str:
+    def _remove_log(self) -> None:
+        self.log.unlink(missing_ok=True)
+
+    def last_lines(self) -> str:
+        """Return the end of the log and the path of its file, to be added to a message; "" if it is empty."""
         try:
-            text = self.log.read_bytes()[-_LAST_CHARACTERS:].decode(errors="replace").strip()
+            with self.log.open("rb") as log:
+                # It may be larger than the memory.
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_CHARACTERS))
+                text = log.read(_LAST_CHARACTERS).decode(errors="replace").strip()
         except OSError:
             return ""
         lines = text.splitlines()[-_LAST_LINES:]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from corelm.backend.default_hooks import DefaultHooks
 from corelm.backend.hooks import OUT_OF_TURN
 from corelm.backend.registering import registered
 from corelm.errors import CapabilityError
@@ -21,7 +22,7 @@ from corelm.spec.records import AbortRequest, CloseRequest
 
 #: Threads for calls that an engine computes in. Each is started when it is needed.
 _MOST_CALLS = 4096
-#: Threads for calls that are answered at any time.
+#: Threads for calls that are answered at any time, and as many for those of the tokenizer.
 _MOST_QUICK_CALLS = 16
 #: Seconds between two requests to abort a call.
 _ABORT_AGAIN = 0.05
@@ -91,13 +92,25 @@ class EngineServer:
         self._turn: AbstractContextManager[object] = (
             nullcontext() if capabilities.concurrent_calls else threading.RLock()
         )
-        self._tokenizing = threading.RLock()
+        # Encoding changes the encoder's settings. An engine with its own `tokenize` is entered. Rendering and decoding
+        # wait for nothing: a chat template may take seconds.
+        default = all(isinstance(each.plugin, DefaultHooks) for each in self._hooks.tokenize.get_hookimpls())
+        encoding = threading.RLock()
+        self._tokenizer_turns: dict[str, AbstractContextManager[object]] = {
+            "encode": encoding if default else self._turn,
+            "method": encoding,
+            "set": encoding,
+        }
         self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
         self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
+        self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
         #: The names of the requests of each call that has not ended, by the number of the call.
         self._under_way: dict[int, Sequence[str]] = {}
         self._forgotten: set[int] = set()
+        self._forgets = threading.Event()
         self._closed = False
+        if capabilities.abort:
+            threading.Thread(target=self._abort_forgotten, name="corelm-host-abort", daemon=True).start()
 
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
@@ -119,13 +132,20 @@ class EngineServer:
         """
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
-        quick = call.part == "tokenizer" or call.name in OUT_OF_TURN
-        pool = self._quick_calls if quick else self._calls
-        pool.submit(self._serve, number, call, answer, tell)
+        quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
+        pool = self._tokenizer_calls if call.part == "tokenizer" else quick
+        try:
+            pool.submit(self._serve, number, call, answer, tell)
+        except BaseException:
+            self._under_way.pop(number, None)
+            raise
 
     def forget(self, number: int) -> None:
         """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
-        self._quick_calls.submit(self._forget, number)
+        self._forgotten.add(number)
+        if number not in self._under_way:
+            self._forgotten.discard(number)
+        self._forgets.set()
 
     def end(self) -> None:
         """Abort all calls and close the engine, for a caller that is gone."""
@@ -159,20 +179,18 @@ class EngineServer:
             return hook(request=request)
 
     def _of_tokenizer(self, call: Call) -> Any:
-        # Encoding changes the encoder's settings.
-        with self._tokenizing:
+        with self._tokenizer_turns.get(call.name, nullcontext()):
             return self._tokenizer(call.name, *call.args, **(call.kwargs or {}))
 
-    def _forget(self, number: int) -> None:
-        self._forgotten.add(number)
-        # An abort that reaches the engine before its request does is lost, so it is repeated.
-        while (names := self._under_way.get(number)) is not None:
-            if not names or not self._capabilities.abort:
-                return
-            with suppress(Exception):
-                self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
-            time.sleep(_ABORT_AGAIN)
-        self._forgotten.discard(number)
+    def _abort_forgotten(self) -> None:
+        """Abort calls that no caller waits for, until they have ended."""
+        while self._forgets.wait():
+            self._forgets.clear()
+            # An abort that reaches the engine before its request does is lost, so it is repeated.
+            while names := [name for number in list(self._forgotten) for name in self._under_way.get(number, ())]:
+                with suppress(Exception):
+                    self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
+                time.sleep(_ABORT_AGAIN)
 
 
 def _told(tell: Tell, name: str, *args: Any) -> None:

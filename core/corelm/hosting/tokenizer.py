@@ -8,6 +8,7 @@ call, and `decode_rows` decodes all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -36,8 +37,12 @@ _COPIED = (
     "name_or_path",
     "vocab_size",
 )
+#: Methods that change what is copied begin like this.
+_CHANGING = ("add_", "set_")
 #: How many short texts a stand-in remembers. Core decodes the same few ids again and again, such as EOS.
 _REMEMBERED = 4096
+#: The most ids of a short text.
+_SHORT = 8
 #: Types of which an attribute must be made, to be copied.
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -78,18 +83,21 @@ class HostedTokenizer:
             lambda ids, options: self._ask("decode_rows", [list(ids)], dict(options))[0]
         )
 
-    def __call__(self, texts: Any, **options: Any) -> dict[str, Any]:
-        """Return what the tokenizer returns for the texts, as lists."""
+    def __call__(self, *texts: Any, **options: Any) -> dict[str, Any]:
+        """Return what the tokenizer returns for the texts, as a dict."""
         encoded: dict[str, Any] = self._ask("encode", texts, options)
         return encoded
 
-    def decode(self, ids: Any, **options: Any) -> Any:
-        """Return the text of some ids."""
-        row = ids.tolist() if hasattr(ids, "tolist") else ids
-        row = [row] if isinstance(row, int) else list(row)
-        if len(row) > 8 or not all(isinstance(each, int) for each in row):
+    def decode(self, *ids: Any, **options: Any) -> Any:
+        """Return the text of some ids. Arguments are those of the tokenizer."""
+        row: Any = ids[0] if len(ids) == 1 else None
+        row = row.tolist() if hasattr(row, "tolist") else row
+        plain = isinstance(row, (list, tuple)) and all(type(each) is int for each in row)
+        if not plain or options.keys() - {"skip_special_tokens"}:
+            return self._ask("method", "decode", ids if row is None else (row,), options)
+        if len(row) > _SHORT:
             return self._ask("decode_rows", [row], options)[0]
-        return self._decode_short(tuple(row), tuple(sorted(options.items())))
+        return self._decode_short(tuple(row), tuple(options.items()))
 
     def decode_rows(self, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
         """Return one text per row of ids. It takes as long as one call of `decode`."""
@@ -101,10 +109,6 @@ class HostedTokenizer:
         rows: list[list[Segment]] = self._ask("render_segments", chats, options)
         return rows
 
-    def apply_chat_template(self, chat: Any, **options: Any) -> Any:
-        """Return what the tokenizer returns."""
-        return self._ask("method", "apply_chat_template", (chat,), options)
-
     def __getattr__(self, name: str) -> Any:
         # Called for what is not here. A copied attribute that the tokenizer lacks, is lacking here.
         if name.startswith("_") or name in (*_COPIED, "added_tokens_decoder", "backend_tokenizer"):
@@ -114,16 +118,28 @@ class HostedTokenizer:
             return value
 
         def method(*args: Any, **options: Any) -> Any:
-            return self._ask("method", name, args, options)
+            result = self._ask("method", name, args, options)
+            if name.startswith(_CHANGING):
+                self._copy_again()
+            return result
 
         self.__dict__[name] = method
         return method
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_"):
+        if name.startswith("_"):
+            self.__dict__[name] = value
+        else:
             self._ask("set", name, value)
-            self._decode_short.cache_clear()
-        self.__dict__[name] = value
+            self._copy_again()
+
+    def _copy_again(self) -> None:
+        # One attribute may follow from another one: a new `pad_token` has another `pad_token_id`.
+        self.__dict__.update(self._ask("copied_attributes"))
+        self._decode_short.cache_clear()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("the tokenizer of a hosted engine cannot be copied or pickled: it belongs to another process")
 
     def __len__(self) -> int:
         length: int = self._ask("method", "__len__", (), {})
@@ -155,21 +171,26 @@ class TokenizerServer:
 
     def copied_attributes(self) -> dict[str, Any]:
         """Return what core reads of the tokenizer, by name. Attributes that it lacks are left out."""
-        found = {name: getattr(self._tokenizer, name, ...) for name in _COPIED}
-        copied = {name: _plain(value) for name, value in found.items() if value is not ... and _is_plain(value)}
+        copied = {}
+        for name in _COPIED:
+            # A property may raise anything.
+            with suppress(Exception):
+                copied[name] = _checked(name, getattr(self._tokenizer, name))
         added = getattr(self._tokenizer, "added_tokens_decoder", None)
         if isinstance(added, Mapping):
             copied["added_tokens_decoder"] = {int(i): _added(token) for i, token in added.items()}
         return copied
 
-    def _do_encode(self, texts: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _do_encode(self, texts: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         flags = {"add_special_tokens", "split_special_tokens", "return_offsets_mapping"}
-        if not isinstance(texts, (list, tuple)) or not options.keys() <= flags:
-            return {name: _plain(value) for name, value in self._tokenizer(texts, **options).items()}
+        # How core's `tokenize` calls a tokenizer; every other call gets all that the tokenizer returns.
+        batch = texts[0] if len(texts) == 1 and "add_special_tokens" in options and options.keys() <= flags else None
+        if not isinstance(batch, list) or not all(isinstance(text, str) for text in batch):
+            return {name: _plain(value) for name, value in self._tokenizer(*texts, **options).items()}
         # The engine's own hook may be faster, or may do something else than its tokenizer.
         request = TokenizeRequest(
-            texts=tuple(texts),
-            add_special_tokens=options.get("add_special_tokens", True),
+            texts=tuple(batch),
+            add_special_tokens=options["add_special_tokens"],
             parse_special=not options.get("split_special_tokens", False),
             offsets=options.get("return_offsets_mapping", False),
         )
@@ -188,9 +209,16 @@ class TokenizerServer:
     def _do_render_segments(self, chats: Sequence[Chat], options: dict[str, Any]) -> list[list[Segment]]:
         return segments_of(chats, self._tokenizer, **options)
 
+    def _do_copied_attributes(self) -> dict[str, Any]:
+        return self.copied_attributes()
+
     def _do_attribute(self, name: str) -> tuple[bool, Any]:
         value = getattr(self._tokenizer, name)
-        return (True, None) if callable(value) else (False, _checked(name, value))
+        try:
+            return (True, None) if callable(value) else (False, _checked(name, value))
+        except TypeError as error:
+            # So that `hasattr` and a default of `getattr` work.
+            raise AttributeError(str(error)) from None
 
     def _do_set(self, name: str, value: Any) -> None:
         setattr(self._tokenizer, name, value)
