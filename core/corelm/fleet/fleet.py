@@ -175,7 +175,7 @@ class FleetEngine:
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self._stop_watching()
-        uninterrupted(self._runner.close)
+        self._runner.close()
         return True
 
     def _serve(self, request: Request) -> Result:

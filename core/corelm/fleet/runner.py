@@ -15,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from corelm.backend.futures import join
+from corelm.backend.futures import join, uninterrupted
 from corelm.errors import BackendClosedError, brief, message
 from corelm.fleet.canary import Canary
 from corelm.fleet.flights import NO_THREAD, Flights, Flying
@@ -127,9 +127,17 @@ class FleetRunner(Flights):
 
     def close(self) -> None:
         """End all calls with an error, and close all engines."""
+        # Only this part must not be interrupted half-way. A thread that `threading` did not start does it, and joining
+        # another thread there would leave a trace of it.
+        for thread in uninterrupted(self._begin_to_close):
+            thread.join()
+        join([each for each in self._threads if each is not threading.current_thread()], _PATIENCE)
+
+    def _begin_to_close(self) -> list[threading.Thread]:
+        """End all calls, and return the threads that close the engines."""
         with self._lock:
             if self.closed:
-                return
+                return []
             self.closed = self.lives.ended = True
             for call in {id(each): each for each in self._calls.values()}.values():
                 call.fail_all(BackendClosedError("the fleet was closed"))
@@ -145,9 +153,7 @@ class FleetRunner(Flights):
         ]
         for thread in closing:
             thread.start()
-        for thread in closing:
-            thread.join()
-        join([each for each in self._threads if each is not threading.current_thread()], _PATIENCE)
+        return closing
 
     def label(self) -> str:
         """Return the label of the weights in force, as an engine that has them knows it."""
