@@ -24,6 +24,7 @@ from corelm.errors import (
 from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.records import FleetLimits
+from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import BackendSpec
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
 
@@ -86,6 +87,39 @@ def test_the_tokenizer_is_that_of_an_engine() -> None:
         assert toys.backend.tokenizer.decode([72, 105]) == "Hi" and len(toys.backend.tokenizer) == 260
         toys.backend.tokenizer.chat_template = "x"
         assert all(engine.tokenizer.chat_template == "x" for engine in toys.made)
+
+
+def test_a_tokenizer_that_is_lost_with_its_engine_is_replaced() -> None:
+    class Lost:
+        def decode(self, ids: list[int]) -> str:
+            raise EngineError("its process has ended", usable=False)
+
+    class Kept:
+        def decode(self, ids: list[int]) -> str:
+            return chr(ids[0])
+
+    lost, kept, later = Lost(), Kept(), Kept()
+    tokenizer = FleetTokenizer(lambda: [lost, kept], lambda: [lost, kept])
+    assert tokenizer.decode([72]) == "H"
+    tokenizer.chat_template = "x"
+    tokenizer.adopt(later)
+    assert [vars(each) for each in (lost, kept, later)] == [{"chat_template": "x"}] * 3
+    with pytest.raises(AttributeError):
+        tokenizer.nothing  # noqa: B018
+    with pytest.raises(EngineError, match="has ended"):
+        FleetTokenizer(lambda: [], lambda: [lost]).decode([72])
+
+
+def test_texts_wait_for_an_engine_to_start() -> None:
+    with Toys("a", "b") as toys:
+        for engine in toys.made:
+            engine.alive = False
+        assert len(toys.backend.generate(PROMPTS, SAMPLING).ids) == 20
+        for life in list(toys.fleet._runner.lives.running):
+            toys.fleet._runner.do(toys.fleet._runner.state.died, life, why="lost")
+        assert not toys.fleet._runner.lives.running
+        assert toys.backend.tokenizer.decode([72, 105]) == "Hi"
+        assert toys.backend.tokenize(["Hi"]).ids.tolist() == ONE.tokenize(["Hi"]).ids.tolist()
 
 
 # Deaths ---------------------------------------------------------------------------------------------------------------

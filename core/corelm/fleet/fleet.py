@@ -121,7 +121,7 @@ class FleetEngine:
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         failure: CoreLMError | None = None
-        for replica in self._runner.lives.replicas():
+        for replica in self._runner.lives.each_running():
             try:
                 tokens: TokenizeResult = replica.backend.engine.hooks.call("tokenize", request)
                 return tokens

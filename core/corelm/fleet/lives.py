@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError, brief, message
 from corelm.fleet.agreement import capabilities_of_all, facts, require_alike
 from corelm.fleet.canary import Canary
-from corelm.fleet.records import STARTING, Life
+from corelm.fleet.records import STARTING, Life, State
 from corelm.fleet.replica import Member, OpenReplica
 from corelm.fleet.state import FleetState
 from corelm.fleet.tokenizer import FleetTokenizer
@@ -20,6 +21,9 @@ from corelm.spec.records import CloseRequest, WeightUpdate
 from corelm.validate import invalid
 
 _log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether an engine runs.
+_LOOK = 0.05
 
 
 class Lives:
@@ -70,11 +74,24 @@ class Lives:
             require_alike(self._name, self._facts, name, facts(replica.backend))
         self.capabilities = capabilities_of_all([replica.capabilities for replica in opened.values()])
         self._last_tokenizer = first.tokenizer
-        self.tokenizer = FleetTokenizer(self._tokenizers)
+        self.tokenizer = FleetTokenizer(lambda: [each.tokenizer for each in self.replicas()], self._each_tokenizer)
 
     def replicas(self) -> list[OpenReplica]:
         """Return the engines that run; those that have not been given a life yet, at first."""
         return list(self.running.values()) or list(self._opened.values())
+
+    def each_running(self) -> Iterator[OpenReplica]:
+        """Yield the engines that run, and then those that are started later, as long as rows would wait for one."""
+        end, seen = time.monotonic() + self._state.limits.outage, list[OpenReplica]()
+        while True:
+            for replica in self.replicas():
+                if replica not in seen:
+                    seen.append(replica)
+                    yield replica
+            gone = all(each.state is State.GONE for each in list(self._state.replicas.values()))
+            if self.ended or gone or time.monotonic() > end:
+                return
+            time.sleep(_LOOK)
 
     def begin_update(self, epoch: int, update: WeightUpdate) -> None:
         """Keep the weights of an epoch that is being loaded."""
@@ -182,8 +199,12 @@ class Lives:
             raise invalid("replicas", f"{name} can do less than when the fleet was opened")
         self.tokenizer.adopt(replica.tokenizer)
 
-    def _tokenizers(self) -> list[Any]:
-        return [replica.tokenizer for replica in self.replicas()] or [self._last_tokenizer]
+    def _each_tokenizer(self) -> Iterator[Any]:
+        """Yield tokenizers, that of an engine that was lost among them: it may live in this process."""
+        yield from [replica.tokenizer for replica in self.replicas()]
+        yield self._last_tokenizer
+        for replica in self.each_running():
+            yield replica.tokenizer
 
 
 def open_replica(member: Member, canary: Canary) -> OpenReplica:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from corelm.errors import EngineError
@@ -14,11 +14,12 @@ class FleetTokenizer:
     What is set on it is set on all of them, and on those of engines that are started later.
 
     Args:
-        tokenizers: returns the tokenizers of the engines that run; never none.
+        running: returns the tokenizers of the engines that run.
+        each: yields tokenizers to ask, one after another, until one replies. It may wait for an engine to start.
     """
 
-    def __init__(self, tokenizers: Callable[[], Sequence[Any]]) -> None:
-        self.__dict__.update(_tokenizers=tokenizers, _set={})
+    def __init__(self, running: Callable[[], Sequence[Any]], each: Callable[[], Iterable[Any]]) -> None:
+        self.__dict__.update(_running=running, _each=each, _set={})
 
     def adopt(self, tokenizer: Any) -> None:
         """Set on the tokenizer of an engine that was started what was set on this one."""
@@ -36,7 +37,7 @@ class FleetTokenizer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._set[name] = value
-        for tokenizer in self._tokenizers():
+        for tokenizer in self._running():
             setattr(tokenizer, name, value)
 
     def __len__(self) -> int:
@@ -47,11 +48,11 @@ class FleetTokenizer:
         return True
 
     def __repr__(self) -> str:
-        return f"FleetTokenizer({self._tokenizers()[0]!r})"
+        return f"FleetTokenizer({next(iter(self._running()), None)!r})"
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         error: EngineError | None = None
-        for tokenizer in self._tokenizers():
+        for tokenizer in self._each():
             try:
                 return question(tokenizer)
             except EngineError as failure:
