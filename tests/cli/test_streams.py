@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.command_line import LINES, corelm_command, generate, rows, settings_of, write_prompts, write_rows
-from helpers.processes import PATIENCE, heed_interrupts, wait_until
+from helpers.processes import PATIENCE, heed_interrupts, read_line, wait_until
 
 #: A plugin that prints, as engines do: from Python, from C, and from a process that it starts.
 LOUD = """
@@ -121,8 +121,7 @@ def test_ctrl_c_while_writing_to_a_pipe_says_how_much_was_written(files):
         text=True,
         preexec_fn=heed_interrupts,
     )
-    assert run.stdout is not None
-    first = run.stdout.readline()
+    first = read_line(run)
     run.send_signal(signal.SIGINT)
     rest, said = run.communicate(timeout=PATIENCE)
     assert run.returncode == 130 and "Traceback" not in said

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +30,18 @@ def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> boo
 def heed_interrupts() -> None:
     """Undo for a child what a shell does to background processes: they ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """Return the next line that a process writes, and read no further.
+
+    ``process.stdout.readline()`` may read more lines and keep them, and ``communicate`` then returns without them.
+    """
+    assert process.stdout is not None
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
+        line += byte
+    return line.decode()
 
 
 def runs(pid: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import all_end, group, heed_interrupts, runs, wait_until
+from helpers.processes import all_end, group, heed_interrupts, read_line, runs, wait_until
 
 #: Opens a host whose engine starts a child of its own, begins a call, and says which processes there are.
 PROGRAM = """
@@ -38,8 +38,7 @@ def start(part: str, environment: dict[str, str], folder: Path, behaviour: str =
         env=os.environ | environment | {"TMPDIR": str(folder)},
         preexec_fn=heed_interrupts,
     )
-    assert program.stdout is not None
-    line = program.stdout.readline()
+    line = read_line(program)
     assert line, program.communicate()[1]
     return program, int(line)
 
@@ -149,8 +148,7 @@ print(child, flush=True)
 time.sleep(60)
 """
     program, host = start(part, environment, tmp_path)
-    assert program.stdout is not None
-    fork = int(program.stdout.readline())
+    fork = int(read_line(program))
     program.kill()
     try:
         assert wait_until(lambda: not group(host), 15)

@@ -17,7 +17,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support import HttpClient
-from helpers.processes import all_end, children, free_port, group, wait_until
+from helpers.processes import all_end, children, free_port, group, read_line, wait_until
 from helpers.tiny_models import random_rows
 from sglang_backend import supervisor
 from sglang_backend.launch import command_line
@@ -157,8 +157,7 @@ def test_a_launched_server_ends_when_its_parent_is_killed(folder: Path, cpu: tup
     environment, arguments = cpu
     code = PARENT.format(path=sys.path, model=str(folder), env=environment, arguments=arguments)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        holder = int(parent.stdout.readline())
+        holder = int(read_line(parent))
         family = {holder} | {pid for leader in children(holder) for pid in group(leader)}
         assert len(family) >= 4
         parent.kill()

@@ -23,7 +23,7 @@ from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support import HttpClient
 from helpers.http_clients import echo
 from helpers.http_server import FaultServer
-from helpers.processes import all_end, free_port, group, runs, wait_until
+from helpers.processes import all_end, free_port, group, read_line, runs, wait_until
 from sglang_backend import SGLangBackend, supervisor
 from sglang_backend.launch import LaunchedServer
 from sglang_backend.listener import owner_of_port
@@ -217,8 +217,7 @@ FORK = """
 def test_the_server_ends_when_its_parent_is_killed(fake_launch_env, more):
     code = textwrap.dedent(PARENT).format(env=fake_launch_env, more=textwrap.dedent(more))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pid = int(read_line(parent))
     family, relatives = group(pid), group(parent.pid)
     assert len(family) == 2
     parent.kill()
@@ -245,8 +244,7 @@ def supervised(code: str, run: str = SUPERVISOR) -> subprocess.Popen[bytes]:
 
 def pid_of(process: subprocess.Popen[bytes]) -> int:
     """Return the id of the server's process, which it prints first."""
-    assert process.stdout is not None
-    return int(process.stdout.readline())
+    return int(read_line(process))
 
 
 def test_the_supervisor_exits_with_the_servers_status():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from helpers.processes import heed_interrupts
+from helpers.processes import heed_interrupts, read_line
 
 #: Seconds in which the program has to end. It takes one or two on a machine that does nothing else.
 SOON = 15.0
@@ -98,9 +98,8 @@ def ended(program: str, signals: int = 1) -> tuple[int, str, float]:
         text=True,
         preexec_fn=heed_interrupts,
     )
-    assert run.stdout is not None
     try:
-        assert run.stdout.readline() == "now\n", run.communicate()
+        assert read_line(run) == "now\n", run.communicate()
         started = time.monotonic()
         for _ in range(signals):
             run.send_signal(signal.SIGINT)
