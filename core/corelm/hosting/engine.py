@@ -131,10 +131,10 @@ class HostedEngine:
     def health(self, request: HealthRequest) -> bool:
         if self._connection.lost:
             return False
-        if "health" not in self._hooks:
-            return True
         try:
-            return bool(self._call("health", request, _QUICK))
+            # Also asked of an engine without this hook: a process that was stopped does not reply.
+            healthy = self._call("health", request, _QUICK)
+            return healthy is None or bool(healthy)
         except (CoreLMError, TimeoutError):
             return False
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import tenacity
@@ -19,6 +20,7 @@ from corelm.backend.registry import open_plugin
 from corelm.errors import CoreLMError
 from corelm.fleet.canary import Canary, watch
 from corelm.hosting.engine import open_in_process
+from corelm.opening.fleets import open_fleet, options_of_each
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
 
@@ -34,6 +36,7 @@ def get_backend(
     timeout: float | None = None,
     tokenizer: Any = None,
     python: str | os.PathLike[str] | None = None,
+    replicas: int | None = None,
     canary: bool | Canary = False,
     **options: Any,
 ) -> Backend:
@@ -50,6 +53,9 @@ def get_backend(
         python: opens the engine in a new process of this interpreter, which has core and the plugin: the path of an
             executable, or the folder of an environment. This process then needs core alone. The option `env` adds
             variables to the environment of that process. See docs/scaling.md.
+        replicas: how many such processes to open, each with the same engine. They answer as one engine, which
+            re-runs the rows of a process that dies. `env` may then be a list with the variables of each. A list of URLs
+            as ``base_url=`` is a fleet of servers in the same way.
         canary: ask the engine a few fixed questions now and after every change of its weights, and raise a
             `StaleWeightsError` if it does not answer as they should. See `corelm.fleet.canary`.
         options: the engine's own options, passed to the plugin's ``open``.
@@ -60,7 +66,7 @@ def get_backend(
         BackendImportError: the plugin's module failed to import.
         BackendConflictError: several distributions claim the name.
         BackendIncompatibleError: the plugin does not fit this hook specification.
-        InvalidRequestError: the plugin does not know an option.
+        InvalidRequestError: the plugin does not know an option, or the engines of a fleet would not answer alike.
         CapabilityError: a canary was asked for, and nothing that the engine can do shows its weights.
         StaleWeightsError: the canary disagrees.
         EngineError: the engine did not open; its own error is the cause.
@@ -72,11 +78,11 @@ def get_backend(
         options["tokenizer"] = tokenizer
     started = time.monotonic()
     opened: Any
-    if python is not None:
-        opened, label = open_in_process(name, model, python, options.pop("env", None), options)
+    open_one = partial(_open_one, name, model, python)
+    if each := options_of_each(options, replicas, python is not None):
+        opened, label = open_fleet(open_one, each, name, watched, python is not None)
     else:
-        opened, info = open_plugin(name, model, options)
-        label = info.label
+        opened, label = open_one(options)
     backend = None
     try:
         backend = Backend.from_plugin(
@@ -104,6 +110,17 @@ def get_backend(
     return backend
 
 
+def _open_one(
+    name: str, model: Any, python: str | os.PathLike[str] | None, options: Mapping[str, Any]
+) -> tuple[Any, str]:
+    """Open one engine. Return it, and the distribution and version of its plugin."""
+    if python is None:
+        engine, info = open_plugin(name, model, options)
+        return engine, info.label
+    rest = {option: value for option, value in options.items() if option != "env"}
+    return open_in_process(name, model, python, options.get("env"), rest)
+
+
 def _not_a_name(given: Any) -> CoreLMError:
     if isinstance(given, Backend):
         return invalid("name", f"expected the name of a backend to open, got {given!r}, which is open already; use it")
@@ -118,4 +135,7 @@ def _not_a_name(given: Any) -> CoreLMError:
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
-    return str(options.get("base_url", "")) if model is None else type(model).__name__
+    if model is not None:
+        return type(model).__name__
+    urls = options.get("base_url", "")
+    return ", ".join(map(str, urls)) if isinstance(urls, (list, tuple)) else str(urls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -32,7 +33,7 @@ def no_inference_mode() -> Iterator[None]:
 
 
 class CallerModes:
-    """The torch modes of the thread that makes this; ``with`` sets them on another thread.
+    """The torch modes of the thread that makes this; ``with`` sets them on another thread, or on several at once.
 
     They are: whether gradients are recorded, autocast on a CPU and on a GPU, and the current CUDA device. The default
     dtype and the number of threads hold for the whole process. Not carried over: inference mode, the current CUDA
@@ -50,18 +51,19 @@ class CallerModes:
             if torch.is_autocast_enabled(kind)
         )
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._stack = ExitStack()
+        self._here = threading.local()
         self.key: Hashable = (self._grad, self._autocast, self._cuda)
 
     def __enter__(self) -> None:
-        self._stack.enter_context(torch.set_grad_enabled(self._grad))
+        self._here.stack = stack = ExitStack()
+        stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, dtype, cached in self._autocast:
-            self._stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
         if self._cuda is not None:
-            self._stack.enter_context(torch.cuda.device(self._cuda))
+            stack.enter_context(torch.cuda.device(self._cuda))
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._here.stack.close()
 
 
 def in_caller_modes(function: Callable[[], T]) -> Callable[[], T]:

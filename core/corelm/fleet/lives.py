@@ -1,0 +1,219 @@
+"""`Lives`: starts, stops and loads the engines of a fleet, and asks their canaries, as the state machine decides."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError, brief, message
+from corelm.fleet.agreement import capabilities_of_all, facts, require_alike
+from corelm.fleet.canary import Canary
+from corelm.fleet.records import STARTING, Life, State
+from corelm.fleet.replica import Member, OpenReplica
+from corelm.fleet.state import FleetState
+from corelm.fleet.tokenizer import FleetTokenizer
+from corelm.spec.probes import ProbeScores
+from corelm.spec.records import CloseRequest, WeightUpdate
+from corelm.validate import invalid
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether an engine runs.
+_LOOK = 0.05
+
+
+class Lives:
+    """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
+
+    Args:
+        members: how each replica is opened.
+        opened: the replicas that are open already: the first life of each.
+        canary: how canaries compare.
+        state: the state machine.
+        lock: held around every event of the state machine.
+        report: takes an event of the state machine and its arguments.
+
+    Attributes:
+        capabilities: what all can do.
+        tokenizer: stands for their tokenizers.
+        running: the engines that are open.
+        stale: the replicas whose canary disagreed with the weights of the last update when they had loaded them.
+        ended: whether the fleet is closed or the program ends, so that nothing is started any more.
+
+    Raises:
+        InvalidRequestError: two of them would not answer alike.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member],
+        opened: Mapping[str, OpenReplica],
+        canary: Canary,
+        state: FleetState,
+        lock: threading.RLock,
+        report: Callable[..., None],
+    ) -> None:
+        self._members = {member.name: member for member in members}
+        self._opened, self._canary = dict(opened), canary
+        self._state, self._lock, self._report = state, lock, report
+        self.running: dict[Life, OpenReplica] = {}
+        self.stale: set[str] = set()
+        self.ended = False
+        self._stopping: dict[str, threading.Event] = {}
+        self._weights: dict[int, WeightUpdate] = {}
+        self._references: dict[int, ProbeScores | None] = {}
+        # The replicas that were there when the owner of the weights changed them.
+        self._witnesses: frozenset[Life] = frozenset()
+        self._name, first = next(iter(opened.items()))
+        self._facts = facts(first.backend)
+        for name, replica in opened.items():
+            require_alike(self._name, self._facts, name, facts(replica.backend))
+        self.capabilities = capabilities_of_all([replica.capabilities for replica in opened.values()])
+        self._last_tokenizer = first.tokenizer
+        self.tokenizer = FleetTokenizer(lambda: [each.tokenizer for each in self.replicas()], self._each_tokenizer)
+
+    def replicas(self) -> list[OpenReplica]:
+        """Return the engines that run; those that have not been given a life yet, at first."""
+        return list(self.running.values()) or list(self._opened.values())
+
+    def each_running(self) -> Iterator[OpenReplica]:
+        """Yield the engines that run, and then those that are started later, as long as rows would wait for one."""
+        end, seen = time.monotonic() + self._state.limits.outage, list[OpenReplica]()
+        while True:
+            for replica in self.replicas():
+                if replica not in seen:
+                    seen.append(replica)
+                    yield replica
+            gone = all(each.state is State.GONE for each in list(self._state.replicas.values()))
+            if self.ended or gone or time.monotonic() > end:
+                return
+            time.sleep(_LOOK)
+
+    def begin_update(self, epoch: int, update: WeightUpdate) -> None:
+        """Keep the weights of an epoch that is being loaded."""
+        self._weights[epoch] = update
+        self.stale.clear()
+        if update.by_owner:
+            self._witnesses = frozenset(self.running)
+
+    def end_update(self, epoch: int) -> None:
+        """Forget all weights but those of the epoch in force."""
+        self._weights = {each: update for each, update in self._weights.items() if each == epoch}
+        self._references = {each: scores for each, scores in self._references.items() if each == epoch}
+
+    def begin_stop(self, life: Life) -> OpenReplica | None:
+        """Take an engine out of service. Its next life does not start before `stop` has ended this one."""
+        replica = self.running.pop(life, None)
+        if replica is not None:
+            self._last_tokenizer = replica.tokenizer
+            self._stopping[life.replica] = threading.Event()
+        return replica
+
+    # Jobs -------------------------------------------------------------------------------------------------------------
+
+    def start(self, life: Life) -> None:
+        """Open an engine."""
+        name = life.replica
+        try:
+            if (stopping := self._stopping.get(name)) is not None:
+                stopping.wait()
+            replica = self._opened.pop(name, None) or open_replica(self._members[name], self._canary)
+            if life.number > 1:
+                try:
+                    self._require_same(name, replica)
+                except BaseException:
+                    replica.close(by_force=True)
+                    raise
+        except BaseException as error:
+            self._report(self._state.died, life, why=f"it did not start: {message(error)}")
+            return
+        with self._lock:
+            known = self._state.replicas[name]
+            wanted = known.life == life and known.state in STARTING and not self.ended
+            if wanted:
+                self.running[life] = replica
+        if wanted:
+            self._report(self._state.opened, life)
+        else:
+            replica.close(by_force=True)
+
+    def stop(self, life: Life, replica: OpenReplica, by_force: bool) -> None:
+        """End an engine that `begin_stop` returned."""
+        try:
+            replica.close(by_force)
+        finally:
+            self._stopping[life.replica].set()
+
+    def load(self, life: Life, epoch: int) -> None:
+        """Load the weights of an epoch."""
+        replica, update = self.running.get(life), self._weights.get(epoch)
+        if replica is None:
+            return
+        try:
+            if update is None:
+                raise EngineError("only a new start brings back the weights that it was opened with")
+            if update.by_owner and life not in self._witnesses and self._references.get(epoch) is None:
+                raise EngineError(
+                    "the owner of the weights has changed them before it was started, and nothing shows whether it has "
+                    "them; use update_weights on the fleet"
+                )
+            replica.load(update)
+        except (InvalidRequestError, CapabilityError) as error:
+            self._report(self._state.load_refused, life, epoch, why=message(error))
+        except BaseException as error:
+            if isinstance(error, StaleWeightsError):
+                self.stale.add(life.replica)
+            self._report(self._state.died, life, why=f"it did not load its weights: {message(error)}")
+        else:
+            self._report(self._state.loaded, life, epoch)
+
+    def ask(self, life: Life, epoch: int) -> None:
+        """Ask the canary of an epoch. The first replica to answer says what the others are compared with."""
+        replica = self.running.get(life)
+        if replica is None:
+            return
+        try:
+            expected = self._references.get(epoch)
+            scores = replica.look(expected)
+            with self._lock:
+                known = self._references.setdefault(epoch, scores)
+            if expected is None and known is not None and known is not scores:
+                replica.look(known)
+        except StaleWeightsError as error:
+            self._report(self._state.canary, life, epoch, False, why=message(error))
+        except BaseException as error:
+            self._report(self._state.died, life, why=f"its canary could not ask it: {message(error)}")
+        else:
+            self._report(self._state.canary, life, epoch, True)
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _require_same(self, name: str, replica: OpenReplica) -> None:
+        """Refuse an engine that, started again, is another one."""
+        require_alike(f"the fleet, as {self._name} did,", self._facts, name, facts(replica.backend))
+        if capabilities_of_all([self.capabilities, replica.capabilities]) != self.capabilities:
+            raise invalid("replicas", f"{name} can do less than when the fleet was opened")
+        self.tokenizer.adopt(replica.tokenizer)
+
+    def _each_tokenizer(self) -> Iterator[Any]:
+        """Yield tokenizers, that of an engine that was lost among them: it may live in this process."""
+        yield from [replica.tokenizer for replica in self.replicas()]
+        yield self._last_tokenizer
+        for replica in self.each_running():
+            yield replica.tokenizer
+
+
+def open_replica(member: Member, canary: Canary) -> OpenReplica:
+    """Open an engine. One that does not fit is closed again."""
+    plugin = member.open()
+    try:
+        return OpenReplica(member, plugin, canary)
+    except BaseException as error:
+        _log.info("%s does not fit: %s", member.name, brief(message(error)))
+        with suppress(Exception):
+            plugin.close(CloseRequest())
+        raise

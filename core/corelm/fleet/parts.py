@@ -1,0 +1,169 @@
+"""Requests for some rows of a call, and one result of the results for all its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm.errors import EngineError
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, WeightUpdate
+from corelm.support.row_results import RowAnswer, RowFailure, generate_result, score_result
+from corelm.tensors.ragged import Ragged
+
+Request = GenerateRequest | ScoreRequest
+Result = GenerateResult | ScoreResult
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a result.
+
+    Attributes:
+        result: what an engine returned.
+        index: the rows of it that count.
+        rows: the rows of the whole call that these are.
+    """
+
+    result: Result
+    index: Sequence[int]
+    rows: Sequence[int]
+
+
+def rows_of(request: Request) -> Ragged:
+    """Return the prompts of a request for answers, or the sequences of one for scores."""
+    return request.prompts if isinstance(request, GenerateRequest) else request.sequences
+
+
+def request_of_rows(
+    request: Request,
+    rows: Sequence[int],
+    names: Sequence[str],
+    timeout: float | None,
+    on_tokens: Callable[[TokenChunk], None] | None,
+) -> Request:
+    """Return the request for some rows of a call. Each keeps its seed.
+
+    Args:
+        request: the request of the whole call.
+        rows: the rows.
+        names: one name per row, for `abort`.
+        timeout: seconds for these rows.
+        on_tokens: takes the chunks of these rows; None if the caller does not read along.
+    """
+    index = torch.tensor(rows)
+    if isinstance(request, ScoreRequest):
+        return replace(
+            request,
+            sequences=request.sequences.select(index),
+            score_from=request.score_from[index],
+            request_ids=tuple(names),
+            timeout=timeout,
+        )
+    told = request.on_answer
+    return replace(
+        request,
+        prompts=request.prompts.select(index),
+        seeds=None if request.seeds is None else request.seeds[index],
+        request_ids=tuple(names),
+        timeout=timeout,
+        on_tokens=on_tokens,
+        on_answer=None if told is None else lambda row, tokens: told(rows[row], tokens),
+    )
+
+
+def result_of_parts(
+    request: Request, parts: Sequence[Part], failures: Mapping[int, RowFailure | RowAnswer], label: str
+) -> Result:
+    """Return the result of a call.
+
+    Args:
+        request: the request of the whole call.
+        parts: the rows that engines have answered.
+        failures: the other rows: why they failed, or what there is of an answer that was aborted.
+        label: the label of the weights, for rows of engines that do not say which weights a row came from.
+
+    Raises:
+        EngineError: the engines returned log-probs of different distributions, or texts and none.
+    """
+    if len({getattr(part.result, "texts", None) is None for part in parts}) > 1:
+        raise EngineError("some engines of the fleet return texts and some do not", usable=True)
+    # Rows without an answer have no distribution.
+    labelled = [part.result for part in parts if part.rows]
+    if failures or not parts:
+        parts = [*parts, Part(_made(request, failures), range(len(failures)), list(failures))]
+    order = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64).argsort()
+    results = [part.result for part in parts]
+    values: dict[str, Any] = {}
+    for each in fields(results[0]):
+        given = [getattr(part.result, each.name) for part in parts]
+        if any(isinstance(value, Ragged) for value in given):
+            values[each.name] = _ragged(each.name, request, parts, given, order)
+        elif any(isinstance(value, (tuple, list)) for value in given):
+            filler = label if each.name == "weight_versions" else ""
+            filled = [
+                value or (filler,) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)
+            ]
+            flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
+            values[each.name] = tuple(flat[place] for place in order.tolist())
+        else:
+            values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
+    return replace(results[0], **values)
+
+
+def rows_of_result(result: Result) -> Ragged:
+    """Return a field of a result that has all its rows."""
+    return result.ids if isinstance(result, GenerateResult) else result.logprobs
+
+
+def kept(update: WeightUpdate) -> WeightUpdate:
+    """Return new weights that the caller cannot change: replicas that are started later load them, too.
+
+    A state dict is copied to the CPU, because a trainer goes on changing the tensors that it has handed over.
+    """
+    if update.state_dict is None:
+        return update
+    copied = {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in update.state_dict.items()
+    }
+    return replace(update, state_dict=copied)
+
+
+def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> Result:
+    """Return a result for rows that no engine has answered."""
+    if isinstance(request, GenerateRequest):
+        return generate_result(request, list(failures.values()))
+    index = torch.tensor(list(failures), dtype=torch.int64)
+    some = replace(request, sequences=request.sequences.select(index), score_from=request.score_from[index])
+    told = {at: each for at, each in enumerate(failures.values()) if isinstance(each, RowFailure)}
+    return score_result(some, told)
+
+
+def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor) -> Ragged:
+    some = next(value for value in given if isinstance(value, Ragged))
+    chosen = []
+    for part, value in zip(parts, given, strict=True):
+        if value is None:
+            # Rows that failed have no logits, and nothing of them was scored.
+            lengths = rows_of_result(part.result).lengths
+            value = Ragged(some.values.new_zeros((int(lengths.sum()), *some.values.shape[1:])), lengths)
+        chosen.append(value if part.index == range(len(value)) else value.select(list(part.index)))
+    if len({value.values.device for value in chosen}) > 1:
+        # The caller has not said where the results go, and each engine has chosen.
+        chosen = [value.to("cpu") for value in chosen]
+    if len({value.values.dtype for value in chosen}) > 1:
+        chosen = [value.with_values(value.values.float()) for value in chosen]
+    return Ragged.cat(chosen).select(order)
+
+
+def _common(name: str, given: Sequence[Any]) -> Any:
+    found = list(dict.fromkeys(given))
+    if len(found) == 1:
+        return found[0]
+    if name == "support":
+        return "truncated"
+    raise EngineError(f"the engines of the fleet returned different values of {name}: {found}", usable=True)

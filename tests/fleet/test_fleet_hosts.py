@@ -1,0 +1,135 @@
+"""Fleets of real processes, some of which are killed or stopped; and what `get_backend` takes for a fleet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_backend import ToyBackend
+
+import corelm
+from corelm import Backend
+from corelm.errors import BackendTimeoutError, InvalidRequestError
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.records import FleetLimits
+from corelm.fleet.replica import Member
+from corelm.hosting.engine import open_in_process
+from corelm.opening.fleets import options_of_each
+
+PROMPTS = [[72, n] for n in range(40, 60)]
+SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+
+
+def pids(backend: Any) -> list[int]:
+    """Return the processes of a fleet's engines."""
+    running = backend.engine.plugin._runner.lives.running
+    return [replica.backend.engine.plugin.host.pid for replica in running.values()]
+
+
+def await_changed(backend: Any, state: str) -> None:
+    """Wait until a replica is in another state."""
+    end = time.monotonic() + 20
+    while all(each.state in (state, "suspect") for each in backend.engine.plugin.status()):
+        assert time.monotonic() < end, backend.engine.plugin.status()
+        time.sleep(0.02)
+
+
+def await_states(backend: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while {each.state for each in backend.engine.plugin.status()} != {"healthy"}:
+        assert time.monotonic() < end, backend.engine.plugin.status()
+        time.sleep(0.05)
+
+
+def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
+    one = corelm.get_backend("toy")
+    expected = one.generate(PROMPTS, SAMPLING).ids.tolist()
+    with corelm.get_backend("toy", python=sys.executable, replicas=2) as backend:
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == expected
+        first = pids(backend)
+
+        # Killed while a call runs.
+        futures = [backend.submit_generate(PROMPTS, SAMPLING) for _ in range(6)]
+        os.kill(first[0], signal.SIGKILL)
+        assert [future.result(60).ids.tolist() for future in futures] == [expected] * 6
+        await_states(backend)
+        assert len(set(pids(backend)) - set(first)) == 1 and not Path(f"/proc/{first[0]}").exists()
+
+        # New weights are loaded by an engine that is started after the update.
+        table = ToyBackend.open().model.table.detach().roll(1, 1)
+        backend.update_weights({"table": table})
+        one.update_weights({"table": table})
+        renewed = one.generate(PROMPTS, SAMPLING).ids.tolist()
+        assert renewed != expected
+        # This one was not in a call.
+        os.kill(pids(backend)[0], signal.SIGKILL)
+        await_changed(backend, "healthy")
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
+        await_states(backend)
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
+
+        # Stopped: only the timeout of the call helps at first.
+        stopped = pids(backend)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(BackendTimeoutError):
+            backend.generate(PROMPTS, SAMPLING, timeout=0.5)
+        assert time.monotonic() - started < 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
+    one.close()
+    end = time.monotonic() + 5
+    while (left := [each.name for each in threading.enumerate() if "fleet" in each.name]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None:
+    expected = corelm.get_backend("toy").generate(PROMPTS, SAMPLING).ids.tolist()
+
+    def open_it() -> Any:
+        return open_in_process("toy", None, sys.executable, None, {})[0]
+
+    members = [Member(name, open_it, lambda engine: engine.host.kill()) for name in ("a", "b")]
+    limits = FleetLimits(misses=1, take_back=0.5, give_up=1.0, backoff=0.1)
+    with Backend.from_plugin(FleetEngine(members, limits=limits), "toys") as backend:
+        first = pids(backend)
+        os.kill(first[0], signal.SIGSTOP)
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == expected
+        await_states(backend)
+        assert len(set(pids(backend)) - set(first)) == 1 and not Path(f"/proc/{first[0]}").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas", "field", "match"),
+    [
+        ({"base_url": ["http://a", "http://a"]}, None, "base_url", "different URLs"),
+        ({"base_url": []}, None, "base_url", "different URLs"),
+        ({"base_url": ["http://a"]}, 2, "replicas", "one URL for each"),
+        ({}, 2, "replicas", "python="),
+        ({}, 0, "replicas", "at least 1"),
+        ({"env": [{}, {}]}, 3, "env", "one mapping for each of 3"),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused(
+    options: dict[str, Any], replicas: int | None, field: str, match: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=match) as failure:
+        corelm.get_backend("toy", replicas=replicas, **options)
+    assert failure.value.field == field
+
+
+def test_each_engine_gets_its_own_options() -> None:
+    urls = options_of_each({"base_url": ["http://a", "http://b"], "timeout": 3}, None, hosted=False)
+    assert urls == {url: {"base_url": url, "timeout": 3} for url in ("http://a", "http://b")}
+    env = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
+    assert [each["env"] for each in options_of_each({"env": env}, None, hosted=True).values()] == env
+    assert [each["env"] for each in options_of_each({"env": env[0]}, 2, hosted=True).values()] == [env[0]] * 2
+    assert options_of_each({"env": env[0], "x": 1}, 1, hosted=True) == {}
+    assert options_of_each({"base_url": "http://a"}, None, hosted=False) == {}

@@ -1,0 +1,25 @@
+"""The conformance kit on a fleet of two toy engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from toy_backend import Bigram, ToyBackend
+
+from corelm import Backend
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.replica import Member
+from helpers.toy_conformance import TABLE, ToyConformance
+
+
+def open_toys() -> Backend:
+    members = [Member(name, lambda: ToyBackend.open(Bigram(TABLE.clone()))) for name in ("one", "two")]
+    return Backend.from_plugin(FleetEngine(members), "toys")
+
+
+class TestFleetOfToys(ToyConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls) -> Callable[[], Backend]:
+        return open_toys

@@ -1,0 +1,137 @@
+"""New weights for a fleet: all or none, also for engines that are started later."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import corelm
+from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.spec import WeightUpdate
+from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
+
+PROMPTS = [[72, n] for n in range(40, 60)]
+SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
+
+
+def answers(toys: Toys) -> list[list[int]]:
+    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
+    return found
+
+
+def test_all_engines_have_the_new_weights_when_the_update_returns() -> None:
+    with Toys("a", "b", "c") as toys:
+        assert answers(toys) == OLD
+        assert toys.backend.update_weights({"table": OTHER}, "new") == "new"
+        assert answers(toys) == NEW
+        assert toys.backend.generate(PROMPTS, SAMPLING).weight_versions == ("new",) * len(PROMPTS)
+        assert all(torch.equal(engine.model.table, OTHER) for engine in toys.made)
+        assert [each.epoch for each in toys.fleet.status()] == [1, 1, 1]
+
+
+def test_an_engine_that_is_started_later_loads_the_weights_as_they_were_handed_over(tmp_path: Any) -> None:
+    trained = OTHER.clone()
+    torch.save({"table": OTHER}, tmp_path / "weights.pt")
+    with Toys("a", "b") as toys:
+        for update in ({"table": trained}, tmp_path / "weights.pt"):
+            toys.backend.update_weights(update)
+            trained.zero_()
+            for engine in toys.made[-2:]:
+                engine.alive = False
+            assert answers(toys) == NEW
+            toys.settle()
+            assert all(torch.equal(engine.model.table, OTHER) for engine in toys.made[-2:])
+            assert answers(toys) == NEW
+        assert len(toys.made) == 6
+
+
+def test_a_death_during_an_update_leaves_no_old_weights() -> None:
+    deaths: list[str] = []
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "update_weights" and not deaths:
+            deaths.append(engine.name)
+            engine.die()
+
+    with Toys("a", "b", before=before) as toys:
+        toys.backend.update_weights({"table": OTHER})
+        assert answers(toys) == NEW
+        toys.settle()
+        assert answers(toys) == NEW and len(toys.made) == 3
+
+
+def test_weights_that_no_engine_takes_are_refused_and_the_old_ones_serve() -> None:
+    with Toys("a", "b") as toys:
+        with pytest.raises(InvalidRequestError, match="the old ones are in force"):
+            toys.backend.update_weights({"table": OTHER[:100]})
+        assert toys.backend.weight_version == "0" and answers(toys) == OLD
+        assert toys.backend.update_weights({"table": OTHER}) == "1"
+        assert answers(toys) == NEW and len(toys.made) == 2
+
+
+def test_an_update_that_fails_everywhere_is_an_error_and_the_old_weights_come_back() -> None:
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "update_weights":
+            engine.model.table.data.zero_()
+            raise RuntimeError("half loaded")
+
+    with Toys("a", "b", before=before) as toys:
+        with pytest.raises(EngineError, match="half loaded"):
+            toys.backend.update_weights({"table": OTHER})
+        toys.before = lambda *given: None
+        assert answers(toys) == OLD
+        assert toys.backend.weight_version not in ("0", "")
+
+
+def test_an_engine_that_did_not_load_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Toys("a", "b") as toys:
+        # It says that it has loaded them, and has not.
+        monkeypatch.setattr(toys.made[1].model, "load_state_dict", lambda state: None)
+        expect = corelm.probe_scores(one_engine(OTHER))
+        update = WeightUpdate(version="x", drain=True, state_dict={"table": OTHER}, expect=expect)
+        assert toys.fleet.update_weights(update)
+        assert answers(toys) == NEW
+        toys.settle()
+        assert [engine.name for engine in toys.made] == ["a", "b", "b"] and answers(toys) == NEW
+
+
+def test_weights_that_no_canary_agrees_with_are_stale() -> None:
+    with Toys("a", "b") as toys:
+        update = WeightUpdate(
+            version="x", drain=True, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(TABLE))
+        )
+        with pytest.raises(StaleWeightsError, match="the old ones are in force"):
+            toys.fleet.update_weights(update)
+        assert answers(toys) == OLD
+
+
+def test_weights_that_are_changed_where_they_are_do_not_serve() -> None:
+    with Toys("a", "b") as toys:
+        with torch.no_grad():
+            toys.made[0].model.table.copy_(OTHER)
+        assert answers(toys) == OLD
+    with Toys("a", "b") as toys:
+        with torch.no_grad():
+            for engine in toys.made:
+                engine.model.table.copy_(OTHER)
+        assert toys.backend.weights_changed() == "1"
+        assert answers(toys) == NEW
+
+
+def test_callers_during_updates_get_old_or_new_answers() -> None:
+    with Toys("a", "b", "c") as toys:
+        futures = []
+        for number in range(20):
+            futures.append(toys.backend.submit_generate(PROMPTS, SAMPLING))
+            if number % 5 == 2:
+                toys.backend.update_weights({"table": OTHER if number % 10 == 2 else TABLE}, f"v{number}")
+            time.sleep(0.005)
+        for future in futures:
+            found = future.result(20)
+            label = set(found.weight_versions or ())
+            assert len(label) == 1
+            assert found.ids.tolist() == (NEW if label & {"v2", "v12"} else OLD), label

@@ -1,0 +1,169 @@
+"""A call is split and joined without losing a field of its records."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import Ragged, SamplingParams
+from corelm.errors import EngineError
+from corelm.fleet.parts import Part, Request, request_of_rows, result_of_parts
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.support import RowAnswer, RowFailure
+
+ROWS = [[1], [2, 3], [4, 5, 6], [7]]
+
+
+def generate_request() -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list(ROWS),
+        sampling=SamplingParams(max_new_tokens=3),
+        logprobs="processed",
+        seeds=torch.tensor([10, 11, 12, 13]),
+        stop_ids=frozenset({9}),
+        request_ids=("a", "b", "c", "d"),
+        timeout=50.0,
+        on_tokens=lambda chunk: None,
+        on_answer=told.append_answer,
+    )
+
+
+def score_request() -> ScoreRequest:
+    return ScoreRequest(
+        sequences=Ragged.from_list(ROWS),
+        score_from=torch.tensor([1, 1, 2, 1]),
+        temperature=0.5,
+        return_logits=True,
+        return_argmax=True,
+        grad=False,
+        device=torch.device("cpu"),
+        request_ids=("a", "b", "c", "d"),
+        timeout=50.0,
+    )
+
+
+class Told(list[Any]):
+    def append_answer(self, row: int, tokens: int) -> None:
+        self.append((row, tokens))
+
+
+told = Told()
+
+
+@pytest.mark.parametrize("request_", [generate_request(), score_request()], ids=["generate", "score"])
+def test_every_field_of_a_request_is_carried(request_: Request) -> None:
+    rows, names = [3, 1], ["d-1", "b-1"]
+
+    def chunks(chunk: object) -> None:
+        raise AssertionError
+
+    made = request_of_rows(request_, rows, names, 7.0, chunks)
+    expected: dict[str, Any] = {"request_ids": tuple(names), "timeout": 7.0, "on_tokens": chunks, "on_answer": ...}
+    for each in fields(request_):
+        given, found = getattr(request_, each.name), getattr(made, each.name)
+        assert given is not None and given != each.default, f"{each.name}: give it another value than its default"
+        if each.name in expected:
+            assert expected[each.name] in (found, ...), each.name
+        elif isinstance(given, (Ragged, torch.Tensor)):
+            assert found.tolist() == [given.tolist()[row] for row in rows], each.name
+        else:
+            # A field that has a value for each row needs a line above.
+            assert found == given and not (isinstance(given, tuple) and len(given) == len(ROWS)), each.name
+    if isinstance(made, GenerateRequest):
+        assert made.on_answer is not None
+        made.on_answer(0, 5)
+        assert told[-1] == (3, 5)
+
+
+def whole_answers() -> GenerateResult:
+    return GenerateResult(
+        ids=Ragged.from_list([[20], [21, 22], [], [23]]),
+        logprobs=Ragged.from_list([[-0.1], [-0.2, -0.3], [], [-0.4]], torch.float32),
+        finish_reasons=("stop", "length", "error", "abort"),
+        mode="processed",
+        temperature=0.5,
+        support="truncated",
+        texts=("p", "q", "r", "s"),
+        weight_versions=("1", "2", "3", "4"),
+        errors=("", "", "odd", ""),
+    )
+
+
+def whole_scores() -> ScoreResult:
+    flat = Ragged.from_list(ROWS)
+    count = len(flat.values)
+    return ScoreResult(
+        logprobs=flat.with_values(-torch.arange(count) / 8),
+        scored=flat.with_values(torch.arange(count) % 2 == 0),
+        logits=flat.with_values(torch.arange(3.0 * count).reshape(count, 3)),
+        argmax=flat.with_values(torch.arange(count)),
+        mode="processed",
+        temperature=0.5,
+        support="full",
+        weight_versions=("1", "2", "3", "4"),
+        errors=("", "odd", "", ""),
+    )
+
+
+def part(whole: Any, rows: list[int]) -> Any:
+    """Return some rows of a result, as an engine would return them."""
+    values: dict[str, Any] = {}
+    for each in fields(whole):
+        value = getattr(whole, each.name)
+        if isinstance(value, Ragged):
+            values[each.name] = value.select(rows)
+        elif isinstance(value, tuple):
+            values[each.name] = tuple(value[row] for row in rows)
+    return replace(whole, **values)
+
+
+@pytest.mark.parametrize(
+    ("request_", "whole"),
+    [(generate_request(), whole_answers()), (score_request(), whole_scores())],
+    ids=["generate", "score"],
+)
+def test_every_field_of_a_result_is_carried(request_: Request, whole: Any) -> None:
+    # The second engine was sent row 1 as well, which counts as the first engine returned it.
+    parts = [Part(part(whole, [2, 1]), [0, 1], [2, 1]), Part(part(whole, [3, 1, 0]), [0, 2], [3, 0])]
+    made = result_of_parts(request_, parts, {}, "now")
+    for each in fields(whole):
+        given, found = getattr(whole, each.name), getattr(made, each.name)
+        if each.name != "support" or isinstance(whole, GenerateResult):
+            assert given is not None and given != each.default, f"{each.name}: give it another value than its default"
+        if isinstance(given, Ragged):
+            assert found.tolist() == given.tolist() and found.values.dtype == given.values.dtype, each.name
+        else:
+            assert found == given, each.name
+
+
+def test_rows_that_failed_are_put_among_the_others() -> None:
+    whole = replace(whole_answers(), texts=None, weight_versions=None, errors=None)
+    failures: dict[int, RowFailure | RowAnswer] = {1: RowFailure("poisoned")}
+    failures[2] = RowAnswer([20, 21], [-0.5, -0.25], "abort")
+    made = result_of_parts(generate_request(), [Part(part(whole, [3, 0]), [0, 1], [3, 0])], failures, "now")
+    assert isinstance(made, GenerateResult) and made.logprobs is not None
+    assert made.ids.tolist() == [[20], [], [20, 21], [23]] and made.logprobs.tolist()[2] == [-0.5, -0.25]
+    assert made.finish_reasons == ("stop", "error", "abort", "abort") and made.errors == ("", "poisoned", "", "")
+    assert made.weight_versions is None
+
+    scores = replace(whole_scores(), weight_versions=("7",) * 4, errors=None)
+    parts = [Part(part(scores, [0, 2, 3]), [0, 1, 2], [0, 2, 3])]
+    found = result_of_parts(score_request(), parts, {1: RowFailure("poisoned")}, "now")
+    assert isinstance(found, ScoreResult) and found.logits is not None and found.argmax is not None
+    assert found.errors == ("", "poisoned", "", "") and found.weight_versions == ("7", "now", "7", "7")
+    assert found.logprobs.tolist()[1] == [0.0, 0.0] and found.argmax.tolist()[1] == [-1, -1]
+    assert found.scored.tolist()[1] == [False, False] and found.logits.tolist()[1] == [[0.0] * 3] * 2
+    assert found.logits.tolist()[2] == whole_scores().logits.tolist()[2]  # type: ignore[union-attr]
+
+
+def test_results_that_do_not_belong_together_are_not_joined() -> None:
+    one, other = part(whole_answers(), [0, 1]), part(whole_answers(), [2, 3])
+    for wrong, match in ({"temperature": 2.0}, "temperature"), ({"mode": "raw"}, "mode"), ({"texts": None}, "texts"):
+        parts = [Part(one, [0, 1], [0, 1]), Part(replace(other, **wrong), [0, 1], [2, 3])]
+        with pytest.raises(EngineError, match=match):
+            result_of_parts(generate_request(), parts, {}, "now")
+    mixed = [Part(one, [0, 1], [0, 1]), Part(replace(other, support="full"), [0, 1], [2, 3])]
+    assert result_of_parts(generate_request(), mixed, {}, "now").support == "truncated"

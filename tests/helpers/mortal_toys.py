@@ -1,0 +1,171 @@
+"""A fleet of toy engines in this process that die, hang or refuse when a test says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from toy_backend import Bigram, ToyBackend
+
+from corelm import Backend, hookimpl
+from corelm.errors import EngineError
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.records import FleetLimits
+from corelm.fleet.replica import Member
+from corelm.spec import (
+    AbortRequest,
+    CloseRequest,
+    GenerateRequest,
+    GenerateResult,
+    HealthRequest,
+    ScoreRequest,
+    ScoreResult,
+    WeightUpdate,
+)
+
+#: The weights that every engine is started with, and others.
+TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
+#: Quick to notice and to restart.
+LIMITS = FleetLimits(misses=1, take_back=0.0, give_up=0.2, trial=0.0, backoff=0.02, longest_backoff=0.05, restarts=3)
+
+
+class MortalToy(ToyBackend):
+    """A toy engine that calls ``before(hook, request)`` first; what that raises, the hook raises.
+
+    `generate` returns what ``after(engine, result)`` makes of its result.
+
+    Attributes:
+        name: the name of its member.
+        alive: False after its death: every call fails.
+        asked: the requests that it was given, with the name of the hook.
+        aborted: set when a request is aborted.
+        closed: how often it was closed.
+    """
+
+    name: str
+    before: Callable[[str, Any], object]
+    after: Callable[[MortalToy, GenerateResult], GenerateResult]
+
+    @classmethod
+    def make(cls, name: str, table: torch.Tensor, before: Callable[..., object], **can: Any) -> MortalToy:
+        engine = cls.open(Bigram(table.clone()))
+        assert isinstance(engine, cls)
+        engine.name = name
+        engine.alive, engine.asked, engine.closed = True, [], 0
+        engine.aborted = threading.Event()
+        engine.after = lambda engine, result: result
+        engine.before = lambda hook, request: before(engine, hook, request)
+        engine.capabilities = replace(engine.capabilities, **{"concurrent_calls": True, "abort": True, **can})
+        return engine
+
+    def die(self, why: str = "it was killed") -> None:
+        self.alive = False
+        raise EngineError(why, usable=False)
+
+    def _enter(self, hook: str, request: Any) -> None:
+        self.asked.append((hook, request))
+        self.before(hook, request)
+        if not self.alive:
+            raise EngineError("it is dead", usable=False)
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._enter("generate", request)
+        return self.after(self, ToyBackend.generate(self, request))
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        self._enter("score_logprobs", request)
+        result: ScoreResult = ToyBackend.score_logprobs(self, request)
+        return result
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        self._enter("update_weights", request)
+        return bool(ToyBackend.update_weights(self, request))
+
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
+        return self.alive
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self.asked.append(("abort", request))
+        self.aborted.set()
+        return True
+
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
+        self.closed += 1
+        return True
+
+
+class Toys:
+    """A fleet of `MortalToy`.
+
+    Args:
+        names: the members.
+        before: called before every hook of every engine, with the engine, the name of the hook and the request.
+        tables: the weights of members that are not started with `TABLE`.
+        limits: how patient the fleet is.
+        can: capabilities of all engines.
+
+    Attributes:
+        made: every engine that was opened, in order.
+        fleet: the fleet.
+        backend: the backend on top.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        before: Callable[[MortalToy, str, Any], object] = lambda engine, hook, request: None,
+        tables: dict[str, torch.Tensor] | None = None,
+        limits: FleetLimits = LIMITS,
+        **can: Any,
+    ) -> None:
+        self.made: list[MortalToy] = []
+        self.before = before
+
+        def opener(name: str) -> Callable[[], MortalToy]:
+            def open_it() -> MortalToy:
+                table = (tables or {}).get(name, TABLE)
+                self.made.append(MortalToy.make(name, table, lambda *given: self.before(*given), **can))
+                return self.made[-1]
+
+            return open_it
+
+        self.fleet = FleetEngine([Member(name, opener(name)) for name in names], limits=limits)
+        self.backend = Backend.from_plugin(self.fleet, "toys")
+
+    def states(self) -> dict[str, str]:
+        return {each.name: each.state for each in self.fleet.status()}
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Wait until every replica serves, looking at the replicas more often than the fleet does by itself."""
+        end = time.monotonic() + seconds
+        while set(self.states().values()) != {"healthy"}:
+            assert time.monotonic() < end, self.fleet.status()
+            self.fleet._runner.look_around()
+            time.sleep(0.01)
+
+    def __enter__(self) -> Toys:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.backend.close()
+
+
+def one_engine(table: torch.Tensor = TABLE) -> Backend:
+    """Return a single engine with these weights, to compare with."""
+    return Backend.from_plugin(ToyBackend.open(Bigram(table.clone())), "toy")
+
+
+def user_rows(request: Any) -> bool:
+    """Return whether a request is a test's own and not the canary's, whose prompts are longer."""
+    rows = request.prompts if isinstance(request, GenerateRequest) else request.sequences
+    return bool(len(rows)) and int(rows.lengths.max()) <= 2
