@@ -248,3 +248,12 @@ def test_arguments_of_get_backend_are_not_engine_options(files, name):
     refused = f"{name} is not an engine option; " in " ".join(result.stderr.replace("│", " ").split())
     accepted = {"tokenizer": 3, "python": 2, "canary": 2}
     assert (result.exit_code, refused) == (accepted.get(name, 2), name not in accepted)
+
+
+def test_an_engine_in_another_process_answers_alike(tmp_path):
+    source, target = write_prompts(tmp_path)
+    other = tmp_path / "hosted.jsonl"
+    assert generate((source, target), "--seed", 3).exit_code == 0
+    result = generate((source, other), "--seed", 3, "--option", f"python={sys.executable}", "--option", "replicas=2")
+    assert result.exit_code == 0, result.output
+    assert [row["response"] for row in rows(other)] == [row["response"] for row in rows(target)]

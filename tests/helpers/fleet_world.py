@@ -186,10 +186,15 @@ class World:
         """Return rows; the machine may have taken them from this call already."""
         some = call.rows if rows is None else rows
         before = {row for row in some if row in self.held(call)}
-        delivered = {row for row in self.rows if self.rows[row].outcomes}
+        delivered = self.answered()
         call.engine.silent = 0
         self.obey(self.fleet.answered(call.number, some, self.now), call)
-        assert {row for row in self.rows if self.rows[row].outcomes} - delivered == before
+        # Others fail now if the replica was the last one and has left.
+        assert self.answered() - delivered == before
+
+    def answered(self) -> set[int]:
+        """Return the rows with an answer."""
+        return {row for row, truth in self.rows.items() if truth.outcomes == ["answered"]}
 
     def refuse(self, call: Call, rows: list[int] | None = None) -> None:
         """Refuse a call, or some of its rows: nothing may happen to the replica."""
