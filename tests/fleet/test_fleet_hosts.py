@@ -114,11 +114,18 @@ def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None
         ({"base_url": ["http://a"]}, 2, "replicas", "one URL for each"),
         ({}, 2, "replicas", "python="),
         ({}, 0, "replicas", "at least 1"),
-        ({"env": [{}, {}]}, 3, "env", "one mapping for each of 3"),
+        ({"base_url": ["http://a", "http://a/"]}, None, "base_url", "different URLs"),
+        ({"base_url": ["http://a", 3]}, None, "base_url", "different URLs"),
+        ({"base_url": "http://a"}, 2, "base_url", "a list with one URL for each replica"),
+        ({"env": [{}, {}]}, None, "env", "python="),
+        ({"env": [{}, {}], "python": sys.executable}, 3, "env", "one mapping for each of 3"),
+        ({"env": [], "python": sys.executable}, None, "env", "one mapping for each of the replicas, got 0"),
+        ({"base_url": ["http://a", "http://b"], "env": [{}], "python": "x"}, None, "env", "for each of 2"),
+        ({"python": sys.executable}, "2", "replicas", "at least 1, got '2'"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(
-    options: dict[str, Any], replicas: int | None, field: str, match: str
+    options: dict[str, Any], replicas: Any, field: str, match: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=match) as failure:
         corelm.get_backend("toy", replicas=replicas, **options)
@@ -132,4 +139,7 @@ def test_each_engine_gets_its_own_options() -> None:
     assert [each["env"] for each in options_of_each({"env": env}, None, hosted=True).values()] == env
     assert [each["env"] for each in options_of_each({"env": env[0]}, 2, hosted=True).values()] == [env[0]] * 2
     assert options_of_each({"env": env[0], "x": 1}, 1, hosted=True) == {}
+    assert options_of_each({"base_url": ["http://a"], "env": env[:1]}, None, hosted=True) == {
+        "http://a": {"base_url": "http://a", "env": env[0]}
+    }
     assert options_of_each({"base_url": "http://a"}, None, hosted=False) == {}

@@ -30,29 +30,43 @@ def options_of_each(options: Mapping[str, Any], replicas: int | None, hosted: bo
     Raises:
         InvalidRequestError: the options contradict one another; `field` names one.
     """
-    urls, env = options.get("base_url"), options.get("env")
-    if isinstance(urls, (list, tuple)):
+    urls, envs = (_listed(options.get(name)) for name in ("base_url", "env"))
+    if urls is not None:
         if replicas is not None:
             raise invalid("replicas", "leave it out: base_url has one URL for each replica")
-        if not urls or not all(isinstance(url, str) for url in urls) or len({*urls}) < len(urls):
+        different = {url.rstrip("/") for url in urls if isinstance(url, str)}
+        if not urls or len(different) < len(urls):
             raise invalid("base_url", f"expected different URLs, got {shown(urls)}")
-        return {url: {**options, "base_url": url} for url in urls}
-    each_env = env if isinstance(env, (list, tuple)) else None
-    if replicas is None and each_env is None:
+    if envs is not None and not hosted:
+        raise invalid("env", "a list has the variables of each process: pass python= as well")
+    given = envs if urls is None else urls
+    if replicas is None and given is None:
         return {}
-    number = count("replicas", len(each_env or ()) if replicas is None else replicas, 1)
-    if each_env is not None and len(each_env) != number:
-        raise invalid("env", f"expected one mapping for each of {number} replicas, got {len(each_env)}")
-    if number > 1 and not hosted:
-        raise invalid(
-            "replicas",
-            "each replica is opened in a process of an interpreter: pass python= as well, for example "
-            "python=sys.executable",
-        )
-    if number == 1:
-        return {} if each_env is None else {"replica 0": {**options, "env": each_env[0]}}
-    envs: Sequence[Any] = [env] * number if each_env is None else each_env
-    return {f"replica {at}": {**options, **({} if given is None else {"env": given})} for at, given in enumerate(envs)}
+    number = len(given or ()) if replicas is None else count("replicas", replicas, 1)
+    if envs is not None and (not envs or len(envs) != number):
+        raise invalid("env", f"expected one mapping for each of {number or 'the'} replicas, got {len(envs)}")
+    if urls is None and number > 1:
+        if options.get("base_url") is not None:
+            raise invalid("base_url", "give a list with one URL for each replica, and leave out replicas")
+        if not hosted:
+            raise invalid(
+                "replicas",
+                "each replica is opened in a process of an interpreter: pass python= as well, for example "
+                "python=sys.executable",
+            )
+    if number == 1 and given is None:
+        return {}
+    found = {}
+    for at in range(number):
+        own = {} if envs is None else {"env": envs[at]}
+        if urls is not None:
+            own["base_url"] = urls[at]
+        found[own.get("base_url", f"replica {at}")] = {**options, **own}
+    return found
+
+
+def _listed(option: Any) -> Sequence[Any] | None:
+    return option if isinstance(option, (list, tuple)) else None
 
 
 def open_fleet(
