@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from toy_backend import ToyBackend
 
 import corelm
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.fleet.weights import KeptWeights
 from corelm.spec import WeightUpdate
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
 
@@ -135,3 +138,87 @@ def test_callers_during_updates_get_old_or_new_answers() -> None:
             label = set(found.weight_versions or ())
             assert len(label) == 1
             assert found.ids.tolist() == (NEW if label & {"v2", "v12"} else OLD), label
+
+
+# Some of the parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let toy engines take `upper` and `lower`, each half of the table."""
+
+    def update(self: ToyBackend, request: WeightUpdate) -> bool:
+        assert request.state_dict is not None
+        for name, values in request.state_dict.items():
+            self.model.table.data[slice(0, 130) if name == "upper" else slice(130, 260)].copy_(values)
+        return True
+
+    monkeypatch.setattr(ToyBackend, "update_weights", update)
+
+
+def test_an_engine_that_is_started_later_gets_the_parameters_of_all_updates(halves: None) -> None:
+    with Toys("a", "b") as toys:
+        toys.backend.update_weights({"upper": TABLE[:130] / 2, "lower": OTHER[130:]})
+        toys.backend.update_weights({"upper": OTHER[:130]})
+        toys.backend.update_weights({"upper": OTHER[:130]})
+        for engine in toys.made[:2]:
+            engine.alive = False
+        assert answers(toys) == NEW
+        toys.settle()
+        assert all(torch.equal(engine.model.table, OTHER) for engine in toys.made[2:])
+        # Those that had the weights before were sent what was handed over, and no more.
+        sent = [list(request.state_dict) for hook, request in toys.made[0].asked if hook == "update_weights"]
+        assert sent == [["upper", "lower"], ["upper"], ["upper"]]
+
+
+def test_engines_that_cannot_score_get_the_parameters_of_all_updates(halves: None) -> None:
+    cannot = dict.fromkeys(("score", "score_temperature", "logits", "argmax", "gradients"), False)
+    with Toys("a", "b", **cannot) as toys:
+        toys.backend.update_weights({"upper": OTHER[:130], "lower": OTHER[130:]})
+        toys.backend.update_weights({"lower": OTHER[130:]})
+        for engine in toys.made[:2]:
+            engine.alive = False
+        assert answers(toys) == NEW
+        toys.settle()
+        assert all(torch.equal(engine.model.table, OTHER) for engine in toys.made[2:])
+
+
+def test_what_leads_to_an_epoch_is_kept(tmp_path: Any) -> None:
+    def update(*names: str, path: Any = None) -> WeightUpdate:
+        state = {name: torch.zeros(1) for name in names} if names else None
+        return WeightUpdate(version="", drain=True, state_dict=state, path=path)
+
+    def found(epoch: int, held: int | None) -> list[Any]:
+        return [sorted(each.state_dict) if each.state_dict else each.path for each in kept.to(epoch, held)]
+
+    kept = KeptWeights()
+    for epoch, each in enumerate([update("a", "b"), update("b", "c"), update(path=tmp_path), update("d")], 1):
+        kept.begin(epoch, epoch - 1, each)
+        kept.end(epoch)
+        if epoch == 2:
+            assert found(2, 0) == [["a", "b", "c"]] and found(2, 1) == [["b", "c"]]
+    assert found(4, 3) == [["d"]] and found(4, 0) == found(4, 2) == [tmp_path, ["d"]]
+    # An update that fails is forgotten, and what it may have changed can only be undone by a new start.
+    kept.begin(5, 4, update("e"))
+    kept.end(4)
+    assert found(4, 0) == [tmp_path, ["d"]] and found(4, 3) == [["d"]]
+    for epoch, held in ((4, 5), (4, None), (5, 4)):
+        with pytest.raises(EngineError, match="new start"):
+            kept.to(epoch, held)
+
+
+def test_every_field_of_an_update_reaches_the_engines() -> None:
+    update = WeightUpdate(
+        version="x", drain=False, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(OTHER))
+    )
+    with Toys("a", "b") as toys:
+        assert toys.fleet.update_weights(update)
+        for engine in toys.made:
+            ((_, got),) = [each for each in engine.asked if each[0] == "update_weights"]
+            for each in fields(WeightUpdate):
+                given, found = getattr(update, each.name), getattr(got, each.name)
+                if each.name == "state_dict":
+                    assert torch.equal(found["table"], given["table"])
+                else:
+                    assert given != each.default or each.name == "path", f"{each.name}: give it another value"
+                    assert found == given, each.name

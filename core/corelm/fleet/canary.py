@@ -45,10 +45,10 @@ from corelm.errors import (
     StaleWeightsError,
     message,
 )
-from corelm.fleet.answers import Answers, Questions, Scores, apart
+from corelm.fleet.answers import Answers, Questions, Sampled, Scores, apart
 from corelm.fleet.fingerprints import Fingerprint, differ_much, fingerprint
 from corelm.fleet.probes import probe_scores
-from corelm.spec.probes import ProbeScores
+from corelm.spec.probes import Probe, ProbeScores
 from corelm.spec.records import WeightUpdate
 from corelm.validate import invalid, shown
 
@@ -168,6 +168,19 @@ class Watch:
         found = self._good.answers.scores
         return ProbeScores(tuple(found), tuple(found.values()), self._questions.dtype)
 
+    @property
+    def sampled(self) -> Mapping[Probe, Sampled]:
+        """What the engine sampled in the last good look, to compare an engine that cannot score with."""
+        return {} if self._good is None else self._good.answers.sampled
+
+    def compare_sampled(self, other: Mapping[Probe, Sampled]) -> None:
+        """Compare what the engine sampled in the last good look with what another one with the same weights did.
+
+        Raises:
+            StaleWeightsError: they differ.
+        """
+        self._compare_sampled(self.sampled, other, "those that another engine sampled")
+
     def look(self, expect: ProbeScores | Mapping[str, Any] | None = None) -> None:
         """Ask the engine, and compare its answers with the last good ones of the same weights.
 
@@ -284,7 +297,7 @@ class Watch:
             self._compare(now.scores, expected.by_probe(), "those expected", expected.dtype)
         if good is not None and good.label == label:
             self._compare(now.scores, good.answers.scores, "those of the last good look")
-            self._compare_sampled(now, good.answers)
+            self._compare_sampled(now.sampled, good.answers.sampled, "those sampled at the last good look")
             self._require_not_earlier(now, good.answers)
         else:
             self._accept(label, now, expected)
@@ -306,13 +319,13 @@ class Watch:
                 f"(tolerance {tolerance:g})"
             )
 
-    def _compare_sampled(self, one: Answers, other: Answers) -> None:
+    def _compare_sampled(self, one: Mapping[Probe, Sampled], other: Mapping[Probe, Sampled], what: str) -> None:
         """Compare what was sampled up to the first id that differs: it may do so where two ids are equally probable."""
-        for prompt in one.sampled.keys() & other.sampled.keys():
-            now, then = one.sampled[prompt], other.sampled[prompt]
+        for prompt in one.keys() & other.keys():
+            now, then = one[prompt], other[prompt]
             alike = next((n for n, (a, b) in enumerate(zip(now.ids, then.ids, strict=False)) if a != b), len(now.ids))
             rows = now.logprobs[: alike + 1], then.logprobs[: alike + 1]
-            self._compare({(): rows[0]}, {(): rows[1]}, "those sampled at the last good look")
+            self._compare({(): rows[0]}, {(): rows[1]}, what)
 
     def _require_not_earlier(self, now: Answers, good: Answers) -> None:
         for earlier in self._earlier:

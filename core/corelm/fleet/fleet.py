@@ -17,13 +17,14 @@ from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, fi
 from corelm.fleet.agreement import disagreement
 from corelm.fleet.canary import Canary
 from corelm.fleet.lives import open_replica
-from corelm.fleet.parts import Request, Result, kept
+from corelm.fleet.parts import Request, Result
 from corelm.fleet.pending import PendingCall
 from corelm.fleet.records import FleetLimits, State, UpdateFailed
 from corelm.fleet.replica import Member, OpenReplica
 from corelm.fleet.routing import LeastWork, Policy
 from corelm.fleet.runner import FleetRunner
 from corelm.fleet.status import ReplicaStatus
+from corelm.fleet.weights import own_copy
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import hookimpl
 from corelm.spec.records import (
@@ -114,6 +115,10 @@ class FleetEngine:
         self._stop_watching.atexit = False
         _runners.add(self._runner)
 
+    def __repr__(self) -> str:
+        replicas = list(self._runner.state.replicas.values())
+        return f"FleetEngine({', '.join(f'{each.name}: {each.state.value}' for each in replicas)})"
+
     def status(self) -> list[ReplicaStatus]:
         """Return how each replica is doing."""
         return self._runner.status()
@@ -145,8 +150,7 @@ class FleetEngine:
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        weights = kept(request)
-        ended = uninterrupted(partial(self._runner.update, weights)).get()
+        ended = uninterrupted(partial(self._runner.update, own_copy(request))).get()
         if isinstance(ended, Exception):
             raise ended
         if not isinstance(ended, UpdateFailed):
@@ -241,7 +245,11 @@ def _watch_over(runner: weakref.ref[FleetRunner], stop: threading.Event) -> None
         found = runner()
         if found is None or found.closed:
             return
-        found.look_around()
+        try:
+            found.look_around()
+        except Exception:
+            # Without this thread, no engine would be started again.
+            _log.exception("a look at the engines of a fleet failed; the next one follows")
         del found
 
 

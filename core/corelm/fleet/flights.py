@@ -8,6 +8,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
     CapabilityError,
+    CoreLMError,
     EngineError,
     InvalidRequestError,
     brief,
@@ -278,13 +280,31 @@ class Flights(ABC):
             outcome = call.in_modes(lambda: flying.replica.serve(request, partial(self._wanted, flying.number)))
             # Rows without an answer are the fault of the replica if it does not serve any more.
             lost = bool(outcome.errors) and any(outcome.errors) and not flying.replica.health()
+        except (InvalidRequestError, CapabilityError) as error:
+            outcome, lost = self._refusal(flying.replica, error), False
         except BaseException as error:
             outcome, lost = error, False
         with self._lock:
-            if not self.closed:
-                self._returned(flying, outcome, lost)
-                self._go_on()
-            self._flying.pop(flying.number, None)
+            try:
+                if not self.closed:
+                    self._returned(flying, outcome, lost)
+                    self._go_on()
+            except Exception as error:
+                _log.exception("a call to %s could not be ended", flying.life)
+                call.fail_all(EngineError(f"the fleet failed, which is a mistake in core: {described(error)}"))
+                self._drop(call)
+            finally:
+                self._flying.pop(flying.number, None)
+
+    def _refusal(self, replica: OpenReplica, error: CoreLMError) -> CoreLMError:
+        """Return the error of an engine that has refused a request, or another one if the engine is at fault.
+
+        A server that was started again with another model refuses every request, with the status 404.
+        """
+        with suppress(Exception):
+            if changed := replica.changed():
+                return EngineError(f"it refused a request ({message(error)}) and its canary: {changed}", usable=False)
+        return error
 
     def _returned(self, flying: Flying, outcome: Any, lost: bool = False) -> None:
         """Tell the state machine how a flight has ended.

@@ -13,10 +13,10 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError, Sta
 from corelm.fleet.agreement import capabilities_of_all, facts, require_alike
 from corelm.fleet.canary import Canary
 from corelm.fleet.records import STARTING, Life, State
-from corelm.fleet.replica import Member, OpenReplica
+from corelm.fleet.replica import Member, OpenReplica, Said
 from corelm.fleet.state import FleetState
 from corelm.fleet.tokenizer import FleetTokenizer
-from corelm.spec.probes import ProbeScores
+from corelm.fleet.weights import KeptWeights
 from corelm.spec.records import CloseRequest, WeightUpdate
 from corelm.validate import invalid
 
@@ -64,8 +64,8 @@ class Lives:
         self.stale: set[str] = set()
         self.ended = False
         self._stopping: dict[str, threading.Event] = {}
-        self._weights: dict[int, WeightUpdate] = {}
-        self._references: dict[int, ProbeScores | None] = {}
+        self._weights = KeptWeights()
+        self._references: dict[int, Said] = {}
         # The replicas that were there when the owner of the weights changed them.
         self._witnesses: frozenset[Life] = frozenset()
         self._name, first = next(iter(opened.items()))
@@ -95,15 +95,15 @@ class Lives:
 
     def begin_update(self, epoch: int, update: WeightUpdate) -> None:
         """Keep the weights of an epoch that is being loaded."""
-        self._weights[epoch] = update
+        self._weights.begin(epoch, self._state.epoch, update)
         self.stale.clear()
         if update.by_owner:
             self._witnesses = frozenset(self.running)
 
     def end_update(self, epoch: int) -> None:
         """Forget all weights but those of the epoch in force."""
-        self._weights = {each: update for each, update in self._weights.items() if each == epoch}
-        self._references = {each: scores for each, scores in self._references.items() if each == epoch}
+        self._weights.end(epoch)
+        self._references = {each: said for each, said in self._references.items() if each == epoch}
 
     def begin_stop(self, life: Life) -> OpenReplica | None:
         """Take an engine out of service. Its next life does not start before `stop` has ended this one."""
@@ -121,8 +121,9 @@ class Lives:
         try:
             if (stopping := self._stopping.get(name)) is not None:
                 stopping.wait()
-            replica = self._opened.pop(name, None) or open_replica(self._members[name], self._canary)
-            if life.number > 1:
+            replica = self._opened.pop(name, None)
+            if replica is None:
+                replica = open_replica(self._members[name], self._canary)
                 try:
                     self._require_same(name, replica)
                 except BaseException:
@@ -150,18 +151,19 @@ class Lives:
 
     def load(self, life: Life, epoch: int) -> None:
         """Load the weights of an epoch."""
-        replica, update = self.running.get(life), self._weights.get(epoch)
+        replica = self.running.get(life)
         if replica is None:
             return
         try:
-            if update is None:
-                raise EngineError("only a new start brings back the weights that it was opened with")
-            if update.by_owner and life not in self._witnesses and self._references.get(epoch) is None:
-                raise EngineError(
-                    "the owner of the weights has changed them before it was started, and nothing shows whether it has "
-                    "them; use update_weights on the fleet"
-                )
-            replica.load(update)
+            with self._lock:
+                updates = self._weights.to(epoch, self._state.replicas[life.replica].weights)
+            for update in updates:
+                if update.by_owner and life not in self._witnesses and self._references.get(epoch) is None:
+                    raise EngineError(
+                        "the owner of the weights has changed them before it was started, and nothing shows whether it "
+                        "has them; use update_weights on the fleet"
+                    )
+                replica.load(update)
         except (InvalidRequestError, CapabilityError) as error:
             self._report(self._state.load_refused, life, epoch, why=message(error))
         except BaseException as error:
@@ -178,10 +180,10 @@ class Lives:
             return
         try:
             expected = self._references.get(epoch)
-            scores = replica.look(expected)
+            said = replica.look(expected)
             with self._lock:
-                known = self._references.setdefault(epoch, scores)
-            if expected is None and known is not None and known is not scores:
+                known = None if said is None else self._references.setdefault(epoch, said)
+            if expected is None and known is not said:
                 replica.look(known)
         except StaleWeightsError as error:
             self._report(self._state.canary, life, epoch, False, why=message(error))
@@ -193,7 +195,7 @@ class Lives:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _require_same(self, name: str, replica: OpenReplica) -> None:
-        """Refuse an engine that, started again, is another one."""
+        """Refuse an engine that, started now, is not like those that the fleet was opened with."""
         require_alike(f"the fleet, as {self._name} did,", self._facts, name, facts(replica.backend))
         if capabilities_of_all([self.capabilities, replica.capabilities]) != self.capabilities:
             raise invalid("replicas", f"{name} can do less than when the fleet was opened")

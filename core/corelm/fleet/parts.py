@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, WeightUpdate
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.support.row_results import RowAnswer, RowFailure, generate_result, score_result
 from corelm.tensors.ragged import Ragged
 
@@ -101,7 +101,9 @@ def result_of_parts(
     for each in fields(results[0]):
         given = [getattr(part.result, each.name) for part in parts]
         if any(isinstance(value, Ragged) for value in given):
-            values[each.name] = _ragged(each.name, request, parts, given, order)
+            # What one engine has not returned was not asked for: another one has returned more.
+            asked = all(getattr(result, each.name) is not None for result in labelled)
+            values[each.name] = _ragged(each.name, request, parts, given, order) if asked else None
         elif any(isinstance(value, (tuple, list)) for value in given):
             filler = label if each.name == "weight_versions" else ""
             filled = [
@@ -117,20 +119,6 @@ def result_of_parts(
 def rows_of_result(result: Result) -> Ragged:
     """Return a field of a result that has all its rows."""
     return result.ids if isinstance(result, GenerateResult) else result.logprobs
-
-
-def kept(update: WeightUpdate) -> WeightUpdate:
-    """Return new weights that the caller cannot change: replicas that are started later load them, too.
-
-    A state dict is copied to the CPU, because a trainer goes on changing the tensors that it has handed over.
-    """
-    if update.state_dict is None:
-        return update
-    copied = {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in update.state_dict.items()
-    }
-    return replace(update, state_dict=copied)
 
 
 def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> Result:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +15,18 @@ import torch
 from corelm.backend import check_results
 from corelm.backend.aborts import Aborts
 from corelm.backend.backend import Backend
-from corelm.errors import CapabilityError, CoreLMError, EngineError
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.fleet.agreement import require_plain
+from corelm.fleet.answers import Sampled
 from corelm.fleet.canary import Canary, Watch
 from corelm.fleet.parts import Request, Result
-from corelm.spec.probes import ProbeScores
+from corelm.spec.probes import Probe, ProbeScores
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreResult, WeightUpdate
 
 #: Seconds that an engine has to finish its calls when it is closed, and seconds after which it is ended by force.
 _PATIENCE, _CLOSE = 2.0, 10.0
+#: Seconds for which the canary is trusted after it has agreed.
+_TRUST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,19 @@ class Member:
     open: Callable[[], Any]
     end: Callable[[Any], object] | None = None
     ended: Callable[[Any], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the canary of a replica said, to compare other replicas with the same weights with.
+
+    Attributes:
+        scores: the scores of the probes; None from an engine that cannot score.
+        sampled: what was sampled.
+    """
+
+    scores: ProbeScores | None
+    sampled: Mapping[Probe, Sampled]
 
 
 class OpenReplica:
@@ -65,6 +83,7 @@ class OpenReplica:
         self._engine = self.backend.engine
         self._aborts = Aborts(self._engine.abort, member.name)
         self._label = self._engine.weight_version
+        self._agreed_at, self._looking = -math.inf, threading.Lock()
         self.watch: Watch | None = None
         with suppress(CapabilityError):
             self._engine.canary = self.watch = Watch(self.backend, canary)
@@ -131,8 +150,8 @@ class OpenReplica:
             weights: Any = update.path if update.state_dict is None else update.state_dict
             self._label = self._engine.update_weights(weights, update.version, update.drain, update.expect)
 
-    def look(self, expected: ProbeScores | None) -> ProbeScores | None:
-        """Have the canary ask the engine, and return what it said; None if the engine cannot score.
+    def look(self, expected: Said | None) -> Said | None:
+        """Have the canary ask the engine, and return what it said; None if nothing shows its weights.
 
         Args:
             expected: what another replica with the same weights said.
@@ -143,9 +162,37 @@ class OpenReplica:
         """
         if self.watch is None:
             return None
-        self.watch.look(expected)
+        scores = expected.scores if expected is not None and self.capabilities.score else None
+        self.watch.look(scores)
+        if expected is not None and scores is None:
+            self.watch.compare_sampled(expected.sampled)
         self._label = self._engine.weight_version
-        return self.watch.scores
+        return Said(self.watch.scores, self.watch.sampled)
+
+    def changed(self) -> str:
+        """Ask the canary of an engine that may have been started again without notice, as a server may be.
+
+        Returns:
+            How it differs from the engine that was opened; "" if it does not.
+
+        Raises:
+            CoreLMError: the engine failed, so that this is not known.
+        """
+        if self.watch is None or self._member.ended is not None:
+            # The end of a process does not go unnoticed.
+            return ""
+        with self._looking:
+            if time.monotonic() - self._agreed_at < _TRUST:
+                return ""
+            try:
+                self.watch.look()
+            except EngineError as error:
+                refused = isinstance(error.__cause__, (InvalidRequestError, CapabilityError))
+                if refused or isinstance(error, StaleWeightsError):
+                    return message(error)
+                raise
+            self._agreed_at = time.monotonic()
+            return ""
 
     def health(self) -> bool:
         """Return whether the engine can serve."""

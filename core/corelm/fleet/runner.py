@@ -247,14 +247,27 @@ class FleetRunner(Flights):
         self._checks.pop(life, None)
 
     def _check(self, life: Life, replica: OpenReplica) -> None:
-        healthy = replica.health()
+        why, ended = "", False
+        try:
+            if not replica.health():
+                ended = replica.ended
+                why = "it has ended" if ended else "it says that it cannot serve"
+            elif changed := self._was_silent(life, replica) and replica.changed():
+                why, ended = f"it did not answer for a while, and then as another one: {changed}", True
+        except BaseException as error:
+            why = message(error)
         self._checks.pop(life, None)
-        if healthy:
-            self.do(self.state.heard, life)
-        elif replica.ended:
-            self.do(self.state.died, life, why="it has ended")
+        if why:
+            self.do(self.state.died if ended else self.state.missed, life, why=why)
         else:
-            self.do(self.state.missed, life, why="it says that it cannot serve")
+            self.do(self.state.heard, life)
+
+    def _was_silent(self, life: Life, replica: OpenReplica) -> bool:
+        """Return whether an engine that serves has missed health checks, and has no call that shows that it went on."""
+        with self._lock:
+            known = self.state.replicas[life.replica]
+            silent = known.life == life and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
+            return silent and not any(flying.replica is replica for flying in self._flying.values())
 
     def _no_thread(self, life: Life) -> None:
         self._obey(self.state.died(life, time.monotonic(), message(NO_THREAD)))

@@ -1,0 +1,119 @@
+"""A server may be started again, or be another one, without notice. Toy engines stand for servers here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from corelm.errors import InvalidRequestError
+from corelm.fleet.records import FleetLimits
+from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
+
+PROMPTS = [[72, n] for n in range(40, 60)]
+SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
+#: A suspect is not given up.
+PATIENT = FleetLimits(misses=2, take_back=0.0, trial=0.0, backoff=0.02, longest_backoff=0.05)
+CANNOT_SCORE = dict.fromkeys(("score", "score_temperature", "logits", "argmax", "gradients"), False)
+
+
+def answers(toys: Toys) -> list[list[int]]:
+    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
+    return found
+
+
+def probes(toys: Toys) -> list[Any]:
+    """Return the requests of canaries."""
+    asked = [each for engine in toys.made for each in engine.asked]
+    return [each for hook, each in asked if hook in ("generate", "score_logprobs") and not user_rows(each)]
+
+
+def await_state(toys: Toys, name: str, state: str) -> None:
+    end = time.monotonic() + 10
+    while toys.states()[name] != state:
+        assert time.monotonic() < end, toys.fleet.status()
+        toys.fleet._runner.look_around()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def in_the_dark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let toy engines, as servers do, not say that their weights were changed."""
+    monkeypatch.setattr(MortalToy, "weights_state", None)
+
+
+def test_a_server_that_comes_back_with_its_first_weights_does_not_serve_them(in_the_dark: None) -> None:
+    with Toys("a", "b", limits=PATIENT) as toys:
+        toys.backend.update_weights({"table": OTHER})
+        (server,) = [each for each in toys.made if each.name == "a"]
+        server.alive = False
+        await_state(toys, "a", "suspect")
+        server.model.table.data = TABLE.clone()
+        server.alive = True
+        toys.settle()
+        assert [answers(toys) for _ in range(4)] == [NEW] * 4
+        assert [each.starts for each in toys.fleet.status() if each.name == "a"] == [2]
+
+
+def test_a_server_that_did_not_answer_for_a_while_goes_on(in_the_dark: None) -> None:
+    with Toys("a", "b", limits=PATIENT) as toys:
+        toys.made[0].alive = False
+        await_state(toys, toys.made[0].name, "suspect")
+        toys.made[0].alive = True
+        toys.settle()
+        assert len(toys.made) == 2 and answers(toys) == OLD
+
+
+def test_a_server_that_refuses_its_probes_is_at_fault_and_not_the_request() -> None:
+    with Toys("a", "b") as toys:
+        (wrong,) = [each for each in toys.made if each.name == "a"]
+
+        def before(engine: MortalToy, hook: str, request: Any) -> None:
+            if engine is wrong:
+                raise InvalidRequestError("404: no such model", field="model")
+
+        toys.before = before
+        assert answers(toys) == OLD
+        toys.settle()
+        assert [each.starts for each in toys.fleet.status()] == [2, 1]
+
+
+def test_a_server_that_refuses_a_request_is_asked_its_canary_and_goes_on() -> None:
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "generate" and user_rows(request):
+            raise InvalidRequestError("odd", field="prompts")
+
+    with Toys("a", "b", before=before) as toys:
+        looks = len(probes(toys))
+        for _ in range(20):
+            with pytest.raises(InvalidRequestError, match="odd"):
+                toys.backend.generate(PROMPTS, SAMPLING)
+        assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
+        # Once, and not for every request that is refused.
+        assert looks < len(probes(toys)) <= looks + 2 * 3
+
+
+def test_engines_that_cannot_score_are_compared_by_what_they_sample() -> None:
+    with pytest.raises(InvalidRequestError, match="hold the same weights"):
+        Toys("a", "b", tables={"b": OTHER}, **CANNOT_SCORE)
+    with Toys("a", "b", **CANNOT_SCORE) as toys:
+        assert answers(toys) == OLD
+        toys.backend.update_weights({"table": OTHER})
+        assert answers(toys) == NEW and len(toys.made) == 2
+
+
+@pytest.mark.parametrize("other", ["b", "c"])
+def test_one_engine_that_cannot_score_hides_no_other(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = MortalToy.make.__func__  # type: ignore[attr-defined]
+
+    def of_name(cls: type[MortalToy], name: str, *given: Any, **can: Any) -> MortalToy:
+        engine: MortalToy = make(cls, name, *given, **can | (CANNOT_SCORE if name == "a" else {}))
+        return engine
+
+    monkeypatch.setattr(MortalToy, "make", classmethod(of_name))
+    with Toys("a", "b", "c") as toys:
+        assert answers(toys) == OLD and not toys.backend.capabilities.score
+    with pytest.raises(InvalidRequestError, match="hold the same weights"):
+        Toys("a", "b", "c", tables={other: OTHER})
