@@ -151,6 +151,15 @@ def test_an_engine_that_joins_later_has_to_be_like_the_others() -> None:
         assert "vocabulary: the fleet, as a did, has 260, c has 200" in toys.fleet.status()[2].why
 
 
+def test_an_engine_that_fails_when_a_fleet_is_opened_is_not_called_another_one() -> None:
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if engine.name == "b":
+            raise MemoryError("no room")
+
+    with pytest.raises(EngineError, match=r"^b failed when the fleet was opened: .*no room"):
+        Toys("a", "b", before=before)
+
+
 def test_a_fleet_shows_its_replicas() -> None:
     with Toys("a", "b") as toys:
         assert repr(toys.fleet) == "FleetEngine(a: healthy, b: healthy)"

@@ -199,6 +199,8 @@ class FleetEngine:
         while not all(replica.state is State.HEALTHY for replica in list(replicas.values())):
             for replica in list(replicas.values()):
                 if replica.state in (State.DEAD, State.GONE):
+                    if replica.name not in self._runner.lives.stale:
+                        raise EngineError(f"{replica.name} failed when the fleet was opened: {replica.why}")
                     others = [each.name for each in replicas.values() if each.state is State.HEALTHY]
                     raise disagreement(replica.name, others, replica.why)
             self._runner.do(self._runner.state.tick)

@@ -41,7 +41,7 @@ class Lives:
         capabilities: what all can do.
         tokenizer: stands for their tokenizers.
         running: the engines that are open.
-        stale: the replicas whose canary disagreed with the weights of the last update when they had loaded them.
+        stale: the replicas whose canary has disagreed since the fleet was opened or the last update began.
         ended: whether the fleet is closed or the program ends, so that nothing is started any more.
 
     Raises:
@@ -186,6 +186,7 @@ class Lives:
             if expected is None and known is not said:
                 replica.look(known)
         except StaleWeightsError as error:
+            self.stale.add(life.replica)
             self._report(self._state.canary, life, epoch, False, why=message(error))
         except BaseException as error:
             self._report(self._state.died, life, why=f"its canary could not ask it: {message(error)}")
