@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from corelm import Ragged
 from corelm.errors import InvalidRequestError
 from corelm.fleet.records import FleetLimits
+from corelm.spec import GenerateResult
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
 
 PROMPTS = [[72, n] for n in range(40, 60)]
@@ -66,7 +69,21 @@ def test_a_server_that_did_not_answer_for_a_while_goes_on(in_the_dark: None) -> 
         assert len(toys.made) == 2 and answers(toys) == OLD
 
 
-def test_a_server_that_refuses_its_probes_is_at_fault_and_not_the_request() -> None:
+def refuse_rows(engine: MortalToy, result: GenerateResult) -> GenerateResult:
+    """Return what the backend of a server makes of the status 404 for each row."""
+    rows = len(result.ids)
+    nothing = Ragged.from_list([[]] * rows)
+    return replace(
+        result,
+        ids=nothing,
+        logprobs=nothing.with_values(nothing.values.float()),
+        finish_reasons=("error",) * rows,
+        errors=("404: no such model",) * rows,
+    )
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_server_that_refuses_its_probes_is_at_fault_and_not_the_request(rowwise: bool) -> None:
     with Toys("a", "b") as toys:
         (wrong,) = [each for each in toys.made if each.name == "a"]
 
@@ -74,7 +91,10 @@ def test_a_server_that_refuses_its_probes_is_at_fault_and_not_the_request() -> N
             if engine is wrong:
                 raise InvalidRequestError("404: no such model", field="model")
 
-        toys.before = before
+        if rowwise:
+            wrong.after = refuse_rows
+        else:
+            toys.before = before
         assert answers(toys) == OLD
         toys.settle()
         assert [each.starts for each in toys.fleet.status()] == [2, 1]

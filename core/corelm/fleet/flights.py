@@ -20,7 +20,6 @@ from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
     CapabilityError,
-    CoreLMError,
     EngineError,
     InvalidRequestError,
     brief,
@@ -279,11 +278,14 @@ class Flights(ABC):
             request = request_of_rows(call.request, flying.rows, flying.names, limit, teller)
             outcome = call.in_modes(lambda: flying.replica.serve(request, partial(self._wanted, flying.number)))
             # Rows without an answer are the fault of the replica if it does not serve any more.
-            lost = bool(outcome.errors) and any(outcome.errors) and not flying.replica.health()
+            lost = next(filter(None, outcome.errors or ()), "")
+            if lost and flying.replica.health():
+                lost = self._fault(flying.replica, lost)
         except (InvalidRequestError, CapabilityError) as error:
-            outcome, lost = self._refusal(flying.replica, error), False
+            fault = self._fault(flying.replica, message(error))
+            outcome, lost = EngineError(fault, usable=False) if fault else error, ""
         except BaseException as error:
-            outcome, lost = error, False
+            outcome, lost = error, ""
         with self._lock:
             try:
                 if not self.closed:
@@ -296,23 +298,27 @@ class Flights(ABC):
             finally:
                 self._flying.pop(flying.number, None)
 
-    def _refusal(self, replica: OpenReplica, error: CoreLMError) -> CoreLMError:
-        """Return the error of an engine that has refused a request, or another one if the engine is at fault.
+    def _fault(self, replica: OpenReplica, why: str) -> str:
+        """Return why an engine is at fault for rows that it has refused; "" if the rows are.
 
-        A server that was started again with another model refuses every request, with the status 404.
+        A server that was started again with another model refuses every row, with the status 404.
+
+        Args:
+            replica: the engine.
+            why: why it has refused them.
         """
         with suppress(Exception):
             if changed := replica.changed():
-                return EngineError(f"it refused a request ({message(error)}) and its canary: {changed}", usable=False)
-        return error
+                return f"it refused rows ({why}), and its canary disagrees: {changed}"
+        return ""
 
-    def _returned(self, flying: Flying, outcome: Any, lost: bool = False) -> None:
+    def _returned(self, flying: Flying, outcome: Any, lost: str = "") -> None:
         """Tell the state machine how a flight has ended.
 
         Args:
             flying: the flight.
             outcome: the result, or the error.
-            lost: whether the rows that have an error in the result were lost with the replica.
+            lost: why the rows that have an error in the result were lost with the replica; "" if they were not.
         """
         self._flying.pop(flying.number, None)
         now, number, call = time.monotonic(), flying.number, flying.call
@@ -322,7 +328,7 @@ class Flights(ABC):
             rows = [row for at, row in enumerate(flying.numbers) if not (errors and errors[at])]
             self._obey(self.state.answered(number, rows, now), flying, outcome)
             if errors:
-                self._obey(self.state.died(flying.life, now, next(filter(None, errors))))
+                self._obey(self.state.died(flying.life, now, lost))
         elif isinstance(outcome, (InvalidRequestError, CapabilityError)):
             told = renumbered(outcome, torch.tensor(flying.rows))
             self._obey(self.state.refused(number, now), flying, told)
