@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from corelm.errors import CoreLMError
-from corelm.fleet.records import Deliver, State
+from corelm.fleet.records import AskCanary, Deliver, State
 from corelm.fleet.state import FleetState
 from helpers.fleet_world import World
 
@@ -64,8 +64,12 @@ class RestartsAsHealthy(FleetState):
 
 class ServesBeforeTheCanary(FleetState):
     def loaded(self, life, epoch, now):
-        self.replicas[life.replica].agreed = epoch
-        return super().loaded(life, epoch, now)
+        decisions = super().loaded(life, epoch, now)
+        replica = self.replicas[life.replica]
+        if replica.life == life and replica.state is State.STALE and replica.weights == epoch:
+            replica.asked, replica.agreed = None, epoch
+            self._advance(replica, now)
+        return [*(each for each in decisions if not isinstance(each, AskCanary)), *self._decided(now)]
 
 
 class TakesLateLoadsForCurrent(FleetState):
