@@ -54,6 +54,9 @@ def request_of_rows(
         timeout: seconds for these rows.
         on_tokens: takes the chunks of these rows; None if the caller does not read along.
     """
+    if list(rows) == list(range(len(rows_of(request)))):
+        mine: dict[str, Any] = {"on_tokens": on_tokens} if isinstance(request, GenerateRequest) else {}
+        return replace(request, request_ids=tuple(names), timeout=timeout, **mine)
     index = torch.tensor(rows)
     if isinstance(request, ScoreRequest):
         return replace(
@@ -95,7 +98,9 @@ def result_of_parts(
     labelled = [part.result for part in parts if part.rows]
     if failures or not parts:
         parts = [*parts, Part(_made(request, failures), range(len(failures)), list(failures))]
-    order = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64).argsort()
+    rows = [row for part in parts for row in part.rows]
+    # None if the rows are in order already, as those of a call that one engine has answered alone.
+    order = None if rows == list(range(len(rows))) else torch.tensor(rows, dtype=torch.int64).argsort()
     results = [part.result for part in parts]
     values: dict[str, Any] = {}
     for each in fields(results[0]):
@@ -110,7 +115,7 @@ def result_of_parts(
                 value or (filler,) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)
             ]
             flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
-            values[each.name] = tuple(flat[place] for place in order.tolist())
+            values[each.name] = tuple(flat if order is None else (flat[place] for place in order.tolist()))
         else:
             values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
     return replace(results[0], **values)
@@ -131,7 +136,7 @@ def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> R
     return score_result(some, told)
 
 
-def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor) -> Ragged:
+def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Ragged:
     some = next(value for value in given if isinstance(value, Ragged))
     chosen = []
     for part, value in zip(parts, given, strict=True):
@@ -145,7 +150,8 @@ def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[
         chosen = [value.to("cpu") for value in chosen]
     if len({value.values.dtype for value in chosen}) > 1:
         chosen = [value.with_values(value.values.float()) for value in chosen]
-    return Ragged.cat(chosen).select(order)
+    joined = chosen[0] if len(chosen) == 1 else Ragged.cat(chosen)
+    return joined if order is None else joined.select(order)
 
 
 def _common(name: str, given: Sequence[Any]) -> Any:
