@@ -31,8 +31,13 @@ backend.generate([[72]] * 20_000, {"max_new_tokens": 400, "min_new_tokens": 400}
 """
 
 
+@pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_program_that_ends_in_a_call_takes_its_processes_along(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_program_that_ends_in_a_call_takes_its_processes_along(
+    how: signal.Signals, stop: bool, tmp_path: Path
+) -> None:
+    if stop and sys.platform != "linux":
+        pytest.skip("only Linux wakes a process whose parent ends")
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
@@ -45,8 +50,11 @@ def test_a_program_that_ends_in_a_call_takes_its_processes_along(how: signal.Sig
     hosts = [int(pid) for pid in program.stdout.readline().split()]
     assert len(hosts) == 2 and program.stdout.readline() == "calls\n", program.communicate()[1]
     time.sleep(0.5)
+    if stop:
+        os.kill(hosts[0], signal.SIGSTOP)
     started = time.monotonic()
     program.send_signal(how)
     _, err = program.communicate(timeout=60)
     assert program.returncode == -how, err
-    assert all_end(hosts) and time.monotonic() - started < 15, err
+    assert all_end(hosts), "a process is left"
+    assert time.monotonic() - started < 15, err

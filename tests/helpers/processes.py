@@ -49,6 +49,11 @@ def sleeps(pid: int) -> bool:
     return _running().get(pid, ("", 0, 0))[0] == "S"
 
 
+def stopped(pid: int) -> bool:
+    """Return whether the process was stopped, with SIGSTOP for example."""
+    return _running().get(pid, ("", 0, 0))[0] == "T"
+
+
 def runs(pid: int) -> bool:
     """Return whether the process is running. A zombie is not."""
     return pid in _running()

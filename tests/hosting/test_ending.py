@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import all_end, group, heed_interrupts, read_line, runs, wait_until
+from helpers.processes import all_end, group, heed_interrupts, read_line, runs, stopped, wait_until
 from hosting.conftest import wait_for_calls
 
 #: Opens a host whose engine starts a child of its own, begins a call, and says which processes there are.
@@ -82,6 +82,23 @@ def test_a_program_that_is_killed_takes_its_host_along(
     program.communicate(timeout=60)
     assert wait_until(lambda: not group(host), 15), "the host outlives its program"
     assert Path(environment["CLOSED"]).read_text() == "closed "
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a process whose parent ends")
+def test_a_host_that_is_stopped_when_its_program_is_killed_ends_with_it(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    program, host = start(CALL, environment, tmp_path)
+    wait_for_calls(log_of(tmp_path))
+    os.killpg(host, signal.SIGSTOP)
+    assert wait_until(lambda: stopped(host))
+    program.kill()
+    program.communicate(timeout=60)
+    try:
+        assert wait_until(lambda: not group(host), 15), "the host outlives its program"
+    finally:
+        for pid in group(host):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_program_that_is_killed_while_the_engine_opens_takes_its_host_along(

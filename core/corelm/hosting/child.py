@@ -6,6 +6,7 @@ the host ends with every process in its group.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import signal
@@ -27,6 +28,8 @@ from corelm.spec.hookspecs import API_VERSION
 
 #: Seconds that an engine has to close after the parent has ended.
 PATIENCE = 5.0
+#: Linux: the option of `prctl` that sets which signal a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: str) -> NoReturn:
@@ -37,6 +40,7 @@ def main(descriptor: str) -> NoReturn:
     """
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_without_parent()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     channel.send(Kind.HELLO, 0, versions())
     order = channel.receive()
@@ -48,6 +52,17 @@ def main(descriptor: str) -> NoReturn:
     # Engines may expect that the main thread lives, and signals need it.
     while True:
         signal.pause()
+
+
+def wake_without_parent() -> None:
+    """Have the kernel continue this process when its parent ends: stopped, it would not notice that and stay for ever.
+
+    Linux alone can do this. The kernel also sends the signal when the parent's thread that started this process ends.
+    SIGCONT does nothing to a process that runs, so that is harmless.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT.value, 0, 0, 0)
 
 
 def versions() -> dict[str, Any]:
