@@ -102,6 +102,20 @@ def test_a_death_during_a_trial_blames_only_the_row_on_trial():
     assert w.rows[0].outcomes == ["failed"] and list(w.fleet.rows.fresh) == [1]
 
 
+def test_rows_that_did_not_reach_a_replica_are_not_blamed_for_its_death():
+    w = world("a", "b", "c")
+    w.add(*range(4))
+    w.send("a", 0)
+    unsent = w.send("a", 1, 2)
+    w.engine("a").alive = False
+    w.lose(w.engine("a"), [call for call in w.in_flight() if call is not unsent], final=True)
+    w.obey(w.fleet.unsent(unsent.number, w.now))
+    assert state(w, "a") is State.DEAD
+    assert list(w.fleet.rows.fresh) == [3, 1, 2] and list(w.fleet.rows.accused) == [0]
+    w.obey(w.fleet.unsent(unsent.number, w.now))
+    w.check()
+
+
 def test_a_bad_request_does_not_count():
     w = world("a")
     w.add(*range(8))

@@ -268,6 +268,11 @@ class Flights(ABC):
     def _call(self, flying: Flying, teller: Any) -> None:
         """Ask a replica, on a thread of the flight."""
         call = flying.call
+        if flying.replica.ended:
+            with self._lock:
+                self._flying.pop(flying.number, None)
+                self.do(self.state.unsent, flying.number)
+            return
         outcome: Any
         try:
             left = call.seconds_left()

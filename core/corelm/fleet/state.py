@@ -241,6 +241,15 @@ class FleetState(FleetSteps):
             self.rows.settle(self.rows.flights[flight])
         return self._decided(now)
 
+    def unsent(self, flight: int, now: float) -> list[Decision]:
+        """Note that a flight did not reach its replica, which had ended: its rows are not blamed for that."""
+        known = self.rows.flights.get(flight)
+        if known is not None:
+            for number in list(known.rows):
+                self.rows.wait(number)
+            self._die(known.replica, now, "it has ended")
+        return self._decided(now)
+
     def answered(self, flight: int, rows: Iterable[int], now: float) -> list[Decision]:
         """Note that a flight has returned rows. `Deliver` names those that count."""
         known = self.rows.flights.get(flight)
