@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from engines.sglang_on_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
-CPU = Path(__file__).parents[1] / "sglang" / "cpu"
 
 #: What each engine needs to run on a CPU: its interpreter, variables, and options. The engines' own tests use the same.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -34,23 +34,11 @@ ENGINES: dict[str, dict[str, Any]] = {
         "python": str(ROOT / ".venv-sglang" / "bin" / "python"),
         "env": {
             # The launched server inherits these.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(CPU), os.environ.get("PYTHONPATH")])),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
+            **CPU_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join(filter(None, [CPU_ENVIRONMENT["PYTHONPATH"], os.environ.get("PYTHONPATH")])),
         },
         "progress": False,
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
-        "dtype": "float32",
-        "skip_server_warmup": True,
-        "sleep_on_idle": True,
-        "max_total_tokens": 65536,
-        "mem_fraction_static": 0.3,
+        **CPU_ARGUMENTS,
     },
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,38 +12,10 @@ from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
+from engines.sglang_on_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT, SEEDS_ARGUMENTS, SEEDS_ENVIRONMENT
 from helpers.tiny_models import CONTEXT, tiny_model, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.launch import LaunchedServer
-
-HERE = Path(__file__).parent
-
-#: SGLang needs these arguments and variables to run on a CPU. The plugin itself sets none of them.
-CPU_ARGUMENTS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "disable_overlap_schedule": True,
-    "disable_cuda_graph": True,
-    "dtype": "float32",
-    "skip_server_warmup": True,
-    # Otherwise the idle scheduler keeps a core busy.
-    "sleep_on_idle": True,
-    "max_total_tokens": 65536,
-    "mem_fraction_static": 0.3,
-}
-CPU_ENVIRONMENT = {
-    "PYTHONPATH": str(HERE / "cpu"),
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    # For a tiny model, compiling takes longer than running.
-    "TORCHDYNAMO_DISABLE": "1",
-}
-
-#: A server that is started with these honours seeds.
-SEEDS_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE / "cpu"), str(HERE / "cpu" / "seeds")])}
-SEEDS_ARGUMENTS = {"enable_deterministic_inference": True}
 
 Launch = Callable[..., Backend]
 
