@@ -14,12 +14,12 @@ from sglang_backend.sampling import parameters, safe_stops
 EOS = frozenset({2})
 
 
-def sent_parameters(stop_ids: frozenset[int] = EOS, **sampling: Any) -> dict[str, Any]:
+def sent_parameters(stop_ids: frozenset[int] = EOS, seed: int | None = None, **sampling: Any) -> dict[str, Any]:
     params = SamplingParams(**sampling)
     return parameters(
         params,
         max_new_tokens=9,
-        seed=None,
+        seed=seed,
         stop_ids=stop_ids,
         eos_token_ids=EOS,
         vocab_size=512,
@@ -70,6 +70,12 @@ def test_numbers_too_large_for_the_scheduler_are_clamped():
     assert sent_parameters(top_k=2**31 - 1)["top_k"] == 512
     assert sent_parameters(top_k=7)["top_k"] == 7
     assert sent_parameters(min_new_tokens=2**31 - 1, max_new_tokens=None)["min_new_tokens"] == 9
+
+
+def test_a_seeded_row_asks_for_the_whole_vocabulary_so_that_it_is_always_drawn_in_the_same_order() -> None:
+    assert sent_parameters(seed=3)["top_k"] == 512
+    assert sent_parameters(seed=3, top_k=7)["top_k"] == 7
+    assert sent_parameters()["top_k"] == -1
 
 
 def test_greedy_decoding_sends_no_truncation():

@@ -63,13 +63,16 @@ def parameters(
     ends_by_id = bool(stop_ids) and eos_token_ids <= stop_ids
     # Greedy decoding draws nothing, so truncation has no effect.
     truncation = SamplingParams() if sampling.greedy else sampling
+    # SGLang draws in another order if a row of the batch is truncated, greedy or only scored, so that a seed would give
+    # another answer. A seeded row asks for the whole vocabulary, so that it is always drawn in that order.
+    everything = -1 if seed is None else vocab_size
     return {
         "n": 1,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min(sampling.min_new_tokens, max_new_tokens) if ends_by_id else 0,
         "temperature": sampling.temperature,
         # A top_k that does not fit into 32 bits ends the server's scheduler.
-        "top_k": -1 if truncation.top_k is None else min(truncation.top_k, vocab_size),
+        "top_k": everything if truncation.top_k is None else min(truncation.top_k, vocab_size),
         "top_p": truncation.top_p,
         "min_p": truncation.min_p,
         "repetition_penalty": 1.0,
