@@ -21,7 +21,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-hosts bench bench-quick install
-.PHONY: drawings wheels pins format clean
+.PHONY: test-faults drawings wheels pins format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -57,6 +57,11 @@ test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang 
 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
+
+test-faults: install .venv-vllm/.installed .venv-sglang/.installed ## kill and stop the processes of fleets under load, two minutes for each engine
+	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
+		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py; do \
+		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes most of an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

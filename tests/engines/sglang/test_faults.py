@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,68 +16,19 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.support import HttpClient
-from helpers.processes import all_end, children, free_port, group, read_line, wait_until
+from engines.sglang.restartable import KEY, RestartableServer
+from helpers.processes import all_end, children, group, read_line, wait_until
 from helpers.tiny_models import random_rows
-from sglang_backend import supervisor
-from sglang_backend.launch import command_line
 
-KEY = "the key of the server that is restarted"
-STARTUP = 300.0
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
-
-
-class RestartableServer:
-    """A server that the test starts and the plugin only connects to. It keeps its port over restarts."""
-
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, supervisor.__file__, *command, "--port", str(self.port), "--api-key", KEY]
-        self._environment = {**os.environ, **environment}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=self._environment,
-        )  # fmt: skip
-
-    def wait(self) -> None:
-        client = HttpClient(self.url, KEY, max_retries=0)
-        assert wait_until(lambda: client.answers("/model_info"), STARTUP)
-        client.close()
-
-    @property
-    def pids(self) -> set[int]:
-        assert self._process is not None
-        return {member for leader in children(self._process.pid) for member in group(leader)}
-
-    def signal(self, number: int) -> None:
-        for pid in self.pids:
-            # The supervisor ends the others as soon as the first is dead.
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def stop(self) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path, cpu: tuple[dict[str, str], dict[str, object]]) -> Iterator[RestartableServer]:
     environment, arguments = cpu
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--host", "127.0.0.1"]
     # The server then publishes its load after every step.
-    server = RestartableServer(
-        [*command, *command_line(arguments | {"load_snapshot_publish_interval": 1})], environment
-    )
-    server.start()
-    try:
-        server.wait()
+    with RestartableServer(folder, environment, arguments | {"load_snapshot_publish_interval": 1}) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_a_hung_server_raises_a_timeout_and_then_serves_again(server: RestartableServer):
@@ -115,8 +65,7 @@ def test_a_restart_in_the_middle_of_a_call_loses_no_rows_but_loaded_weights_are_
         load = HttpClient(server.url, KEY)
         assert wait_until(lambda: load.get("/v1/loads")["loads"][0]["num_running_reqs"] > len(prompts))
         load.close()
-        server.signal(signal.SIGKILL)
-        server.stop()
+        server.kill()
         assert not (served.done() or lost.done() or plain.health())
         server.start()
         batch = served.result()

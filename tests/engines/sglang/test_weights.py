@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import corelm
 from corelm import Backend
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from helpers import oracle
+from helpers.http_server import Request
+from helpers.tampering import tampered
 from helpers.tiny_models import random_rows, tiny_model
 
 ROWS = random_rows(5, 120)
@@ -72,4 +76,21 @@ def test_rows_of_weights_that_another_client_loaded_are_errors(
     batch = own.score_logprobs(ROWS, on_error="skip")
     assert all("the other client's" in error for error in batch.errors) and not batch.scored.values.any()
     own.update_weights(folder)
+    assert agrees(own, model)
+
+
+def test_a_prefix_cache_that_is_not_emptied_is_found(own: Backend, model: PreTrainedModel, other_folder: Path):
+    server = own.engine.plugin.launched
+
+    def keep(request: Request) -> Request:
+        loads = request.path == "/update_weights_from_disk"
+        return replace(request, body=request.body | {"flush_cache": False}) if loads else request
+
+    with (
+        tampered(server.base_url, keep) as url,
+        corelm.get_backend("sglang", base_url=url, api_key=server.api_key, canary=True) as backend,
+        pytest.raises(StaleWeightsError),
+    ):
+        backend.update_weights(other_folder)
+    own.update_weights(model.state_dict())
     assert agrees(own, model)

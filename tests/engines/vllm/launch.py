@@ -28,10 +28,13 @@ class VLLMServerProcess:
         log: the file that gets the server's output.
         arguments: further command-line arguments of vLLM.
         development: offer the routes that change weights.
+        key: the key that the server asks for; None for a random one.
     """
 
-    def __init__(self, folder: Path, log: Path, *arguments: str, development: bool = True) -> None:
-        self.key = secrets.token_urlsafe(16)
+    def __init__(
+        self, folder: Path, log: Path, *arguments: str, development: bool = True, key: str | None = None
+    ) -> None:
+        self.key = key or secrets.token_urlsafe(16)
         self._log = log
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -74,6 +77,12 @@ class VLLMServerProcess:
             raise RuntimeError(f"the server ended with {code}:\n{self._tail()}")
         self.kill()
         raise RuntimeError(f"the server did not come up within {PATIENCE:g} s:\n{self._tail()}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server and every process that it has started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill the server and every process that it has started, and wait for the end."""

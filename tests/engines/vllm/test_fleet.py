@@ -1,0 +1,157 @@
+"""Two real vLLM servers that answer as one: the conformance kit, faults under load, and what their canary finds.
+
+``CORELM_FAULT_SECONDS=120`` makes the faults last two minutes, as ``make test-faults`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import corelm
+from corelm import Backend
+from engines.vllm.launch import VLLMServerProcess
+from helpers import oracle
+from helpers.fleet_faults import FaultTest, answers_of, seconds
+from helpers.fleet_kit import FleetKit
+from helpers.fleet_processes import Servers, fleet_of_servers
+from helpers.http_server import Reply, Request, json_reply
+from helpers.processes import wait_until
+from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
+
+MODEL: nn.Module = tiny_model(hidden_size=128)
+OTHER: Any = tiny_model(hidden_size=128, seed=1)
+PROMPTS = random_rows(*range(2, 22))
+KEY = "the key of both servers"
+SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerProcess]]:
+    """Two servers. Tests may change their weights, but end with those of `MODEL`, under the label "default"."""
+    logs = tmp_path_factory.mktemp("log")
+    pair = [VLLMServerProcess(tiny_folder, logs / f"{at}.txt", "--enable-prefix-caching", key=KEY) for at in range(2)]
+    try:
+        for server in pair:
+            server.start()
+        for server in pair:
+            server.wait_until_ready()
+        yield pair
+    finally:
+        for server in pair:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    OTHER.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def connect(servers: list[VLLMServerProcess], **options: Any) -> Backend:
+    return corelm.get_backend("vllm", base_url=[server.url for server in servers], api_key=KEY, **options)
+
+
+class TestFleetConformance(FleetKit):
+    # Every draw is one request to a server that shares two cores with the tests.
+    draws = 500
+    not_shown: ClassVar[dict[str, str]] = {"update_weights": "the fleets of other tests share the servers"}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, servers: list[VLLMServerProcess]) -> Callable[[], Backend]:
+        return lambda: connect(servers)
+
+    def oracle(self, ids: list[int], temperature: float) -> Tensor:
+        return oracle.logprobs(MODEL, ids, temperature)
+
+    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
+        return (oracle.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+
+    def engine_sampling(self) -> dict[str, Any]:
+        return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
+
+
+def test_every_row_is_answered_once_and_right_whatever_happens_to_the_servers(
+    servers: list[VLLMServerProcess], tiny_folder: Path, other_folder: Path
+) -> None:
+    weights = {"first": tiny_folder, "second": other_folder}
+    expected = {}
+    with corelm.get_backend("vllm", base_url=servers[0].url, api_key=KEY) as one:
+        for name, model in (("second", OTHER), ("first", MODEL)):
+            one.update_weights(weights[name], version="default" if name == "first" else name)
+            expected[name] = answers_of(one, PROMPTS, SAMPLING)
+            for (number, _), answer in expected[name].items():
+                plain = oracle.answer_logprobs(model, PROMPTS[number], answer.ids)
+                torch.testing.assert_close(torch.tensor(answer.logprobs), plain, rtol=0, atol=1e-4)
+    expected = {name: expected[name] for name in weights}
+    with fleet_of_servers("vllm", servers, api_key=KEY) as backend:
+        load = FaultTest(backend, Servers(servers), PROMPTS, SAMPLING, expected, weights, pause=3.0, last=0.1)
+        counts = load.run(seconds(12.0))
+        assert counts.sampled and counts.scored and counts.kills and counts.stops and counts.updates
+        settle(backend)
+        backend.update_weights(tiny_folder, version="default")
+
+
+def settle(backend: Backend) -> None:
+    fleet = backend.engine.plugin
+    assert wait_until(lambda: {each.state for each in fleet.status()} == {"healthy"}, 120), fleet.status()
+
+
+# The canary -----------------------------------------------------------------------------------------------------------
+
+
+def without_reset(request: Request) -> Request | Reply:
+    if request.path.startswith("/pause"):
+        return replace(request, path=f"{request.path}&clear_cache=false")
+    return json_reply({"success": True}) if request.path == "/reset_prefix_cache" else request
+
+
+@pytest.mark.parametrize("fault", ["a stale prefix cache", "half a checkpoint"])
+def test_a_server_that_does_not_serve_the_new_weights_is_found(
+    servers: list[VLLMServerProcess], tiny_folder: Path, other_folder: Path, tmp_path: Path, fault: str
+) -> None:
+    half = half_of(other_folder, tiny_folder, tmp_path / "half")
+
+    def with_half(request: Request) -> Request:
+        if request.path != "/collective_rpc":
+            return request
+        return replace(request, body=request.body | {"kwargs": {"weights_path": str(half)}})
+
+    stale = fault == "a stale prefix cache"
+    rows = random_rows(40, 50)
+    with (
+        tampered(servers[1].url, without_reset if stale else with_half) as url,
+        corelm.get_backend("vllm", base_url=[servers[0].url, url], api_key=KEY, canary=True) as backend,
+    ):
+        check_only_the_sound_server_serves(backend, other_folder, OTHER, rows, expect=not stale)
+    put_back(servers, tiny_folder)
+
+
+def test_a_server_that_was_restarted_with_its_first_weights_under_the_name_of_new_ones_is_found(
+    servers: list[VLLMServerProcess], other_folder: Path
+) -> None:
+    server = servers[0]
+
+    def restart() -> None:
+        server.kill()
+        server.start()
+        server.wait_until_ready()
+
+    with corelm.get_backend("vllm", base_url=server.url, api_key=KEY, canary=True) as backend:
+        check_a_restart_is_found(backend, other_folder, restart, {"Authorization": f"Bearer {KEY}"}, server.url)
+
+
+def put_back(servers: list[VLLMServerProcess], folder: Path) -> None:
+    for server in servers:
+        with corelm.get_backend("vllm", base_url=server.url, api_key=KEY) as backend:
+            backend.update_weights(folder, version="default")

@@ -1,0 +1,141 @@
+"""Faults of real processes under load. ``make test-faults`` runs this for two minutes instead of seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import corelm
+from corelm import Backend
+from corelm.errors import BackendTimeoutError, EngineError
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.records import FleetLimits
+from corelm.fleet.replica import Member
+from corelm.hosting.engine import open_in_process
+from helpers import oracle
+from helpers.fleet_faults import SEEDS, FaultTest, answers_of, seconds
+from helpers.fleet_processes import LIMITS, Hosts
+from helpers.processes import all_end, runs, wait_until
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
+
+PROMPTS = random_rows(*range(2, 22))
+SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0}
+
+#: A plugin that ends its process at a prompt that begins with the id 4.
+POISONOUS = """
+import os
+from dataclasses import replace
+from corelm import hookimpl
+from toy_backend import ToyBackend
+
+
+class Poisonous(ToyBackend):
+    @hookimpl
+    def generate(self, request):
+        if any(ids[0] == 4 for ids in request.prompts.tolist()):
+            os.kill(os.getpid(), 9)
+        return ToyBackend.generate(self, request)
+"""
+
+
+def hosts(plugin: str, model: Path | None, count: int, limits: FleetLimits, **options: Any) -> Backend:
+    """Open a fleet like ``get_backend(plugin, model, python=sys.executable, replicas=count)`` with other limits."""
+
+    def open_it() -> Any:
+        return open_in_process(plugin, model, sys.executable, None, options)[0]
+
+    members = [
+        Member(f"replica {at}", open_it, lambda engine: engine.host.kill(), lambda engine: engine.host.connection.lost)
+        for at in range(count)
+    ]
+    return Backend.from_plugin(FleetEngine(members, plugin, limits=limits), plugin)
+
+
+def test_every_row_is_answered_once_and_right_whatever_happens_to_the_processes(tmp_path: Path) -> None:
+    long = seconds(8.0)
+    weights, expected = {}, {}
+    for name, seed in (("first", 0), ("second", 1)):
+        weights[name] = tmp_path / name
+        model = tiny_model(seed=seed)
+        model.save_pretrained(weights[name])
+        tiny_tokenizer().save_pretrained(weights[name])
+        with corelm.get_backend("transformers", weights[name], dtype="float32") as one:
+            expected[name] = answers_of(one, PROMPTS, SAMPLING)
+        for (number, _), answer in expected[name].items():
+            plain = oracle.answer_logprobs(model, PROMPTS[number], answer.ids)
+            torch.testing.assert_close(torch.tensor(answer.logprobs), plain, rtol=0, atol=1e-4)
+    with hosts("transformers", weights["first"], 2 if long < 60 else 3, LIMITS, dtype="float32") as backend:
+        processes = Hosts(backend)
+        counts = FaultTest(backend, processes, PROMPTS, SAMPLING, expected, weights).run(long)
+        left = processes.victims()
+    assert counts.sampled and counts.scored and counts.kills >= 2 and counts.stops and counts.updates
+    assert all_end(left)
+
+
+@pytest.fixture
+def poisonous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Backend]]:
+    info = tmp_path / "poisonous_backend-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: poisonous-backend\nVersion: 1.0\n\n")
+    (info / "entry_points.txt").write_text("[corelm.backends]\npoisonous = poisonous_plugin:Poisonous\n")
+    (tmp_path / "poisonous_plugin.py").write_text(POISONOUS)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    yield lambda **options: corelm.get_backend("poisonous", python=sys.executable, **options)
+
+
+def test_a_row_that_ends_its_process_fails_alone_after_two(poisonous: Callable[..., Backend]) -> None:
+    rows = [[72, n] for n in range(40, 60)]
+    with corelm.get_backend("toy") as one:
+        expected = one.generate(rows, SAMPLING, seeds=[*range(20)]).ids.tolist()
+    with poisonous(replicas=3) as backend:
+        processes = Hosts(backend)
+        first = processes.victims()
+        seeds = [*range(7), 99, *range(7, 20)]
+        other = backend.submit_generate(rows, SAMPLING, seeds=[*range(20)])
+        found = backend.generate([*rows[:7], [4, 5], *rows[7:]], SAMPLING, seeds=seeds, on_error="skip")
+        assert found.errors is not None and [at for at, why in enumerate(found.errors) if why] == [7]
+        assert "2 replicas were lost" in found.errors[7] and found.finish_reasons[7] == "error"
+        ids = found.ids.tolist()
+        assert ids[:7] + ids[8:] == expected == other.result(60).ids.tolist()
+        assert sum(runs(pid) for pid in first) == 1, "it took more than two along"
+
+
+def test_if_no_process_can_be_started_again_every_call_ends_with_an_error() -> None:
+    may_open = [True]
+
+    def open_it() -> Any:
+        if not may_open[0]:
+            raise EngineError("no room")
+        return open_in_process("toy", None, sys.executable, None, {})[0]
+
+    limits = FleetLimits(restarts=1, backoff=2.0)
+    members = [
+        Member(name, open_it, lambda engine: engine.host.kill(), lambda engine: engine.host.connection.lost)
+        for name in ("a", "b")
+    ]
+    with Backend.from_plugin(FleetEngine(members, limits=limits), "toys") as backend:
+        may_open[0] = False
+        left = Hosts(backend).victims()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        # Otherwise a row may be in flight at the deaths of both.
+        running = backend.engine.plugin._runner.lives.running
+        assert wait_until(lambda: all(replica.ended for replica in list(running.values())))
+        started = time.monotonic()
+        with pytest.raises(BackendTimeoutError):
+            backend.generate([[72]], SAMPLING, timeout=0.5)
+        assert time.monotonic() - started < 1.9
+        with pytest.raises(EngineError, match="no room") as failure:
+            backend.generate([[72]] * 3, SAMPLING, seeds=[*SEEDS, 3])
+        assert failure.value.usable is False and time.monotonic() - started < 20
+        assert not backend.health()
+    assert all_end(left)
