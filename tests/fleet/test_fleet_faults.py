@@ -60,7 +60,7 @@ def hosts(plugin: str, model: Path | None, count: int, limits: FleetLimits, **op
 
 
 def test_every_row_is_answered_once_and_right_whatever_happens_to_the_processes(tmp_path: Path) -> None:
-    long = seconds(8.0)
+    long = seconds(5.0)
     weights, expected = {}, {}
     for name, seed in (("first", 0), ("second", 1)):
         weights[name] = tmp_path / name
@@ -74,7 +74,8 @@ def test_every_row_is_answered_once_and_right_whatever_happens_to_the_processes(
             torch.testing.assert_close(torch.tensor(answer.logprobs), plain, rtol=0, atol=1e-4)
     with hosts("transformers", weights["first"], 2 if long < 60 else 3, LIMITS, dtype="float32") as backend:
         processes = Hosts(backend)
-        counts = FaultTest(backend, processes, PROMPTS, SAMPLING, expected, weights).run(long)
+        load = FaultTest(backend, processes, PROMPTS, SAMPLING, expected, weights, pause=1.0 if long < 60 else 2.0)
+        counts = load.run(long)
         left = processes.victims()
     assert counts.sampled and counts.scored and counts.kills >= 2 and counts.stops and counts.updates
     assert all_end(left)
