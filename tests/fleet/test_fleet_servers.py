@@ -13,6 +13,7 @@ from corelm.errors import InvalidRequestError
 from corelm.fleet.records import FleetLimits
 from corelm.spec import GenerateResult
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
+from helpers.processes import PATIENCE
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -34,7 +35,7 @@ def probes(toys: Toys) -> list[Any]:
 
 
 def await_state(toys: Toys, name: str, state: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while toys.states()[name] != state:
         assert time.monotonic() < end, toys.fleet.status()
         toys.fleet._runner.look_around()

@@ -26,6 +26,7 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
+from helpers.processes import PATIENCE
 
 #: The weights that every engine is started with, and others.
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
@@ -145,7 +146,7 @@ class Toys:
     def states(self) -> dict[str, str]:
         return {each.name: each.state for each in self.fleet.status()}
 
-    def settle(self, seconds: float = 10.0) -> None:
+    def settle(self, seconds: float = PATIENCE) -> None:
         """Wait until every replica serves, looking at the replicas more often than the fleet does by itself."""
         end = time.monotonic() + seconds
         while set(self.states().values()) != {"healthy"}:

