@@ -12,9 +12,9 @@ import pytest
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.hosting.channel import Channel, Kind
-from corelm.hosting.child import _Served
 from corelm.hosting.connection import Connection
 from corelm.hosting.failures import Failure
+from corelm.hosting.session import send_value
 from helpers.processes import wait_until
 
 Ends = tuple[Connection, Channel]
@@ -144,7 +144,7 @@ class Unreadable:
 def test_a_result_that_cannot_be_packed_is_the_failure_of_its_call() -> None:
     here, there = map(Channel, socket.socketpair())
     here.end.settimeout(5)
-    _Served(there)._send(Kind.RESULT, 7, Unreadable())
+    send_value(there, Kind.RESULT, 7, Unreadable())
     frame = here.receive()
     assert frame is not None and (frame.kind, frame.call) == (Kind.ERROR, 7)
     value = frame.value()

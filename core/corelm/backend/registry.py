@@ -182,6 +182,20 @@ def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any,
         raise open_error(info, error) from error
 
 
+def options_named_by(name: str) -> frozenset[str]:
+    """Return the options that the ``open`` of a plugin lists; none if no plugin of that name can be loaded here.
+
+    An option that is only part of its ``**options`` is not listed.
+    """
+    try:
+        plugin, _ = load_backend(name)
+    except CoreLMError:
+        # The engine may be opened in another environment, which has the plugin.
+        return frozenset()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(each.name for each in inspect.signature(plugin.open).parameters.values() if each.kind in kinds)
+
+
 def open_error(info: BackendInfo, error: BaseException) -> EngineError:
     """Return the error to raise when a plugin's ``open`` raised `error`. It says if the engine is not installed."""
     line = install_line(info.name)

@@ -4,4 +4,11 @@
 - `FleetState` in `corelm.fleet.state`: what happens to rows, replicas and weights. It has no threads and no clock.
 - `corelm.fleet.routing`: chooses a replica for each prompt.
 - `FleetEngine` in `corelm.fleet.fleet`: the engine on top, which carries out what the state machine decides.
+
+`Canary`, `FleetEngine`, `FleetLimits`, `Member` and `ReplicaStatus` are public: a plugin can open its engines as
+a fleet. They are imported on first use.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,16 +14,13 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from corelm._version import __version__
-from corelm.backend.registry import open_plugin
-from corelm.errors import CoreLMError, InvalidRequestError, described
 from corelm.hosting.channel import WIRE_VERSION, Channel, Frame, Kind
 from corelm.hosting.failures import Failure
-from corelm.hosting.packing import pack
-from corelm.hosting.server import EngineServer
+from corelm.hosting.server import EngineServer, open_server
+from corelm.hosting.session import Session, send_value, value_of
 from corelm.spec.hookspecs import API_VERSION
 
 #: Seconds that an engine has to close after the parent has ended.
@@ -76,50 +73,28 @@ class _Served:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._server: EngineServer | None = None
+        self._session: Session | None = None
 
     def open(self, frame: Frame) -> None:
         """Open the engine that a frame names, and say that it is open, or why it did not open."""
         try:
-            order = _read(frame)
-            engine, info = open_plugin(order["name"], order["model"], order["options"])
-            self._server = EngineServer(engine, order["name"])
-            opened = self._server.opened(), info.label
+            order = value_of(frame)
+            self._server, label = open_server(order["name"], order["model"], order["options"])
+            self._session = Session(self._server, self._channel)
+            opened = self._server.opened(), label
         except BaseException as error:  # an engine can raise SystemExit, too
-            self._send(Kind.ERROR, 0, Failure.of(error))
+            send_value(self._channel, Kind.ERROR, 0, Failure.of(error))
         else:
-            self._send(Kind.RESULT, 0, opened)
+            send_value(self._channel, Kind.RESULT, 0, opened)
 
     def read(self) -> None:
         """Serve what arrives, until the other end closes."""
         try:
             while (frame := self._channel.receive()) is not None:
-                server, number = self._server, frame.call
-                assert server is not None, "a call arrived before the engine was open"
-                if frame.kind is Kind.FORGET:
-                    server.forget(number)
-                    continue
-                try:
-                    server.start(number, _read(frame), partial(self._answer, number), partial(self._tell, number))
-                except Exception as error:
-                    # The call cannot be read, or the system has no room for another thread.
-                    self._send(Kind.ERROR, number, Failure.of(error))
+                assert self._session is not None, "a call arrived before the engine was open"
+                self._session.handle(frame)
         finally:
             self._end()
-
-    def _answer(self, number: int, result: Any) -> None:
-        self._send(Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
-
-    def _tell(self, number: int, name: str, args: tuple[Any, ...]) -> None:
-        self._send(Kind.EVENT, number, (name, args))
-
-    def _send(self, kind: Kind, number: int, value: Any) -> None:
-        try:
-            packed = pack(value)
-        except Exception as error:
-            kind, packed = Kind.ERROR, pack(Failure.of(error))
-        # If the parent has ended, `read` notices it.
-        with suppress(OSError):
-            self._channel.send_packed(kind, number, packed)
 
     def _end(self) -> NoReturn:
         try:
@@ -128,23 +103,6 @@ class _Served:
                 self._server.end()
         finally:
             end_group()
-
-
-def _read(frame: Frame) -> Any:
-    """Return the value of a frame.
-
-    Raises:
-        InvalidRequestError: it cannot be read here.
-    """
-    try:
-        return frame.value()
-    except CoreLMError:
-        raise
-    except Exception as error:
-        raise InvalidRequestError(
-            f"the process that holds the engine cannot read what it was sent: {described(error)}. Functions and "
-            "classes have to be importable there"
-        ) from error
 
 
 def end_group() -> NoReturn:

@@ -7,34 +7,33 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError, brief, described
-from corelm.hosting.channel import Channel, Frame, Kind
+from corelm.hosting.channel import Frame, Kind
 from corelm.hosting.failures import Failure
 from corelm.hosting.packing import pack
 from corelm.hosting.server import Call
+from corelm.hosting.transport import Callbacks, Transport
 
 _log = logging.getLogger(__name__)
 
-Callbacks = Mapping[str, Callable[..., object]]
-
 
 class Connection:
-    """Calls into the host at the other end of a channel. Any number of threads may wait for replies.
+    """Calls into the host at the other end of a transport. Any number of threads may wait for replies.
 
     A thread of the connection writes, so that Ctrl-C in a caller never leaves half a request on the socket, and so that
     a host which does not read holds up no caller beyond its timeout.
 
     Args:
-        channel: this end of the socket.
+        channel: this end.
         lost: returns why the host has ended, for the error of those who wait. It is called once, on another thread.
     """
 
-    def __init__(self, channel: Channel, lost: Callable[[], str]) -> None:
+    def __init__(self, channel: Transport, lost: Callable[[], str]) -> None:
         self._shared = _Shared(channel, lost)
         self._process = os.getpid()
         # The threads hold what they share, not the connection, so that it can be collected.
@@ -122,7 +121,7 @@ class Connection:
 class _Shared:
     """What a connection and its two threads share."""
 
-    def __init__(self, channel: Channel, lost: Callable[[], str]) -> None:
+    def __init__(self, channel: Transport, lost: Callable[[], str]) -> None:
         self.channel = channel
         self.outgoing: SimpleQueue[tuple[Kind, int, Any] | None] = SimpleQueue()
         self.hello: SimpleQueue[Frame | None] = SimpleQueue()

@@ -14,12 +14,12 @@ import torch
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError, message
 from corelm.hosting.channel import Kind
-from corelm.hosting.connection import Connection
 from corelm.hosting.failures import HostedError, HostTraceback
 from corelm.hosting.packing import pack
 from corelm.hosting.process import CLOSE_TIMEOUT, HostProcess
 from corelm.hosting.server import Call, Opened
 from corelm.hosting.tokenizer import HostedTokenizer
+from corelm.hosting.transport import Host
 from corelm.spec.hookspecs import hookimpl
 from corelm.spec.records import (
     AbortRequest,
@@ -65,9 +65,9 @@ def open_in_process(
         InvalidRequestError: see `HostProcess`; or the model or an option cannot leave this process.
         CoreLMError: what `get_backend` would raise there.
     """
-    order = {"name": name, "model": _portable(model), "options": dict(options)}
+    order = {"name": name, "model": portable_model(model), "options": dict(options)}
     for option, value in options.items():
-        _check_option(option, value)
+        check_option(option, value)
     host = HostProcess(python, env)
     try:
         opened, label = host.connection.send(Kind.OPEN, order)
@@ -97,13 +97,12 @@ class HostedEngine:
         host: the process.
     """
 
-    def __init__(self, host: HostProcess, name: str, opened: Opened) -> None:
+    def __init__(self, host: Host, name: str, opened: Opened) -> None:
         self.host = host
         self._name = name
         self._hooks = opened.hooks
-        self._connection = host.connection
         self.capabilities = opened.capabilities
-        self.tokenizer = HostedTokenizer(partial(_ask_tokenizer, host.connection), opened.copied)
+        self.tokenizer = HostedTokenizer(partial(_ask_tokenizer, host), opened.copied)
         # Also when the program ends: nothing is left running.
         self._kill = weakref.finalize(self, host.kill)
 
@@ -129,7 +128,7 @@ class HostedEngine:
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        if self._connection.lost:
+        if self.host.lost:
             return False
         try:
             # Also asked of an engine without this hook: a process that was stopped does not reply.
@@ -141,7 +140,7 @@ class HostedEngine:
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         try:
-            if "close" in self._hooks and not self._connection.lost:
+            if "close" in self._hooks and not self.host.lost:
                 with suppress(TimeoutError):
                     self._call("close", request, CLOSE_TIMEOUT)
         finally:
@@ -164,7 +163,7 @@ class HostedEngine:
         if callbacks:
             request = replace(request, **dict.fromkeys(callbacks))
         try:
-            return self._connection.call(Call("hook", hook, (request,), None, tuple(callbacks)), limit, callbacks)
+            return self.host.call(Call("hook", hook, (request,), None, tuple(callbacks)), limit, callbacks)
         except HostedError as error:
             raise EngineError(f"backend {self._name!r}, hook {hook}: {error}") from error.__cause__
         except InvalidRequestError as error:
@@ -176,9 +175,9 @@ class HostedEngine:
             raise
 
 
-def _ask_tokenizer(connection: Connection, name: str, *args: Any, **kwargs: Any) -> Any:
+def _ask_tokenizer(host: Host, name: str, *args: Any, **kwargs: Any) -> Any:
     try:
-        return connection.call(Call("tokenizer", name, args, kwargs), _TOKENIZING)
+        return host.call(Call("tokenizer", name, args, kwargs), _TOKENIZING)
     except TimeoutError as error:
         raise BackendTimeoutError(f"the tokenizer of the process that holds the engine: {message(error)}") from error
 
@@ -192,7 +191,12 @@ def _on_device(result: ScoreResult, device: torch.device) -> ScoreResult:
     return replace(result, **moved)
 
 
-def _portable(model: Any) -> str | None:
+def portable_model(model: Any) -> str | None:
+    """Return what another process opens for `model`.
+
+    Raises:
+        InvalidRequestError: it is neither a path, a name nor None.
+    """
     if model is None:
         return None
     if isinstance(model, (str, os.PathLike)):
@@ -204,8 +208,12 @@ def _portable(model: Any) -> str | None:
     )
 
 
-def _check_option(name: str, value: Any) -> None:
-    """Refuse an option that cannot be sent to another process."""
+def check_option(name: str, value: Any) -> None:
+    """Refuse an option that cannot be sent to another process.
+
+    Raises:
+        InvalidRequestError: `field` is the option.
+    """
     if name == "tokenizer" and not isinstance(value, (str, os.PathLike)):
         raise invalid(name, f"a {type(value).__name__} cannot leave this process; save it, and give the path")
     _check_portable(name, value)

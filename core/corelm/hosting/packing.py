@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: A pickle, and the bytes of its large tensors.
+Packed = tuple[bytes, list[pickle.PickleBuffer]]
+
 #: Bytes from which a tensor stays out of the pickle.
 _LARGE = 4096
 #: A tensor's bytes begin at a multiple of this.
 ALIGNMENT = 64
 
 
-def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def pack(value: Any) -> Packed:
     """Return a pickle of the value, and the bytes of its large tensors.
 
     Tensors are sent from the CPU, contiguous and without gradients.

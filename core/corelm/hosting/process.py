@@ -20,6 +20,8 @@ from corelm._version import __version__
 from corelm.errors import BackendImportError, BackendIncompatibleError, CoreLMError, EngineError, brief, printable
 from corelm.hosting.channel import WIRE_VERSION, Channel
 from corelm.hosting.connection import Connection
+from corelm.hosting.server import Call
+from corelm.hosting.transport import Callbacks
 from corelm.spec.hookspecs import API_VERSION
 from corelm.validate import invalid, shown
 
@@ -62,7 +64,7 @@ class HostProcess:
     """
 
     def __init__(self, python: str | os.PathLike[str], env: Mapping[str, str | None] | None = None) -> None:
-        self.python = _interpreter(python)
+        self.python = find_interpreter(python)
         self._environment = environment = _environment(env)
         here, there = socket.socketpair()
         channel = Channel(here)
@@ -97,6 +99,15 @@ class HostProcess:
         except BaseException:
             self.kill()
             raise
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended, or this is a fork of the process that started it."""
+        return self.connection.lost
+
+    def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
+        """Have the process make a call and return its result. See `Connection.send`."""
+        return self.connection.call(call, timeout, callbacks)
 
     def close(self) -> None:
         """Have the process end, and kill what is left of it. It should have closed its engine."""
@@ -205,7 +216,15 @@ class HostProcess:
         return f"; the end of its log, {self.log}:\n{printable(chr(10).join(lines), keep=chr(10))}" if lines else ""
 
 
-def _interpreter(python: Any) -> str:
+def find_interpreter(python: Any) -> str:
+    """Return the absolute path of an interpreter.
+
+    Args:
+        python: the path of an executable, a name on the path, or the folder of an environment.
+
+    Raises:
+        InvalidRequestError: there is no such file, or it is not executable.
+    """
     if not isinstance(python, (str, os.PathLike)) or not os.fspath(python):
         raise invalid("python", f"expected the path of a Python interpreter, got {shown(python)}")
     path = os.path.expanduser(os.fspath(python))

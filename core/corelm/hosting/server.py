@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from corelm.backend.default_hooks import DefaultHooks
 from corelm.backend.hooks import OUT_OF_TURN
 from corelm.backend.registering import registered
+from corelm.backend.registry import open_plugin
 from corelm.errors import CapabilityError
 from corelm.hosting.failures import Failure
 from corelm.hosting.tokenizer import TokenizerServer
@@ -74,14 +75,15 @@ class EngineServer:
     Args:
         engine: what the plugin's ``open`` returned.
         name: the name that the engine was opened by.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
 
     Raises:
         BackendIncompatibleError: the engine does not fit the hook specification.
         CapabilityError: the engine makes its own containers, which cannot leave its process.
     """
 
-    def __init__(self, engine: Any, name: str) -> None:
-        capabilities, self._hooks = registered(engine, name, ())
+    def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
+        capabilities, self._hooks = registered(engine, name, wrappers)
         if len(self._hooks.to_containers.get_hookimpls()) > 1:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
@@ -104,9 +106,9 @@ class EngineServer:
         self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
         self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
         self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
-        #: The names of the requests of each call that has not ended, by the number of the call.
-        self._under_way: dict[int, Sequence[str]] = {}
-        self._forgotten: set[int] = set()
+        #: The names of the requests of each call that has not ended.
+        self._under_way: dict[Hashable, Sequence[str]] = {}
+        self._forgotten: set[Hashable] = set()
         self._forgets = threading.Event()
         self._closed = False
         if capabilities.abort:
@@ -120,11 +122,11 @@ class EngineServer:
             hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
         )
 
-    def start(self, number: int, call: Call, answer: Answer, tell: Tell) -> None:
+    def start(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
         """Begin to serve a call; return at once.
 
         Args:
-            number: its number, for `forget`.
+            number: tells it from the other calls, for `forget`.
             call: what to do.
             answer: called with the result, or with a `Failure`.
             tell: called with the arguments of a callback.
@@ -139,7 +141,7 @@ class EngineServer:
             self._under_way.pop(number, None)
             raise
 
-    def forget(self, number: int) -> None:
+    def forget(self, number: Hashable) -> None:
         """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
         self._forgotten.add(number)
         if number not in self._under_way:
@@ -154,7 +156,7 @@ class EngineServer:
             with self._turn, suppress(Exception):
                 self._hooks.close(request=CloseRequest())
 
-    def _serve(self, number: int, call: Call, answer: Answer, tell: Tell) -> None:
+    def _serve(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
         try:
             result = self._hook(number, call, tell) if call.part == "hook" else self._of_tokenizer(call)
         except BaseException as error:  # an engine can raise SystemExit, too
@@ -164,7 +166,7 @@ class EngineServer:
             self._forgotten.discard(number)
         answer(result)
 
-    def _hook(self, number: int, call: Call, tell: Tell) -> Any:
+    def _hook(self, number: Hashable, call: Call, tell: Tell) -> Any:
         (request,) = call.args
         if call.callbacks:
             request = replace(request, **{name: partial(_told, tell, name) for name in call.callbacks})
@@ -190,6 +192,21 @@ class EngineServer:
                 with suppress(Exception):
                     self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
                 time.sleep(_ABORT_AGAIN)
+
+
+def open_server(
+    name: str, model: Any, options: Mapping[str, Any], wrappers: Sequence[object] = ()
+) -> tuple[EngineServer, str]:
+    """Open an engine in this process, to be served to others.
+
+    Returns:
+        The engine's server, and the distribution and version of its plugin.
+
+    Raises:
+        CoreLMError: see `open_plugin` and `EngineServer`.
+    """
+    engine, info = open_plugin(name, model, options)
+    return EngineServer(engine, name, wrappers), info.label
 
 
 def _told(tell: Tell, name: str, *args: Any) -> None:

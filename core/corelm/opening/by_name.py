@@ -16,7 +16,7 @@ from torch import nn
 from corelm._version import __version__
 from corelm.backend.backend import Backend
 from corelm.backend.call_log import abilities, place
-from corelm.backend.registry import open_plugin
+from corelm.backend.registry import open_plugin, options_named_by
 from corelm.errors import CoreLMError
 from corelm.fleet.canary import Canary, watch
 from corelm.hosting.engine import open_in_process
@@ -55,7 +55,8 @@ def get_backend(
             variables to the environment of that process. See docs/scaling.md.
         replicas: how many such processes to open, each with the same engine. They answer as one engine, which
             re-runs the rows of a process that dies. `env` may then be a list with the variables of each. A list of URLs
-            as ``base_url=`` is a fleet of servers in the same way.
+            as ``base_url=`` is a fleet of servers in the same way. A plugin whose ``open`` lists `python` or `replicas`
+            gets these options, and opens its processes or replicas by itself, as the Ray backend does.
         canary: ask the engine a few fixed questions now and after every change of its weights, and raise a
             `StaleWeightsError` if it does not answer as they should. See `corelm.fleet.canary`.
         options: the engine's own options, passed to the plugin's ``open``.
@@ -78,8 +79,14 @@ def get_backend(
         options["tokenizer"] = tokenizer
     started = time.monotonic()
     opened: Any
+    given = {option: value for option, value in (("python", python), ("replicas", replicas)) if value is not None}
+    places = options_named_by(name) if given else frozenset()
+    # A plugin that starts processes or replicas by itself takes these options from us.
+    options.update({option: value for option, value in given.items() if option in places})
+    python, replicas = (None if "python" in places else python), (None if "replicas" in places else replicas)
     open_one = partial(_open_one, name, model, python)
-    if each := options_of_each(options, replicas, python is not None):
+    each = {} if "replicas" in places else options_of_each(options, replicas, python is not None)
+    if each:
         opened, label = open_fleet(open_one, each, name, watched, python is not None)
     else:
         opened, label = open_one(options)

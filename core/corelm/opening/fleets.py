@@ -92,7 +92,7 @@ def open_fleet(
         return engine
 
     end = (lambda engine: engine.host.kill()) if hosted else None
-    ended = (lambda engine: engine.host.connection.lost) if hosted else None
+    ended = (lambda engine: engine.host.lost) if hosted else None
     members = [Member(each_name, partial(open_it, options), end, ended) for each_name, options in each.items()]
     fleet = FleetEngine(members, name, canary=canary, limits=None if hosted else _SERVERS)
     return fleet, f"{len(members)} replicas of {labels[0]}"
