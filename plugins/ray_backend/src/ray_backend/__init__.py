@@ -1,0 +1,5 @@
+"""The `ray` backend of corelm."""
+
+from ray_backend.backend import RayBackend
+
+__all__ = ["RayBackend"]

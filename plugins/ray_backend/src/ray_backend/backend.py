@@ -1,0 +1,140 @@
+"""`RayBackend`: a fleet of engines in Ray actors, and `open`, which creates the actors or joins those of another driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from corelm.errors import InvalidRequestError
+from corelm.fleet import FleetEngine
+from corelm.hosting import check_option, portable_model
+from corelm.spec import CloseRequest, hookimpl
+
+if TYPE_CHECKING:
+    from ray_backend.actors import Actors
+
+#: Seconds that the process of an actor has to start: a runtime_env may have to be made first.
+PLACEMENT_TIMEOUT = 120.0
+
+
+class RayBackend(FleetEngine):
+    """Samples from and scores with engines of another backend, each in a Ray actor. They answer as one engine.
+
+    Args:
+        actors: the actors.
+        replicas: how many.
+    """
+
+    requires_api = ">=1,<2"
+
+    def __init__(self, actors: Actors, replicas: int) -> None:
+        from ray_backend.cluster import CLUSTER
+
+        self._actors, self._ended = actors, False
+        super().__init__([actors.member(index) for index in range(replicas)], "ray")
+        CLUSTER.backends.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        model: Any = None,
+        *,
+        inner: str = "transformers",
+        replicas: int = 1,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        python: Any = None,
+        actor_name: str | None = None,
+        namespace: str = "corelm",
+        address: str | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        placement_timeout: float = PLACEMENT_TIMEOUT,
+        **inner_options: Any,
+    ) -> RayBackend:
+        """Open `replicas` engines of the backend `inner`, each in an actor.
+
+        Args:
+            model: what `inner` opens: a path or a name; the same on every node. A model object cannot cross.
+            inner: the backend's name.
+            replicas: how many actors. Rows of one that dies are answered by another; it is started again.
+            num_cpus: CPU cores of each actor, and threads of each operation; may be a fraction.
+            num_gpus: GPUs of each actor; may be a fraction.
+            resources: custom resources of the cluster that each actor takes, by name.
+            python: the interpreter of the actors' processes, which has the same Ray and core, this plugin and that of
+                `inner`: the path of an executable, or the folder of an environment; the same on every node. None for
+                that of the cluster.
+            actor_name: shares the actors with other programs that open the same under this name. The first one creates
+                them, and they end when it closes its backend or ends. Weights can be changed while no other program
+                uses them.
+            namespace: Ray's namespace in which the name is known.
+            address: the cluster to join. None for the one that this program uses already, or that the environment
+                variable ``RAY_ADDRESS`` names, or else a new one on this machine, which ends with the last backend.
+            runtime_env: Ray's description of the actors' environment.
+            placement_timeout: seconds that the process of an actor has to start, before it opens its engine.
+            inner_options: the options of `inner`.
+
+        Raises:
+            InvalidRequestError: an option that `inner` does not know; resources that the cluster does not have; an
+                actor of this name holds something else. `field` names the option.
+            BackendImportError: `python` has no Ray or no core.
+            BackendIncompatibleError: `python` has another version of Ray or of core.
+            BackendNotFoundError: `python` has no plugin `inner`.
+            EngineError: Ray or an actor did not start, or the engine did not open.
+        """
+        _check(inner, replicas, actor_name, namespace, address)
+        portable = portable_model(model)
+        for name, value in inner_options.items():
+            check_option(name, value)
+        # A folder named `address` is the user's; Ray is imported after its variables are set.
+        from ray_backend.cluster import CLUSTER
+
+        CLUSTER.enter(address, namespace)
+        try:
+            from ray_backend.actors import Actors, Order
+            from ray_backend.placement import Placement, absolute, amount, require_interpreter
+
+            placement = Placement.make(num_cpus, num_gpus, resources, python, runtime_env)
+            patience = amount("placement_timeout", placement_timeout)
+            if placement.python is not None:
+                require_interpreter(placement.python, inner)
+            placement.require_room(replicas)
+            order = Order(inner, absolute(portable), inner_options)
+            return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas)
+        except BaseException:
+            CLUSTER.leave()
+            raise
+
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Close the engines that this driver has opened, and leave Ray. Later calls do nothing."""
+        from ray_backend.cluster import CLUSTER
+
+        if self._ended:
+            return
+        self._ended = True
+        self._actors.close()
+        try:
+            FleetEngine.close(self, CloseRequest())
+        finally:
+            CLUSTER.leave()
+
+
+def _check(inner: Any, replicas: Any, actor_name: Any, namespace: Any, address: Any) -> None:
+    if not isinstance(inner, str) or inner in ("", "ray"):
+        raise InvalidRequestError(
+            f"inner: expected the name of the backend that the actors open, got {inner!r}", field="inner"
+        )
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise InvalidRequestError(
+            f"replicas: expected a whole number of at least 1, got {replicas!r}", field="replicas"
+        )
+    texts = {"actor_name": actor_name, "namespace": namespace, "address": address}
+    for name, value in texts.items():
+        optional = name != "namespace"
+        if not (value is None and optional) and not (isinstance(value, str) and value):
+            raise InvalidRequestError(f"{name}: expected a text, got {value!r}", field=name)

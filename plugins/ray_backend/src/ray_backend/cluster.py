@@ -1,0 +1,120 @@
+"""The connection to Ray: local by default, and ended by whoever has begun it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from corelm.errors import EngineError, InvalidRequestError, described
+
+if TYPE_CHECKING:
+    from ray_backend.backend import RayBackend
+
+_log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Counts the backends that use Ray, and shuts Ray down after the last one if it has started it.
+
+    Attributes:
+        ours: whether Ray was started, or connected to, from here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users = 0
+        self._process = os.getpid()
+        self._registered = False
+        self.ours = False
+        self.backends: weakref.WeakSet[RayBackend] = weakref.WeakSet()
+
+    def enter(self, address: str | None, namespace: str) -> None:
+        """Use Ray; start or connect to it if the program has not done so. Each call needs one of `leave`.
+
+        Args:
+            address: the cluster's address; None for the one that the program uses already, or that ``RAY_ADDRESS``
+                names, or else a new one on this machine.
+            namespace: the namespace of the driver's actors.
+
+        Raises:
+            InvalidRequestError: the program uses another cluster already.
+            EngineError: Ray did not start, or does not answer at the address.
+        """
+        # Before the import: nothing of a local cluster is to be reached from other machines, and it reports nothing.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0" if not _wanted(address) else "1")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        with self._lock:
+            if not self._registered:
+                # After Ray has registered its own end, so that this comes first.
+                atexit.register(self._end_of_program)
+                self._registered = True
+            if ray.is_initialized():
+                used = ray.get_runtime_context().gcs_address
+                if address not in (None, "auto", "local", used):
+                    raise InvalidRequestError(
+                        f"address: this program uses the Ray cluster at {used} already; leave address out, or call "
+                        "ray.shutdown() first",
+                        field="address",
+                    )
+            else:
+                self._start(ray, _wanted(address), namespace)
+            self._users += 1
+
+    def leave(self) -> None:
+        """Note that a backend does not use Ray any more."""
+        import ray
+
+        with self._lock:
+            self._users -= 1
+            if self._users <= 0 and self.ours and os.getpid() == self._process:
+                self.ours = False
+                if ray.is_initialized():
+                    ray.shutdown()
+                    _log.info("ray: shut down what was started")
+
+    def _start(self, ray: Any, address: str | None, namespace: str) -> None:
+        options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
+        if address is None:
+            # A running cluster could belong to someone else, so it is not looked for.
+            options |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        else:
+            options |= {"address": address}
+        try:
+            context = ray.init(**options)
+        except BaseException as error:
+            with suppress(Exception):
+                ray.shutdown()
+            if not isinstance(error, Exception):
+                raise
+            what = "Ray did not start" if address is None else f"no Ray cluster could be joined at {address}"
+            raise EngineError(f"{what}: {described(error)}", usable=False) from error
+        self.ours, self._process = True, os.getpid()
+        if address is None:
+            folder = context.address_info.get("session_dir", "")
+            _log.info("ray: started Ray %s on this machine alone; its logs are in %s", ray.__version__, folder)
+        else:
+            _log.info("ray: joined the cluster at %s", context.address_info.get("gcs_address", address))
+
+    def _end_of_program(self) -> None:
+        if os.getpid() != self._process:
+            return
+        for backend in list(self.backends):
+            with suppress(Exception):
+                backend.end()
+
+
+def _wanted(address: str | None) -> str | None:
+    """Return the address of a cluster to join; None to start one."""
+    wanted = address or os.environ.get("RAY_ADDRESS") or None
+    return None if wanted == "local" else wanted
+
+
+#: The one connection of this program.
+CLUSTER = Cluster()

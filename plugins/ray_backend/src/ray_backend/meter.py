@@ -1,0 +1,89 @@
+"""`Meter`: counts what an engine in an actor does, and keeps its weights from changing under another driver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from corelm.errors import CapabilityError
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate, hookimpl
+
+#: Seconds over which throughput is averaged.
+_WINDOW = 60.0
+
+
+class Meter:
+    """Wraps the hooks of an engine.
+
+    Args:
+        drivers: returns how many drivers use the engine.
+
+    Attributes:
+        starts: how often the replica was started, this time included.
+        epoch: how often its weights were changed.
+    """
+
+    def __init__(self, drivers: Callable[[], int]) -> None:
+        self._drivers = drivers
+        self.starts = 1
+        self.epoch = 0
+        self._rows = 0
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    @hookimpl(wrapper=True)
+    def generate(self, request: GenerateRequest) -> Generator[None, GenerateResult, GenerateResult]:
+        self._add(len(request.prompts))
+        try:
+            result = yield
+        finally:
+            self._add(-len(request.prompts))
+        with self._lock:
+            self._tokens.append((time.monotonic(), int(result.ids.lengths.sum())))
+            self._drop_old()
+        return result
+
+    @hookimpl(wrapper=True)
+    def score_logprobs(self, request: ScoreRequest) -> Generator[None, ScoreResult, ScoreResult]:
+        self._add(len(request.sequences))
+        try:
+            return (yield)
+        finally:
+            self._add(-len(request.sequences))
+
+    @hookimpl(wrapper=True)
+    def update_weights(self, request: WeightUpdate) -> Generator[None, bool, bool]:
+        if self._drivers() > 1:
+            raise CapabilityError(
+                f"{self._drivers()} drivers use the actor, and the others would get answers of new weights under the "
+                "label of the old ones; close their backends first, or give them another actor_name",
+                capability="update_weights",
+            )
+        loaded = yield
+        self.epoch += 1
+        return loaded
+
+    def figures(self) -> dict[str, Any]:
+        """Return the rows in work, the tokens per second of the last minute, the epoch and the number of starts."""
+        with self._lock:
+            self._drop_old()
+            tokens = sum(count for _, count in self._tokens)
+            span = max(1.0, min(_WINDOW, time.monotonic() - self._since))
+            return {
+                "rows": self._rows,
+                "tokens_per_second": tokens / span,
+                "epoch": self.epoch,
+                "starts": self.starts,
+            }
+
+    def _add(self, rows: int) -> None:
+        with self._lock:
+            self._rows += rows
+
+    def _drop_old(self) -> None:
+        while self._tokens and self._tokens[0][0] < time.monotonic() - _WINDOW:
+            self._tokens.popleft()

@@ -1,0 +1,191 @@
+"""`Placement`: what each actor asks of the cluster, checked before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from corelm import __version__
+from corelm.errors import BackendImportError, BackendIncompatibleError, BackendNotFoundError, InvalidRequestError, brief
+from corelm.hosting import find_interpreter
+
+#: Prints what an interpreter has.
+_PROBE = """
+import json
+found = {}
+try:
+    import ray; found["ray"] = ray.__version__
+    import corelm; found["core"] = corelm.__version__
+    from corelm import list_backends; found["backends"] = [info.name for info in list_backends()]
+except ImportError as error:
+    found["missing"] = str(error)
+print("corelm-probe " + json.dumps(found))
+"""
+#: Seconds that an interpreter has for that. Ray is slow to import from a cold disk.
+_PROBE_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What each actor asks of the cluster.
+
+    Attributes:
+        num_cpus: CPU cores; may be a fraction.
+        num_gpus: GPUs; may be a fraction.
+        resources: custom resources of the cluster, by name.
+        python: the interpreter of the actor's process; None for that of the cluster.
+        runtime_env: Ray's description of the actor's environment.
+    """
+
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+    python: str | None
+    runtime_env: Mapping[str, Any]
+
+    @classmethod
+    def make(cls, num_cpus: Any, num_gpus: Any, resources: Any, python: Any, runtime_env: Any) -> Placement:
+        """Check the options of `RayBackend.open`.
+
+        Raises:
+            InvalidRequestError: an option is not what it should be; `field` names it.
+        """
+        for name, given in (("resources", resources), ("runtime_env", runtime_env)):
+            if given is not None and not isinstance(given, Mapping):
+                raise invalid(name, f"expected a mapping, got {given!r}")
+        wanted = {str(name): amount(f"resources[{name!r}]", value) for name, value in (resources or {}).items()}
+        if used := {"CPU", "GPU"} & wanted.keys():
+            raise invalid("resources", f"pass num_cpus= and num_gpus= for {' and '.join(sorted(used))}")
+        if python is not None and "py_executable" in (runtime_env or {}):
+            raise invalid("python", "runtime_env has a py_executable already; pass one of them")
+        return cls(
+            amount("num_cpus", num_cpus),
+            amount("num_gpus", num_gpus),
+            wanted,
+            None if python is None else find_interpreter(python),
+            dict(runtime_env or {}),
+        )
+
+    @property
+    def threads(self) -> int:
+        """How many threads an operation of the engine may use on the CPU."""
+        return max(1, int(self.num_cpus))
+
+    def actor_options(self) -> dict[str, Any]:
+        """Return the options of an actor, for Ray."""
+        environment = dict(self.runtime_env)
+        if self.python is not None:
+            environment["py_executable"] = self.python
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "resources": dict(self.resources),
+            # The fleet starts actors again, loads their weights and sends their rows elsewhere.
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            **({"runtime_env": environment} if environment else {}),
+        }
+
+    def require_room(self, replicas: int) -> None:
+        """Refuse what the cluster cannot hold, for which Ray would wait without a word.
+
+        Raises:
+            InvalidRequestError: `field` names the resource that is short.
+        """
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        wanted = {name: value for name, value in wanted.items() if value > 0}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fields = {"CPU": "num_cpus", "GPU": "num_gpus"}
+        for name, each in wanted.items():
+            # An actor lives on one node.
+            room = sum(int(node.get(name, 0.0) / each + 1e-9) for node in nodes)
+            if room < replicas:
+                there = sum(node.get(name, 0.0) for node in nodes)
+                raise invalid(
+                    fields.get(name, "resources"),
+                    f"{replicas} {'replica asks' if replicas == 1 else 'replicas ask'} for {each:g} {name} each, "
+                    f"and the cluster has {there:g} {name} on {len(nodes)} node{'s' * (len(nodes) != 1)}, which is "
+                    f"room for {room}; ask for less",
+                )
+        together = sum(
+            min(int(node.get(name, 0.0) / each + 1e-9) for name, each in wanted.items()) if wanted else replicas
+            for node in nodes
+        )
+        if together < replicas:
+            raise invalid(
+                "replicas",
+                f"no nodes have {_listed(wanted)} for each of {replicas} replicas; there is room for {together}",
+            )
+
+    def short_of(self) -> str:
+        """Return what an actor that does not start may be waiting for."""
+        free = ray.available_resources()
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return f"it asks for {_listed(wanted)}; free are {_listed({name: free.get(name, 0.0) for name in wanted})}"
+
+
+def require_interpreter(python: str, inner: str) -> None:
+    """Refuse an interpreter that could not run the actor: Ray would wait for it without a word.
+
+    Args:
+        python: the interpreter's path on this machine. Other nodes need the same at the same place.
+        inner: the backend that the actor opens.
+
+    Raises:
+        InvalidRequestError: it is not an interpreter that works.
+        BackendImportError: Ray or core is not installed there.
+        BackendIncompatibleError: Ray or core is of another version there.
+        BackendNotFoundError: a plugin is not installed there.
+    """
+    try:
+        found = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise invalid("python", f"{python} is not a Python interpreter that works: {error}") from error
+    _, marker, line = found.stdout.rpartition("corelm-probe ")
+    if found.returncode or not marker:
+        what = brief(found.stderr.strip() or f"exit status {found.returncode}")
+        raise invalid("python", f"{python} is not a Python interpreter that works: {what}")
+    there = json.loads(line)
+    install = f'{python} -m pip install "core=={__version__}" core-ray-backend "ray=={ray.__version__}"'
+    if "missing" in there:
+        raise BackendImportError(f"an actor in {python} needs Ray and core: {there['missing']}; {install}")
+    for name, here in (("ray", ray.__version__), ("core", __version__)):
+        if there[name] != here:
+            raise BackendIncompatibleError(f"{python} has {name} {there[name]}, and this is {name} {here}: {install}")
+    for backend in ("ray", inner):
+        if backend not in there["backends"]:
+            raise BackendNotFoundError(
+                f"backend {backend!r} is not installed for {python}: {python} -m pip install core-{backend}-backend. "
+                f"Installed there: {', '.join(there['backends']) or 'none'}"
+            )
+
+
+def invalid(field: str, message: str) -> InvalidRequestError:
+    """Return the error that names the field."""
+    return InvalidRequestError(f"{field}: {message}", field=field)
+
+
+def amount(field: str, given: Any) -> float:
+    """Return a number of units that is not negative."""
+    good = isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given) and given >= 0
+    if not good:
+        raise invalid(field, f"expected a number of at least 0, got {given!r}")
+    return given
+
+
+def absolute(model: str | None) -> str | None:
+    """Return the absolute path of a model in this machine's files: an actor has another current folder."""
+    return os.path.abspath(model) if model is not None and os.path.exists(model) else model
+
+
+def _listed(units: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:g} {name}" for name, value in units.items())
