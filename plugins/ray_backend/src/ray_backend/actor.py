@@ -97,7 +97,7 @@ class EngineActor:
         self._label = ""
         self._facts: dict[str, Any] = {}
         self._server: EngineServer | None = None
-        self._meter = Meter(self._drivers)
+        self._meter = Meter(self._claim)
         self._sessions: dict[str, tuple[Session, _Outbox]] = {}
         self._lock = threading.Lock()
 
@@ -140,7 +140,7 @@ class EngineActor:
                 if len(self._sessions) >= DRIVERS - 1:
                     error = EngineError(f"{len(self._sessions)} drivers use the actor, and it can serve no more")
                     return pack((self._facts, Failure.of(error), ""))[0]
-                if facts is not None and self._meter.epoch and self._sessions.keys() - {driver}:
+                if facts is not None and self._meter.changed and self._sessions.keys() - {driver}:
                     error = EngineError("its weights were changed after it was opened; no other driver may join it")
                     return pack((self._facts, Failure.of(error), ""))[0]
                 outbox = _Outbox()
@@ -175,8 +175,10 @@ class EngineActor:
     def _described(self) -> bytes:
         return pack((self._facts, self._result, self._label))[0]
 
-    def _drivers(self) -> int:
-        return len(self._sessions)
+    def _claim(self) -> int:
+        with self._lock:
+            self._meter.changed |= len(self._sessions) <= 1
+            return len(self._sessions)
 
     def _forget(self, driver: str) -> None:
         with self._lock:

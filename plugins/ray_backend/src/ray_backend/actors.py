@@ -1,4 +1,4 @@
-"""`Actors`: creates the actors of a backend, or finds those that another driver has created, and opens engines in them."""
+"""`Actors`: creates the actors of a backend, or finds those of another driver, and opens engines in them."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ class Actors:
             raise _other_facts(self._title(index), has, self._facts)
         self._label = label
         host.connect()
-        # The engine is closed by the driver that has created it.
-        return HostedEngine(
-            host, self._order.inner, result if owned else replace(result, hooks=result.hooks - {"close"})
-        )
+        if not owned:
+            # The engine is closed by the driver that has created it.
+            result = replace(result, hooks=result.hooks - {"close"})
+        return HostedEngine(host, self._order.inner, result)
 
     def _actor(self, index: int) -> tuple[Any, bool]:
         """Return the actor of a replica, and whether this driver has created it."""

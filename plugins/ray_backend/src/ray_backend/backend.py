@@ -1,4 +1,4 @@
-"""`RayBackend`: a fleet of engines in Ray actors, and `open`, which creates the actors or joins those of another driver."""
+"""`RayBackend`: a fleet of engines in Ray actors, and `open`, which creates the actors or joins existing ones."""
 
 from __future__ import annotations
 

@@ -8,14 +8,18 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from corelm.errors import EngineError, InvalidRequestError, described
 
-if TYPE_CHECKING:
-    from ray_backend.backend import RayBackend
-
 _log = logging.getLogger(__name__)
+
+
+class Ends(Protocol):
+    """What uses Ray."""
+
+    def end(self) -> None:
+        """Stop using it."""
 
 
 class Cluster:
@@ -23,6 +27,7 @@ class Cluster:
 
     Attributes:
         ours: whether Ray was started, or connected to, from here.
+        backends: what is ended when the program ends.
     """
 
     def __init__(self) -> None:
@@ -31,7 +36,7 @@ class Cluster:
         self._process = os.getpid()
         self._registered = False
         self.ours = False
-        self.backends: weakref.WeakSet[RayBackend] = weakref.WeakSet()
+        self.backends: weakref.WeakSet[Ends] = weakref.WeakSet()
 
     def enter(self, address: str | None, namespace: str) -> None:
         """Use Ray; start or connect to it if the program has not done so. Each call needs one of `leave`.

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate, hookimpl
 
 #: Seconds over which throughput is averaged.
@@ -19,15 +19,17 @@ class Meter:
     """Wraps the hooks of an engine.
 
     Args:
-        drivers: returns how many drivers use the engine.
+        claim: sets `changed` unless several drivers use the engine; returns how many do.
 
     Attributes:
         starts: how often the replica was started, this time included.
         epoch: how often its weights were changed.
+        changed: whether its weights are other ones than it was opened with, or are being changed.
     """
 
-    def __init__(self, drivers: Callable[[], int]) -> None:
-        self._drivers = drivers
+    def __init__(self, claim: Callable[[], int]) -> None:
+        self._claim = claim
+        self.changed = False
         self.starts = 1
         self.epoch = 0
         self._rows = 0
@@ -57,13 +59,19 @@ class Meter:
 
     @hookimpl(wrapper=True)
     def update_weights(self, request: WeightUpdate) -> Generator[None, bool, bool]:
-        if self._drivers() > 1:
+        before, drivers = self.changed, self._claim()
+        if drivers > 1:
             raise CapabilityError(
-                f"{self._drivers()} drivers use the actor, and the others would get answers of new weights under the "
+                f"{drivers} drivers use the actor, and the others would get answers of new weights under the "
                 "label of the old ones; close their backends first, or give them another actor_name",
                 capability="update_weights",
             )
-        loaded = yield
+        try:
+            loaded = yield
+        except (InvalidRequestError, CapabilityError):
+            # The engine has kept its weights.
+            self.changed = before
+            raise
         self.epoch += 1
         return loaded
 

@@ -1,0 +1,137 @@
+"""Actors that are killed and stopped change no answer, and however a program ends, nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import corelm
+from corelm.errors import EngineError
+from corelm.fleet import FleetLimits
+from engines.ray.conftest import Open, await_healthy, pids
+from helpers.processes import all_end, heed_interrupts, runs
+
+PROMPTS = [[72, n] for n in range(40, 60)]
+SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+
+
+def test_actors_that_are_killed_under_load_change_no_answer(open_toys: Open) -> None:
+    with corelm.get_backend("toy") as one:
+        expected = one.generate(PROMPTS, SAMPLING).ids.tolist()
+        backend = open_toys(replicas=2)
+        answered, wrong, stop = [0], list[Any](), threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                try:
+                    found = backend.generate(PROMPTS, SAMPLING, timeout=120).ids.tolist()
+                except Exception as error:
+                    wrong.append(error)
+                    return
+                if found != expected:
+                    wrong.append(found)
+                answered[0] += 1
+
+        callers = [threading.Thread(target=ask) for _ in range(6)]
+        for caller in callers:
+            caller.start()
+        killed = []
+        for at in (0, 1):
+            time.sleep(0.5)
+            killed.append(pids(backend)[at])
+            os.kill(killed[-1], signal.SIGKILL)
+            await_healthy_again(backend)
+        stop.set()
+        for caller in callers:
+            caller.join(120)
+        assert not wrong, wrong[:2]
+        assert answered[0] > 10 and not {*pids(backend)} & {*killed}
+
+        # An actor that is started after an update loads the weights before it serves.
+        table = one.engine.plugin.model.table.detach().roll(1, 1)
+        one.update_weights({"table": table})
+        backend.update_weights({"table": table})
+        renewed = one.generate(PROMPTS, SAMPLING).ids.tolist()
+        assert renewed != expected
+        for pid in pids(backend)[:1]:
+            os.kill(pid, signal.SIGKILL)
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
+        await_healthy_again(backend)
+        assert [backend.generate(PROMPTS, SAMPLING).ids.tolist() for _ in range(4)] == [renewed] * 4
+
+
+def await_healthy_again(backend: Any) -> None:
+    """Wait until a loss has been noticed and mended."""
+    time.sleep(1.5)
+    await_healthy(backend)
+
+
+def test_if_all_actors_are_lost_a_call_fails_in_bounded_time(open_toys: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_toys(replicas=2)
+    runner = backend.engine.plugin._runner
+    monkeypatch.setattr(runner.state, "limits", FleetLimits(restarts=0))
+    for pid in pids(backend):
+        os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineError):
+        backend.generate(PROMPTS, SAMPLING)
+    assert time.monotonic() - started < 20
+
+
+def test_closing_ends_actors_that_were_stopped(open_toys: Open) -> None:
+    backend = open_toys(replicas=2)
+    found = pids(backend)
+    os.kill(found[0], signal.SIGSTOP)
+    assert not backend.engine.plugin._runner.lives.replicas()[0].backend.engine.plugin.host.lost
+    started = time.monotonic()
+    backend.close()
+    assert time.monotonic() - started < 45
+    assert all_end(found)
+
+
+#: Opens a fleet in a cluster of its own, says which processes there are, and begins a call that takes minutes.
+PROGRAM = """
+import ray
+import corelm
+
+backend = corelm.get_backend("ray", inner="toy", replicas=2, num_cpus=0.1)
+running = backend.engine.plugin._runner.lives.running.values()
+print(*(replica.backend.engine.plugin.host.pid for replica in running), flush=True)
+assert len(backend.generate([[72]] * 2, {"max_new_tokens": 2}).ids) == 2
+print("calls", flush=True)
+CALL
+"""
+LONG = 'backend.generate([[72]] * 20_000, {"max_new_tokens": 400, "min_new_tokens": 400})'
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, None])
+def test_a_program_that_ends_leaves_nothing(how: signal.Signals | None) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("CALL", LONG if how else "")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
+    assert program.stdout is not None
+    actors = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(actors) == 2 and program.stdout.readline() == "calls\n", program.communicate()[1]
+    raylets = {parent_of(pid) for pid in actors}
+    if how:
+        time.sleep(0.5)
+        program.send_signal(how)
+    _, err = program.communicate(timeout=90)
+    assert program.returncode == (-how if how else 0), err
+    assert all_end({*actors, *raylets}), [pid for pid in {*actors, *raylets} if runs(pid)]
+
+
+def parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
