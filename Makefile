@@ -1,6 +1,6 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
-# make test-vllm and make test-sglang do the same with a real engine, and make test-tensordict with the newest tensordict,
-# each in its own environment; make test-hosts uses all of them.
+# make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, and make test-tensordict with the
+# newest tensordict, each in its own environment; make test-hosts uses those of the engines.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,8 +20,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-hosts bench bench-quick install
-.PHONY: test-faults drawings wheels pins format clean
+.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-hosts bench bench-quick
+.PHONY: install test-faults drawings wheels pins format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -54,6 +54,9 @@ test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the 
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU; takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
+
+test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; takes minutes
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/engines/ray
 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
@@ -109,6 +112,18 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 		--editable ".[transformers,http,cli]" $(EDITABLE)
 	touch $@
 
+# The pins of cpu.txt, and those of ray.txt. No other engine is here.
+.venv-ray/.installed: constraints/cpu.txt constraints/ray.txt $(METADATA)
+	@$(CHECK_PYTHON)
+	rm -rf .venv-ray
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install torch==2.13.0
+	.venv-ray/bin/python -m pip install --constraint constraints/cpu.txt --requirement constraints/ray.txt \
+		hatchling pytest hypothesis
+	.venv-ray/bin/python -m pip install --no-build-isolation --constraint constraints/cpu.txt --editable ".[cli,http]" \
+		--editable plugins/transformers_backend --editable plugins/ray_backend --editable tests/packages/toy_backend
+	touch $@
+
 # The engines require GPU libraries that a CPU cannot use, so pip ignores their requirements (--no-deps), and the constraints
 # list everything. prepare.py adds what the engine's own wheels lack on a CPU.
 .venv-%/.installed: constraints/%-cpu.txt $(METADATA) $(wildcard tests/engines/*/cpu/prepare.py)
@@ -122,6 +137,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang wheels dist build demo-output grpo-output
+	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray wheels dist build demo-output grpo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ import pytest
 
 import corelm
 
-ENGINES = {"transformers", "vllm", "sglang", "peft", "transformers_backend", "toy_backend"}
+ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
 HEAVY = {"torch", "tensordict", "numpy"}
 
 
@@ -62,7 +62,13 @@ def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(corelm, "no_such_name")
 
 
-@pytest.mark.parametrize("name", ["corelm.spec", "corelm.support", "corelm.containers", "corelm.kl", "corelm.batching"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("corelm.spec", "corelm.support", "corelm.containers", "corelm.kl", "corelm.batching"),
+        *("corelm.hosting", "corelm.fleet"),
+    ],
+)
 def test_every_name_of_a_public_package_exists(name: str):
     package = importlib.import_module(name)
     assert package.__all__ and not [each for each in package.__all__ if not hasattr(package, each)]

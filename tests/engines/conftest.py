@@ -1,6 +1,6 @@
 """Tests with a real engine, each in the environment that has it (make test-vllm, make test-sglang, make test-ray).
-Elsewhere they are not collected, and pytest fails if that leaves it nothing to do. `make test-hosts` collects those in `hosted/`, which
-need the environments of all engines.
+Elsewhere they are not collected, and pytest fails if that leaves it nothing to do. `make test-hosts` collects those in
+`hosted/`, which need the environments of all engines.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_a_program_that_is_not_python(open_toys: Open, tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho I am a shell >&2\nexit 3\n")
     program.chmod(0o755)
-    with pytest.raises(InvalidRequestError, match="not a Python interpreter that works: .*I am a shell"):
+    with pytest.raises(InvalidRequestError, match=r"not a Python interpreter that works: .*I am a shell"):
         open_toys(python=program)
 
 

@@ -28,7 +28,7 @@ def test_the_kl_is_that_of_a_reference_in_this_process(model: Path) -> None:
             reference.update_weights(tiny_model(seed=1).state_dict())
         policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 8}, pad_output=True)
         rollout = policy(TensorDict(text=["the cat", "a dog sat on"]), seed=0)
-        found = [RetrieveKL(LLMPolicy(each))(rollout.clone()) for each in (here, there)]
+        found = [RetrieveKL(LLMPolicy(each), add_to_reward=False)(rollout.clone()) for each in (here, there)]
     kl = [each["kl_penalty"] for each in found]
     assert torch.equal(kl[0], kl[1]) and kl[0].abs().sum() > 0
     ours, theirs = (each["ref_log_probs"].provenance for each in found)
