@@ -131,17 +131,19 @@ class Toys:
     ) -> None:
         self.made: list[MortalToy] = []
         self.before = before
-
-        def opener(name: str) -> Callable[[], MortalToy]:
-            def open_it() -> MortalToy:
-                table = (tables or {}).get(name, TABLE)
-                self.made.append(MortalToy.make(name, table, lambda *given: self.before(*given), **can))
-                return self.made[-1]
-
-            return open_it
-
-        self.fleet = FleetEngine([Member(name, opener(name)) for name in names], limits=limits)
+        self._tables, self._can = tables or {}, can
+        self.fleet = FleetEngine([self.member(name) for name in names], limits=limits)
         self.backend = Backend.from_plugin(self.fleet, "toys")
+
+    def member(self, name: str) -> Member:
+        """Return a member of the fleet, or one that may join it."""
+
+        def open_it() -> MortalToy:
+            table = self._tables.get(name, TABLE)
+            self.made.append(MortalToy.make(name, table, lambda *given: self.before(*given), **self._can))
+            return self.made[-1]
+
+        return Member(name, open_it)
 
     def states(self) -> dict[str, str]:
         return {each.name: each.state for each in self.fleet.status()}

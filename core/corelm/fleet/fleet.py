@@ -123,6 +123,26 @@ class FleetEngine:
         """Return how each replica is doing."""
         return self._runner.status()
 
+    def join(self, member: Member) -> None:
+        """Open one more engine; return at once. It serves when it has the weights in force and its canary agrees.
+
+        Args:
+            member: how it is opened. Its name may be that of an engine that has left.
+
+        Raises:
+            BackendClosedError: the fleet is closed.
+            InvalidRequestError: an engine of this name has not left.
+        """
+        self._runner.join(member)
+
+    def drain(self, name: str) -> None:
+        """Let an engine finish its rows and then close it; return at once.
+
+        Raises:
+            InvalidRequestError: no engine has this name.
+        """
+        self._runner.do(self._runner.state.drain, name)
+
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         failure: CoreLMError | None = None

@@ -93,6 +93,10 @@ class Lives:
                 return
             time.sleep(_LOOK)
 
+    def admit(self, member: Member) -> None:
+        """Know how a replica is opened that will join."""
+        self._members[member.name] = member
+
     def begin_update(self, epoch: int, update: WeightUpdate) -> None:
         """Keep the weights of an epoch that is being loaded."""
         self._weights.begin(epoch, self._state.epoch, update)

@@ -155,6 +155,24 @@ class FleetRunner(Flights):
             thread.start()
         return closing
 
+    def join(self, member: Member) -> None:
+        """Begin to open one more engine.
+
+        Raises:
+            BackendClosedError: the fleet is closed.
+            InvalidRequestError: a replica of this name has not left.
+        """
+        with self._lock:
+            if self.closed:
+                raise BackendClosedError("the fleet is closed")
+            one_call = any(not each.capabilities.concurrent_calls for each in self.lives.replicas())
+            now = time.monotonic()
+            decisions = self.state.join(member.name, now, 1 if one_call else None)
+            self.lives.admit(member)
+            self._speeds[member.name] = Throughput(now)
+            self._obey(decisions)
+            self._go_on()
+
     def label(self) -> str:
         """Return the label of the weights in force, as an engine that has them knows it."""
         labels = [

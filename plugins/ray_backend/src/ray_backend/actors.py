@@ -54,6 +54,9 @@ class Actors:
         name: the first part of their names; None if they are not shared.
         namespace: where their names are known.
         placement_timeout: seconds that a process has to start.
+
+    Attributes:
+        placement: what each asks of the cluster.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Actors:
         namespace: str,
         placement_timeout: float,
     ) -> None:
-        self._order, self._placement, self._timeout = order, placement, placement_timeout
+        self._order, self.placement, self._timeout = order, placement, placement_timeout
         self._name, self._namespace = name, namespace
         self._facts = facts(order, placement, replicas)
         self._label = ""
@@ -118,7 +121,7 @@ class Actors:
                 "name": self._order.inner,
                 "model": self._order.model,
                 "options": dict(self._order.options),
-                "threads": self._placement.threads,
+                "threads": self.placement.threads,
                 "facts": self._facts,
                 "starts": self._starts[index],
             }
@@ -148,7 +151,7 @@ class Actors:
         """Return the actor of a replica, and whether this driver has created it."""
         name, end = self._title(index), time.monotonic() + _REPLACED
         remote = ray.remote(concurrency_groups=GROUPS)(EngineActor)
-        options = self._placement.actor_options()
+        options = self.placement.actor_options()
         if self._name is None:
             return remote.options(**options).remote(), True
         lost = self._created.get(index, None)
@@ -182,7 +185,7 @@ class Actors:
             if end is not None and time.monotonic() > end:
                 raise EngineError(
                     f"the process of {self._title(index)} did not start within {timeout:g} s; "
-                    f"{self._placement.short_of()}",
+                    f"{self.placement.short_of()}",
                     usable=False,
                 )
         return ray.get(reply)

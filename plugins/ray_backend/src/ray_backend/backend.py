@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.fleet import FleetEngine
 from corelm.hosting import check_option, portable_model
 from corelm.spec import CloseRequest, hookimpl
@@ -31,6 +33,7 @@ class RayBackend(FleetEngine):
         from ray_backend.cluster import CLUSTER
 
         self._actors, self._ended = actors, False
+        self._scaling = threading.Lock()
         super().__init__([actors.member(index) for index in range(replicas)], "ray")
         CLUSTER.backends.add(self)
 
@@ -105,6 +108,32 @@ class RayBackend(FleetEngine):
             CLUSTER.leave()
             raise
 
+    def scale(self, replicas: int) -> None:
+        """Have this many actors; return at once. `status` shows which have joined or left.
+
+        An actor that leaves finishes its rows first. One that joins loads the weights in force before it serves.
+
+        Args:
+            replicas: how many actors.
+
+        Raises:
+            InvalidRequestError: the cluster has no room for them.
+            CapabilityError: the actors belong to another program.
+        """
+        _check_replicas(replicas)
+        if self._actors.shares:
+            raise CapabilityError("the actors belong to another program, which can scale them", capability="scale")
+        with self._scaling:
+            stays = [each.name for each in self.status() if each.state not in ("gone", "draining")]
+            self._actors.placement.require_room(replicas)
+            for name in stays[replicas:]:
+                self.drain(name)
+            taken = {each.name for each in self.status() if each.state != "gone"}
+            members = (self._actors.member(index) for index in itertools.count())
+            fresh = (member for member in members if member.name not in taken)
+            for member in itertools.islice(fresh, max(0, replicas - len(stays))):
+                self.join(member)
+
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self.end()
@@ -129,12 +158,16 @@ def _check(inner: Any, replicas: Any, actor_name: Any, namespace: Any, address: 
         raise InvalidRequestError(
             f"inner: expected the name of the backend that the actors open, got {inner!r}", field="inner"
         )
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise InvalidRequestError(
-            f"replicas: expected a whole number of at least 1, got {replicas!r}", field="replicas"
-        )
+    _check_replicas(replicas)
     texts = {"actor_name": actor_name, "namespace": namespace, "address": address}
     for name, value in texts.items():
         optional = name != "namespace"
         if not (value is None and optional) and not (isinstance(value, str) and value):
             raise InvalidRequestError(f"{name}: expected a text, got {value!r}", field=name)
+
+
+def _check_replicas(replicas: Any) -> None:
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise InvalidRequestError(
+            f"replicas: expected a whole number of at least 1, got {replicas!r}", field="replicas"
+        )
