@@ -23,7 +23,7 @@ def completed(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("corelm ", {"backends", "generate", "score", "chat"}),
+        ("corelm ", {"backends", "fleet", "generate", "score", "chat"}),
         ("corelm gen", {"generate"}),
         ("corelm generate --max", {"--max-new-tokens"}),
         (

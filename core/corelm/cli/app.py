@@ -1,4 +1,4 @@
-"""The commands. What they do is in `listing`, `job` and `chat`; the flags that several of them have are in `flags`.
+"""The commands. What they do is in `listing`, `fleets`, `job` and `chat`; the flags that several have are in `flags`.
 
 This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, cast
@@ -18,18 +17,16 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, interrupt_ends_process, listing
+from corelm.cli import flags, fleets, interrupt_ends_process, listing
+from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from corelm.cli.job import EngineChoice, Job
-
-#: Exit codes: some lines failed; the command was refused, or a file failed; the engine failed; Ctrl-C, as in a shell.
-SOME_FAILED, REFUSED, ENGINE_FAILED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
     help="Sample from any language-model engine, chosen by name, or score with it.",
@@ -38,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(fleets.app, name="fleet")
 
 
 class LogProbsOption(str, Enum):
@@ -68,7 +66,7 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the installed backends without importing them."""
-    with _typed_exits():
+    with typed_exits():
         listing.show(as_json)
         sys.stdout.flush()
 
@@ -124,7 +122,7 @@ def generate(
         from corelm.cli.prompts import Prompt, read_prompt
         from corelm.cli.settings import recorded_policy, recorded_sampling
 
-    with _typed_exits():
+    with typed_exits():
         params = SamplingParams.make(sampling)
         options = flags.policy_options(
             chat_template,
@@ -215,7 +213,7 @@ def score(
         from corelm.cli.scoring import Scorer
         from corelm.cli.settings import recorded_policy
 
-    with _typed_exits():
+    with typed_exits():
         options = flags.policy_options(
             chat_template, template_kwargs, tokenizer_kwargs, completion_boundary=completion_boundary.value
         )
@@ -281,7 +279,7 @@ def chat(
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy
 
-    with _typed_exits(), standard_output() as stdout:
+    with typed_exits(), standard_output() as stdout:
         try:
             params = SamplingParams.make(sampling)
             options = flags.policy_options(chat_template, template_kwargs, truncation=truncation.value)
@@ -335,7 +333,7 @@ def _run(job: Job[Any], as_json: bool) -> None:
         errors=None if job.target is None else errors_path(job.target),
         settings=job.settings,
     )
-    with _typed_exits(), ExitStack() as stack:
+    with typed_exits(), ExitStack() as stack:
         # What engines print must not get among the answers, or into the JSON.
         stdout = stack.enter_context(standard_output()) if job.target is None or as_json else None
         code = _run_to_the_end(job, summary, stdout)
@@ -369,7 +367,7 @@ def _run_to_the_end(job: Job[Any], summary: Summary, stdout: Stream | None) -> i
         tell("interrupted")
         return INTERRUPTED
     except (CoreLMError, OSError) as error:
-        code = _code(error)
+        code = exit_code(error)
         if summary.status == "running" or code == ENGINE_FAILED:
             summary.status = "failed"
         summary.error = as_flags(str(error))
@@ -377,18 +375,3 @@ def _run_to_the_end(job: Job[Any], summary: Summary, stdout: Stream | None) -> i
         return code
     summary.status = "finished"
     return SOME_FAILED if summary.failed else 0
-
-
-@contextmanager
-def _typed_exits() -> Iterator[None]:
-    """Print an error as one message, and exit with its code."""
-    try:
-        yield
-    except (CoreLMError, OSError) as error:
-        tell(f"error: {as_flags(str(error))}")
-        raise typer.Exit(_code(error)) from error
-
-
-def _code(error: Exception) -> int:
-    # A timeout of an engine is an OSError, too.
-    return ENGINE_FAILED if isinstance(error, (EngineError, BackendTimeoutError)) else REFUSED

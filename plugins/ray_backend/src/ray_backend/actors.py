@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import ray
 
 from corelm import __version__
-from corelm.errors import BackendIncompatibleError, CoreLMError, EngineError, InvalidRequestError, described
-from corelm.fleet import Member
+from corelm.errors import BackendIncompatibleError, CoreLMError, EngineError, InvalidRequestError, brief, described
+from corelm.fleet import Member, ReplicaStatus
 from corelm.hosting import Failure, HostedEngine, Opened, pack, unpack
 from ray_backend.actor import GROUPS, EngineActor
 from ray_backend.host import RayHost
@@ -192,6 +193,29 @@ class Actors:
 
     def _title(self, index: int) -> str:
         return f"replica {index}" if self._name is None else f"{self._name}/{index}"
+
+
+def named_replicas(namespace: str) -> list[ReplicaStatus]:
+    """Return how the actors with names in a namespace are doing."""
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == namespace]
+    replies: dict[str, Any] = {}
+    for name in sorted(names):
+        with suppress(ValueError, AttributeError):
+            # Other actors may have names in the namespace.
+            replies[name] = ray.get_actor(name, namespace=namespace).status.remote()
+    if replies:
+        ray.wait(list(replies.values()), num_returns=len(replies), timeout=_ASK)
+    return [_replica_status(name, reply) for name, reply in replies.items()]
+
+
+def _replica_status(name: str, reply: Any) -> ReplicaStatus:
+    found: dict[str, Any] = {"state": "suspect", "epoch": None, "rows": 0, "tokens_per_second": 0.0, "starts": 0}
+    why = ""
+    try:
+        found = {each: value for each, value in ray.get(reply, timeout=0).items() if each != "drivers"}
+    except Exception as error:
+        why = f"it does not reply: {brief(described(error))}"
+    return ReplicaStatus(name=name, why=why, **found)
 
 
 def facts(order: Order, placement: Placement, replicas: int) -> dict[str, str]:

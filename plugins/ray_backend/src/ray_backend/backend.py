@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.fleet import FleetEngine
+from corelm.fleet import FleetEngine, ReplicaStatus
 from corelm.hosting import check_option, portable_model
 from corelm.spec import CloseRequest, hookimpl
 
@@ -107,6 +107,28 @@ class RayBackend(FleetEngine):
         except BaseException:
             CLUSTER.leave()
             raise
+
+    @classmethod
+    def replica_status(cls, *, address: str | None = None, namespace: str = "corelm") -> list[ReplicaStatus]:
+        """Return how the actors with names are doing, for ``corelm fleet status``.
+
+        Args:
+            address: the cluster. None for the one that this program uses, or that ``RAY_ADDRESS`` names.
+            namespace: Ray's namespace in which the names are known.
+
+        Raises:
+            InvalidRequestError: nothing says which cluster.
+            EngineError: it does not answer.
+        """
+        from ray_backend.cluster import CLUSTER
+
+        CLUSTER.enter(address, namespace, start=False)
+        try:
+            from ray_backend.actors import named_replicas
+
+            return named_replicas(namespace)
+        finally:
+            CLUSTER.leave()
 
     def scale(self, replicas: int) -> None:
         """Have this many actors; return at once. `status` shows which have joined or left.

@@ -38,16 +38,17 @@ class Cluster:
         self.ours = False
         self.backends: weakref.WeakSet[Ends] = weakref.WeakSet()
 
-    def enter(self, address: str | None, namespace: str) -> None:
+    def enter(self, address: str | None, namespace: str, start: bool = True) -> None:
         """Use Ray; start or connect to it if the program has not done so. Each call needs one of `leave`.
 
         Args:
             address: the cluster's address; None for the one that the program uses already, or that ``RAY_ADDRESS``
                 names, or else a new one on this machine.
             namespace: the namespace of the driver's actors.
+            start: whether a new cluster may be started.
 
         Raises:
-            InvalidRequestError: the program uses another cluster already.
+            InvalidRequestError: the program uses another cluster already, or a new one would have to be started.
             EngineError: Ray did not start, or does not answer at the address.
         """
         # Before the import: nothing of a local cluster is to be reached from other machines, and it reports nothing.
@@ -68,6 +69,12 @@ class Cluster:
                         "ray.shutdown() first",
                         field="address",
                     )
+            elif not start and _wanted(address) is None:
+                raise InvalidRequestError(
+                    "address: name the cluster, for example 127.0.0.1:6379. The logger ray_backend of the program that "
+                    "has started it says where it is",
+                    field="address",
+                )
             else:
                 self._start(ray, _wanted(address), namespace)
             self._users += 1
@@ -103,7 +110,12 @@ class Cluster:
         self.ours, self._process = True, os.getpid()
         if address is None:
             folder = context.address_info.get("session_dir", "")
-            _log.info("ray: started Ray %s on this machine alone; its logs are in %s", ray.__version__, folder)
+            _log.info(
+                "ray: started Ray %s on this machine alone, at %s; its logs are in %s",
+                ray.__version__,
+                ray.get_runtime_context().gcs_address,
+                folder,
+            )
         else:
             _log.info("ray: joined the cluster at %s", context.address_info.get("gcs_address", address))
 

@@ -1,0 +1,30 @@
+"""`corelm fleet status` shows the actors that have names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+
+from engines.ray.conftest import Open
+
+
+def test_the_command_shows_actors_with_names(open_toys: Open) -> None:
+    backend = open_toys(replicas=2, actor_name="seen", namespace="watched")
+    backend.generate([[72]] * 8, {"max_new_tokens": 8, "seed": 1})
+    command = [str(Path(sys.executable).parent / "corelm"), "fleet", "status", "--backend", "ray", "--json"]
+    command += ["--address", ray.get_runtime_context().gcs_address, "--namespace", "watched"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    rows = json.loads(found.stdout)
+    assert [(row["name"], row["state"], row["epoch"], row["starts"]) for row in rows] == [
+        ("seen/0", "healthy", 0, 1),
+        ("seen/1", "healthy", 0, 1),
+    ]
+    assert sum(row["tokens_per_second"] for row in rows) > 0
+
+    nowhere = subprocess.run(command[:5], capture_output=True, text=True, timeout=60)
+    assert nowhere.returncode == 2 and "name the cluster" in nowhere.stderr
