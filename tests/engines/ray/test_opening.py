@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from engines.ray.conftest import Open, await_healthy, pids
-from helpers.processes import runs, wait_until
+from helpers.processes import children, runs, wait_until
 from ray_backend.cluster import CLUSTER
 
 SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
@@ -145,6 +146,24 @@ def test_two_programs_share_an_actor(open_toys: Open) -> None:
 def test_ray_that_was_running_is_left_running(open_toys: Open) -> None:
     open_toys().close()
     assert ray.is_initialized() and CLUSTER.ours
+
+
+def test_only_this_machine_can_reach_a_ray_that_was_started(open_toys: Open) -> None:
+    open_toys()
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+    own = {os.getpid()}
+    while found := {child for pid in own for child in children(pid)} - own:
+        own |= found
+    sockets = set()
+    for pid in own:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    # 0A: it listens.
+    listening = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
+    mapped = "0000000000000000FFFF0000"
+    assert listening and listening <= {"0100007F", mapped + "0100007F", "0" * 24 + "01000000"}
 
 
 #: Starts Ray, and opens and closes a backend on it; then another one without a Ray of its own.

@@ -7,12 +7,16 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from corelm.errors import EngineError, InvalidRequestError, described
 
 _log = logging.getLogger(__name__)
+
+#: The address of a cluster that only this machine can reach.
+_LOOPBACK = "127.0.0.1"
 
 
 class Ends(Protocol):
@@ -51,9 +55,6 @@ class Cluster:
             InvalidRequestError: the program uses another cluster already, or a new one would have to be started.
             EngineError: Ray did not start, or does not answer at the address.
         """
-        # Before the import: nothing of a local cluster is to be reached from other machines, and it reports nothing.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0" if not _wanted(address) else "1")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         with self._lock:
@@ -95,11 +96,12 @@ class Cluster:
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
             # A running cluster could belong to someone else, so it is not looked for.
-            options |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            options |= {"address": "local", "include_dashboard": False, "_node_ip_address": _LOOPBACK}
         else:
             options |= {"address": address}
         try:
-            context = ray.init(**options)
+            with _on_loopback() if address is None else nullcontext():
+                context = ray.init(**options)
         except BaseException as error:
             with suppress(Exception):
                 ray.shutdown()
@@ -109,11 +111,13 @@ class Cluster:
             raise EngineError(f"{what}: {described(error)}", usable=False) from error
         self.ours, self._process = True, os.getpid()
         if address is None:
-            folder = context.address_info.get("session_dir", "")
+            folder, where = context.address_info.get("session_dir", ""), ray.get_runtime_context().gcs_address
+            if not where.startswith(_LOOPBACK):
+                _log.warning("ray: the cluster that was started can be reached from other machines, at %s", where)
             _log.info(
                 "ray: started Ray %s on this machine alone, at %s; its logs are in %s",
                 ray.__version__,
-                ray.get_runtime_context().gcs_address,
+                where,
                 folder,
             )
         else:
@@ -125,6 +129,23 @@ class Cluster:
         for backend in list(self.backends):
             with suppress(Exception):
                 backend.end()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have Ray listen on the loopback interface only.
+
+    Ray replaces a loopback address by another one of the machine, except where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0.
+    It reads that variable when it is imported, which may have happened long ago, and keeps it in a constant.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _wanted(address: str | None) -> str | None:
