@@ -57,6 +57,13 @@ def test_what_cannot_be_had_is_refused_at_once(
     assert refusal.value.field == field and time.monotonic() - started < 30
 
 
+def test_resources_that_others_use(open_toys: Open) -> None:
+    cpus = ray.cluster_resources()["CPU"]
+    open_toys(num_cpus=cpus)
+    with pytest.raises(EngineError, match=r"did not start within 3 s; it asks for .* CPU; free are 0 CPU"):
+        open_toys(num_cpus=cpus, placement_timeout=3)
+
+
 def test_an_unknown_backend(open_toys: Open) -> None:
     with pytest.raises(BackendNotFoundError, match="no_such"):
         open_toys(inner="no_such")

@@ -112,7 +112,7 @@ class Actors:
             raise
 
     def _opened(self, actor: Any, index: int, owned: bool) -> HostedEngine:
-        hello = self._wait(actor.hello.remote(), self._timeout, index)
+        hello = self._wait(actor.hello.remote(), self._timeout)
         if hello["core"] != __version__:
             raise BackendIncompatibleError(f"the actor has core {hello['core']}, and this is core {__version__}")
         host = RayHost(actor, hello, self._title(index), owned)
@@ -126,12 +126,12 @@ class Actors:
                 "facts": self._facts,
                 "starts": self._starts[index],
             }
-            self._wait(actor.open.remote(pack(order)[0]), None, index)
+            self._wait(actor.open.remote(pack(order)[0]), None)
         while True:
             # An actor that is not shared has nothing to compare.
             expected = None if self._name is None else self._facts
             found: tuple[dict[str, Any], Opened | Failure | None, str] = unpack(
-                self._wait(actor.attach.remote(host.driver, expected, _ASK), None, index)
+                self._wait(actor.attach.remote(host.driver, expected, _ASK), None)
             )
             has, result, label = found
             if result is not None:
@@ -177,7 +177,7 @@ class Actors:
             time.sleep(_PAUSE / 5)
         raise EngineError(f"{name} was lost, and the driver that had created it has not started it again", usable=False)
 
-    def _wait(self, reply: Any, timeout: float | None, index: int) -> Any:
+    def _wait(self, reply: Any, timeout: float | None) -> Any:
         """Return the reply of an actor."""
         end = None if timeout is None else time.monotonic() + timeout
         while not ray.wait([reply], timeout=_PAUSE)[0]:
@@ -185,8 +185,7 @@ class Actors:
                 raise EngineError("the backend was closed", usable=False)
             if end is not None and time.monotonic() > end:
                 raise EngineError(
-                    f"the process of {self._title(index)} did not start within {timeout:g} s; "
-                    f"{self.placement.short_of()}",
+                    f"its process did not start within {timeout:g} s; {self.placement.short_of()}",
                     usable=False,
                 )
         return ray.get(reply)

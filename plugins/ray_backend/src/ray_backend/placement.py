@@ -99,8 +99,7 @@ class Placement:
         Raises:
             InvalidRequestError: `field` names the resource that is short.
         """
-        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        wanted = {name: value for name, value in wanted.items() if value > 0}
+        wanted = self._wanted()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fields = {"CPU": "num_cpus", "GPU": "num_gpus"}
         for name, each in wanted.items():
@@ -127,8 +126,13 @@ class Placement:
     def short_of(self) -> str:
         """Return what an actor that does not start may be waiting for."""
         free = ray.available_resources()
-        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        wanted = self._wanted()
         return f"it asks for {_listed(wanted)}; free are {_listed({name: free.get(name, 0.0) for name in wanted})}"
+
+    def _wanted(self) -> dict[str, float]:
+        """Return what each actor takes, by Ray's names."""
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: value for name, value in wanted.items() if value > 0}
 
 
 def require_interpreter(python: str, inner: str) -> None:
@@ -188,4 +192,4 @@ def absolute(model: str | None) -> str | None:
 
 
 def _listed(units: Mapping[str, float]) -> str:
-    return ", ".join(f"{value:g} {name}" for name, value in units.items())
+    return ", ".join(f"{value:g} {name}" for name, value in units.items()) or "nothing"
