@@ -246,7 +246,7 @@ def test_arguments_of_get_backend_are_not_engine_options(files, name):
     """Some of them can be written down: for these, core or the engine rejects the value 5."""
     result = generate(files, "--option", f"{name}=5")
     refused = f"{name} is not an engine option; " in " ".join(result.stderr.replace("│", " ").split())
-    accepted = {"tokenizer": 3, "python": 2, "canary": 2}
+    accepted = {"tokenizer": 3, "python": 2, "canary": 2, "replicas": 2}
     assert (result.exit_code, refused) == (accepted.get(name, 2), name not in accepted)
 
 
