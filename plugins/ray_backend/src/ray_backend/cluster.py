@@ -100,7 +100,9 @@ class Cluster:
         else:
             options |= {"address": address}
         try:
-            with _on_loopback() if address is None else nullcontext():
+            # A driver that names another address of this machine would not be reached from a cluster on loopback.
+            alone = address is None or address.startswith((_LOOPBACK, "localhost"))
+            with _on_loopback() if alone else nullcontext():
                 context = ray.init(**options)
         except BaseException as error:
             with suppress(Exception):
