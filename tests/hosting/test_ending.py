@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp
     started = time.monotonic()
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)
-    assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
+    assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err, (program.returncode, err)
     assert all_end([host]) and time.monotonic() - started < 15
 
 
