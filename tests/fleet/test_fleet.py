@@ -23,11 +23,12 @@ from corelm.errors import (
 )
 from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.pending import PendingCall
 from corelm.fleet.records import FleetLimits
 from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import BackendSpec
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
-from helpers.processes import wait_until
+from helpers.processes import main_thread_waits_in, wait_until
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -316,7 +317,7 @@ def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
     with Toys("a", "b", before=hang) as toys:
 
         def interrupt() -> None:
-            wait_until(lambda: all_asked(toys))
+            wait_until(lambda: all_asked(toys) and main_thread_waits_in(PendingCall.wait))
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import all_end, group, heed_interrupts, read_line, runs, stopped, wait_until
+from helpers.processes import all_end, group, heed_interrupts, read_line, runs, sleeps, stopped, wait_until
 from hosting.conftest import wait_for_calls
 
 #: Opens a host whose engine starts a child of its own, begins a call, and says which processes there are.
@@ -56,6 +56,7 @@ CALL = "backend.generate([[5]], {'max_new_tokens': 2})"
 def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(CALL, environment, tmp_path)
     wait_for_calls(log_of(tmp_path))
+    assert wait_until(lambda: sleeps(program.pid))
     started = time.monotonic()
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)
@@ -66,6 +67,7 @@ def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp
 def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(f"with backend: {CALL}", environment, tmp_path)
     wait_for_calls(log_of(tmp_path))
+    assert wait_until(lambda: sleeps(program.pid))
     program.send_signal(signal.SIGINT)
     program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT and all_end([host])
