@@ -61,9 +61,10 @@ test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 
-test-faults: install .venv-vllm/.installed .venv-sglang/.installed ## kill and stop the processes of fleets under load, two minutes for each engine
+test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine
 	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
-		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py; do \
+		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
+		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes most of an hour

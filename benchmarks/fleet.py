@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from toy_backend import ToyBackend  # type: ignore[import-untyped]
+from toy_backend import ToyBackend
 
 import corelm
 from benchmarks.callers import small

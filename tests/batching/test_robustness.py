@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import sys
 import threading
@@ -151,3 +152,18 @@ def test_what_a_timer_raises_ends_no_thread(caplog):
     assert rung.wait(LONG) and timers.thread is thread
     wait_until(lambda: "a timer raised SystemExit: 3" in caplog.text)
     timers.stop(LONG)
+
+
+def test_an_interrupt_that_ends_no_wait_is_noticed():
+    engine = GatedEngine(permits=0)
+
+    def interrupt():
+        engine.wait_for_calls(1)
+        _thread.interrupt_main()
+
+    with open_batcher(engine) as batcher:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            batcher.generate([[3]], SEEDED)
+        engine.free()
+        assert ids(batcher.generate([[7]], SEEDED)) == [lone_answer([7])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,20 @@ from torch import Tensor
 import corelm
 from corelm import Backend
 from corelm.fleet.canary import Watch
+from helpers.mortal_toys import one_engine
+
+#: What tests of fleets ask for, and what one engine answers.
+PROMPTS = [[72, n] for n in range(40, 60)]
+SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+ONE = one_engine()
+EXPECTED = ONE.generate(PROMPTS, SAMPLING)
+
+
+def assert_same(found: Any, expected: Any = EXPECTED) -> None:
+    """Check that answers are those of one engine."""
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.finish_reasons == expected.finish_reasons
+    torch.testing.assert_close(found.logprobs.values, expected.logprobs.values)
 
 
 def table(seed: int) -> dict[str, Tensor]:

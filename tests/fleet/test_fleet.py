@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import threading
 import time
 from dataclasses import fields, replace
 from typing import Any
@@ -15,32 +11,17 @@ import torch
 
 from corelm import Capabilities, DynamicBatcher, Ragged
 from corelm.errors import (
-    BackendClosedError,
-    BackendTimeoutError,
     CapabilityError,
     EngineError,
     InvalidRequestError,
 )
 from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.fleet import FleetEngine
-from corelm.fleet.pending import PendingCall
 from corelm.fleet.records import FleetLimits
 from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import BackendSpec
-from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
-from helpers.processes import main_thread_waits_in, wait_until
-
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
-ONE = one_engine()
-EXPECTED = ONE.generate(PROMPTS, SAMPLING)
-
-
-def assert_same(found: Any, expected: Any = EXPECTED) -> None:
-    assert found.ids.tolist() == expected.ids.tolist()
-    assert found.finish_reasons == expected.finish_reasons
-    torch.testing.assert_close(found.logprobs.values, expected.logprobs.values)
-
+from fleet.conftest import EXPECTED, ONE, PROMPTS, SAMPLING, assert_same
+from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, user_rows
 
 # The same answers -----------------------------------------------------------------------------------------------------
 
@@ -206,148 +187,6 @@ def test_all_dead_is_an_error_in_bounded_time() -> None:
             toys.backend.score_logprobs(PROMPTS)
 
 
-# Requests that are refused --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [InvalidRequestError, CapabilityError])
-def test_a_refusal_is_the_callers_and_names_his_rows(kind: type[Exception]) -> None:
-    def before(engine: MortalToy, hook: str, request: Any) -> None:
-        if hook == "generate" and PROMPTS[11] in request.prompts.tolist():
-            at = request.prompts.tolist().index(PROMPTS[11])
-            if kind is InvalidRequestError:
-                raise InvalidRequestError(f"row {at}: odd", field="prompts", problems={at: "odd"})
-            raise CapabilityError("not so", capability="prompts")
-
-    with Toys("a", "b", before=before) as toys:
-        with pytest.raises(kind) as failure:
-            toys.backend.generate(PROMPTS, SAMPLING)
-        if isinstance(failure.value, InvalidRequestError):
-            assert failure.value.problems == {11: "odd"} and "row 11: odd" in str(failure.value)
-        assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
-        assert_same(toys.backend.generate(PROMPTS[:11], SAMPLING), ONE.generate(PROMPTS[:11], SAMPLING))
-
-
-# Waiting, leaving, closing --------------------------------------------------------------------------------------------
-
-
-def hang(engine: MortalToy, hook: str, request: Any) -> None:
-    """Hold calls of tests until they are aborted."""
-    if hook == "generate" and user_rows(request):
-        engine.aborted.wait(20)
-
-
-def all_asked(toys: Toys) -> bool:
-    """Return whether every engine has been asked to sample for a test."""
-    return all(any(hook == "generate" and user_rows(each) for hook, each in engine.asked) for engine in toys.made)
-
-
-def test_a_timeout_ends_the_wait_and_the_calls() -> None:
-    with Toys("a", "b", before=hang) as toys:
-        started = time.monotonic()
-        with pytest.raises(BackendTimeoutError):
-            toys.backend.generate(PROMPTS, SAMPLING, timeout=2.0)
-        assert time.monotonic() - started < 10 and all_asked(toys)
-        assert all(engine.aborted.wait(5) for engine in toys.made)
-        toys.before = lambda *given: None
-        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
-
-
-def test_an_abort_reaches_the_replica_that_has_the_request() -> None:
-    with Toys("a", "b", before=hang) as toys:
-        names = [f"r{n}" for n in range(20)]
-        future = toys.backend.submit_generate(PROMPTS, SAMPLING, request_ids=names)
-        assert wait_until(lambda: all_asked(toys))
-        toys.backend.abort(["r0"])
-        owner = next(
-            each
-            for each in toys.made
-            for hook, request in each.asked
-            if hook == "generate" and PROMPTS[0] in request.prompts.tolist()
-        )
-        assert owner.aborted.wait(5)
-        others = [each for each in toys.made if each is not owner]
-        assert not any(each.aborted.is_set() for each in others)
-        toys.backend.abort(names)
-        assert len(future.result(10).ids) == 20
-
-
-def test_rows_that_wait_are_aborted_at_once() -> None:
-    with Toys("a", before=hang, concurrent_calls=False) as toys:
-        first = toys.backend.submit_generate(PROMPTS[:1], SAMPLING, request_ids=["first"])
-        assert wait_until(lambda: all_asked(toys))
-        second = toys.backend.submit_generate(PROMPTS[1:3], SAMPLING, request_ids=["x", "y"])
-        assert wait_until(lambda: len(toys.fleet._runner.state.rows.all) == 3)
-        toys.backend.abort(["x", "y"])
-        found = second.result(5)
-        assert found.finish_reasons == ("abort", "abort") and found.ids.tolist() == [[], []]
-        assert not first.done()
-        toys.backend.abort(["first"])
-        assert len(first.result(5).ids) == 1
-
-
-def test_closing_ends_calls_and_threads() -> None:
-    before = set(threading.enumerate())
-    toys = Toys("a", "b", before=hang)
-    future = toys.backend.submit_generate(PROMPTS, SAMPLING)
-    assert wait_until(lambda: all_asked(toys))
-    threading.Timer(0.2, lambda: [engine.aborted.set() for engine in toys.made]).start()
-    toys.backend.close()
-    with pytest.raises(BackendClosedError):
-        future.result(5)
-    with pytest.raises(BackendClosedError):
-        toys.backend.generate(PROMPTS, SAMPLING)
-    assert wait_until(lambda: not set(threading.enumerate()) - before, 10)
-    assert [engine.closed for engine in toys.made] == [1, 1]
-
-
-def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    toys = Toys("a", "b")
-    assert len(toys.backend.generate(PROMPTS, SAMPLING).ids) == 20
-    del toys
-
-    def ended() -> bool:
-        gc.collect()
-        return not set(threading.enumerate()) - before
-
-    assert wait_until(ended)
-
-
-def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
-    with Toys("a", "b", before=hang) as toys:
-
-        def interrupt() -> None:
-            wait_until(lambda: all_asked(toys) and main_thread_waits_in(PendingCall.wait))
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=interrupt).start()
-        started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            toys.backend.generate(PROMPTS, SAMPLING)
-        assert time.monotonic() - started < 15
-        assert all(engine.aborted.wait(5) for engine in toys.made)
-        toys.before = lambda *given: None
-        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
-
-
-def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
-    never = threading.Event()
-
-    def before(engine: MortalToy, hook: str, request: Any) -> None:
-        if hook == "generate" and user_rows(request):
-            never.wait(30)
-
-    toys = Toys("a", before=before, abort=False, concurrent_calls=False)
-    future = toys.backend.submit_generate(PROMPTS, SAMPLING)
-    assert wait_until(lambda: all_asked(toys))
-    started = time.monotonic()
-    toys.backend.close()
-    assert time.monotonic() - started < 15
-    with pytest.raises(BackendClosedError):
-        future.result(1)
-    never.set()
-
-
 def test_rows_that_fail_with_their_replica_are_sent_again() -> None:
     """Some engines report each row of a call that a dying server did not answer."""
     deaths: list[str] = []
@@ -372,6 +211,27 @@ def test_rows_that_fail_with_their_replica_are_sent_again() -> None:
             engine.after = spoil
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
         assert len(deaths) == 1
+
+
+# Requests that are refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [InvalidRequestError, CapabilityError])
+def test_a_refusal_is_the_callers_and_names_his_rows(kind: type[Exception]) -> None:
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "generate" and PROMPTS[11] in request.prompts.tolist():
+            at = request.prompts.tolist().index(PROMPTS[11])
+            if kind is InvalidRequestError:
+                raise InvalidRequestError(f"row {at}: odd", field="prompts", problems={at: "odd"})
+            raise CapabilityError("not so", capability="prompts")
+
+    with Toys("a", "b", before=before) as toys:
+        with pytest.raises(kind) as failure:
+            toys.backend.generate(PROMPTS, SAMPLING)
+        if isinstance(failure.value, InvalidRequestError):
+            assert failure.value.problems == {11: "odd"} and "row 11: odd" in str(failure.value)
+        assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
+        assert_same(toys.backend.generate(PROMPTS[:11], SAMPLING), ONE.generate(PROMPTS[:11], SAMPLING))
 
 
 # What is carried ------------------------------------------------------------------------------------------------------

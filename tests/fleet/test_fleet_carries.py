@@ -20,11 +20,9 @@ from corelm.fleet.runner import FleetRunner
 from corelm.fleet.status import Throughput
 from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import ScoreRequest, ScoreResult
+from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import TABLE, MortalToy, Toys, one_engine
 from helpers.processes import wait_until
-
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 
 
 def test_every_capability_that_is_no_flag_has_a_rule() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import all_end, heed_interrupts
+from helpers.processes import all_end, heed_interrupts, sleeps, wait_until
 
 #: Opens a fleet, says which processes it has, forks, and begins a call that takes minutes.
 PROGRAM = """
@@ -49,7 +49,7 @@ def test_a_program_that_ends_in_a_call_takes_its_processes_along(
     assert program.stdout is not None
     hosts = [int(pid) for pid in program.stdout.readline().split()]
     assert len(hosts) == 2 and program.stdout.readline() == "calls\n", program.communicate()[1]
-    time.sleep(0.5)
+    assert wait_until(lambda: sleeps(program.pid))
     if stop:
         os.kill(hosts[0], signal.SIGSTOP)
     started = time.monotonic()

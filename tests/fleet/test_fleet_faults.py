@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import corelm
 from corelm import Backend
@@ -20,14 +19,10 @@ from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.records import FleetLimits
 from corelm.fleet.replica import Member
 from corelm.hosting.engine import open_in_process
-from helpers import oracle
-from helpers.fleet_faults import SEEDS, FaultTest, answers_of, seconds
+from helpers.fault_checks import SAMPLING, check_processes
+from helpers.fleet_faults import SEEDS
 from helpers.fleet_processes import LIMITS, Hosts
 from helpers.processes import all_end, runs, wait_until
-from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
-
-PROMPTS = random_rows(*range(2, 22))
-SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0}
 
 #: A plugin that ends its process at a prompt that begins with the id 4.
 POISONOUS = """
@@ -46,39 +41,12 @@ class Poisonous(ToyBackend):
 """
 
 
-def hosts(plugin: str, model: Path | None, count: int, limits: FleetLimits, **options: Any) -> Backend:
-    """Open a fleet like ``get_backend(plugin, model, python=sys.executable, replicas=count)`` with other limits."""
-
-    def open_it() -> Any:
-        return open_in_process(plugin, model, sys.executable, None, options)[0]
-
-    members = [
-        Member(f"replica {at}", open_it, lambda engine: engine.host.kill(), lambda engine: engine.host.connection.lost)
-        for at in range(count)
-    ]
-    return Backend.from_plugin(FleetEngine(members, plugin, limits=limits), plugin)
-
-
 def test_every_row_is_answered_once_and_right_whatever_happens_to_the_processes(tmp_path: Path) -> None:
-    long = seconds(5.0)
-    weights, expected = {}, {}
-    for name, seed in (("first", 0), ("second", 1)):
-        weights[name] = tmp_path / name
-        model = tiny_model(seed=seed)
-        model.save_pretrained(weights[name])
-        tiny_tokenizer().save_pretrained(weights[name])
-        with corelm.get_backend("transformers", weights[name], dtype="float32") as one:
-            expected[name] = answers_of(one, PROMPTS, SAMPLING)
-        for (number, _), answer in expected[name].items():
-            plain = oracle.answer_logprobs(model, PROMPTS[number], answer.ids)
-            torch.testing.assert_close(torch.tensor(answer.logprobs), plain, rtol=0, atol=1e-4)
-    with hosts("transformers", weights["first"], 2 if long < 60 else 3, LIMITS, dtype="float32") as backend:
-        processes = Hosts(backend)
-        load = FaultTest(backend, processes, PROMPTS, SAMPLING, expected, weights, pause=1.0 if long < 60 else 2.0)
-        counts = load.run(long)
-        left = processes.victims()
-    assert counts.sampled and counts.scored and counts.kills >= 2 and counts.stops and counts.updates
-    assert all_end(left)
+    def open_fleet(folder: Path, count: int) -> Backend:
+        options: dict[str, Any] = {"python": sys.executable, "replicas": count, "fleet_limits": LIMITS}
+        return corelm.get_backend("transformers", folder, dtype="float32", **options)
+
+    check_processes(open_fleet, tmp_path)
 
 
 @pytest.fixture

@@ -21,10 +21,8 @@ from corelm.fleet.records import FleetLimits
 from corelm.fleet.replica import Member
 from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import options_of_each
-from helpers.processes import PATIENCE
-
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
+from fleet.conftest import PROMPTS, SAMPLING
+from helpers.processes import wait_until
 
 
 def pids(backend: Any) -> list[int]:
@@ -35,17 +33,13 @@ def pids(backend: Any) -> list[int]:
 
 def await_changed(backend: Any, state: str) -> None:
     """Wait until a replica is in another state."""
-    end = time.monotonic() + PATIENCE
-    while all(each.state in (state, "suspect") for each in backend.engine.plugin.status()):
-        assert time.monotonic() < end, backend.engine.plugin.status()
-        time.sleep(0.02)
+    fleet = backend.engine.plugin
+    assert wait_until(lambda: any(each.state not in (state, "suspect") for each in fleet.status())), fleet.status()
 
 
 def await_states(backend: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while {each.state for each in backend.engine.plugin.status()} != {"healthy"}:
-        assert time.monotonic() < end, backend.engine.plugin.status()
-        time.sleep(0.05)
+    fleet = backend.engine.plugin
+    assert wait_until(lambda: {each.state for each in fleet.status()} == {"healthy"}, seconds), fleet.status()
 
 
 def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
@@ -85,10 +79,7 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
         assert time.monotonic() - started < 15
     assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
     one.close()
-    end = time.monotonic() + PATIENCE
-    while (left := [each.name for each in threading.enumerate() if "fleet" in each.name]) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left
+    assert wait_until(lambda: not any("fleet" in each.name for each in threading.enumerate()))
 
 
 def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None:
@@ -123,6 +114,8 @@ def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None
         ({"env": [], "python": sys.executable}, None, "env", "one mapping for each of the replicas, got 0"),
         ({"base_url": ["http://a", "http://b"], "env": [{}], "python": "x"}, None, "env", "for each of 2"),
         ({"python": sys.executable}, "2", "replicas", "at least 1, got '2'"),
+        ({"fleet_limits": FleetLimits()}, None, "fleet_limits", "pass replicas="),
+        ({"fleet_limits": 3, "python": sys.executable}, 2, "fleet_limits", "FleetLimits"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from corelm.errors import BackendClosedError, InvalidRequestError
+from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import OTHER, Toys, one_engine
 from helpers.processes import wait_until
-
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 
 
 def test_engines_join_with_the_weights_in_force_and_leave_when_their_rows_are_done() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,10 @@ from corelm import Ragged
 from corelm.errors import InvalidRequestError
 from corelm.fleet.records import FleetLimits
 from corelm.spec import GenerateResult
+from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
-from helpers.processes import PATIENCE
+from helpers.processes import wait_until
 
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 #: A suspect is not given up.
 PATIENT = FleetLimits(misses=2, take_back=0.0, trial=0.0, backoff=0.02, longest_backoff=0.05)
@@ -35,11 +33,11 @@ def probes(toys: Toys) -> list[Any]:
 
 
 def await_state(toys: Toys, name: str, state: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while toys.states()[name] != state:
-        assert time.monotonic() < end, toys.fleet.status()
+    def reached() -> bool:
         toys.fleet._runner.look_around()
-        time.sleep(0.01)
+        return toys.states()[name] == state
+
+    assert wait_until(reached), toys.fleet.status()
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from corelm.backend.prepared_call import prepare_generation
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, TokenChunk
+from fleet.conftest import SAMPLING
 from helpers.mortal_toys import MortalToy, Toys, one_engine, user_rows
 
 PROMPTS = [[72, n] for n in range(40, 48)]
-SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 EXPECTED = one_engine().generate(PROMPTS, SAMPLING)
 
 

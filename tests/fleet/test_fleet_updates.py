@@ -14,10 +14,9 @@ import corelm
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.weights import KeptWeights
 from corelm.spec import WeightUpdate
+from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
 
-PROMPTS = [[72, n] for n in range(40, 60)]
-SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from corelm.errors import InvalidRequestError
-from corelm.fleet.records import TRANSITIONS, FleetLimits, Start, State, Updated
+from corelm.fleet.records import TRANSITIONS, Abandon, FleetLimits, Start, State, Updated
 from corelm.fleet.state import FleetState
 from helpers.fleet_world import World, state, world
 
@@ -29,6 +29,16 @@ def test_a_death_sends_only_unanswered_rows_again_and_elsewhere():
     w.die(w.engine("a"))
     assert w.fleet.trials() == [(1, "b")]
     w.answer(w.send("b", 1, trial=True))
+    assert w.rows[1].outcomes == ["answered"]
+
+
+def test_a_caller_that_leaves_takes_all_its_rows_of_a_flight_back_at_once():
+    w = world("a", "b")
+    w.add(*range(6))
+    calls = [w.send("a", 0, 1, 2), w.send("b", 3, 4)]
+    decisions = w.fleet.cancel([0, 2, 3, 4, 5], w.now)
+    assert [(each.flight, each.rows) for each in decisions if isinstance(each, Abandon)] == [(0, (0, 2)), (1, (3, 4))]
+    w.answer(calls[0], [1])
     assert w.rows[1].outcomes == ["answered"]
 
 

@@ -10,10 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from corelm import Backend
-from corelm.backend.registry import open_plugin
-from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.records import FleetLimits
-from corelm.fleet.replica import Member
 
 #: Impatient, so that many faults fit into a test. A row may be in flight at many deaths: they are not its fault here.
 LIMITS = FleetLimits(
@@ -143,12 +140,3 @@ class Servers:
                 return False
             self._servers[victim].signal(number)
             return True
-
-
-def fleet_of_servers(plugin: str, servers: Sequence[Server], limits: FleetLimits = LIMITS, **options: Any) -> Backend:
-    """Open a fleet like ``get_backend(plugin, base_url=[…])`` with other limits."""
-    members = [
-        Member(server.url, lambda url=server.url: open_plugin(plugin, None, {"base_url": url, **options})[0])
-        for server in servers
-    ]
-    return Backend.from_plugin(FleetEngine(members, plugin, limits=limits), plugin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
-from helpers.processes import PATIENCE
+from helpers.processes import PATIENCE, wait_until
 
 #: The weights that every engine is started with, and others.
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
@@ -150,11 +149,12 @@ class Toys:
 
     def settle(self, seconds: float = PATIENCE) -> None:
         """Wait until every replica serves, looking at the replicas more often than the fleet does by itself."""
-        end = time.monotonic() + seconds
-        while set(self.states().values()) != {"healthy"}:
-            assert time.monotonic() < end, self.fleet.status()
+
+        def settled() -> bool:
             self.fleet._runner.look_around()
-            time.sleep(0.01)
+            return set(self.states().values()) == {"healthy"}
+
+        assert wait_until(settled, seconds), self.fleet.status()
 
     def __enter__(self) -> Toys:
         return self

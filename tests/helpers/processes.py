@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -53,12 +52,6 @@ def sleeps(pid: int) -> bool:
 def stopped(pid: int) -> bool:
     """Return whether the process was stopped, with SIGSTOP for example."""
     return _running().get(pid, ("", 0, 0))[0] == "T"
-
-
-def main_thread_waits_in(function: Callable[..., object]) -> bool:
-    """Return whether the main thread of this process waits in a function. Just before, Python can miss a signal."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_code is function.__code__ and sleeps(os.getpid())
 
 
 def runs(pid: int) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
 
 from corelm.testing import BackendConformance
 from helpers import oracle as plain
+from helpers.oracle_kit import OracleKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
-class TransformersConformance(BackendConformance):
-    """A subclass opens the backend. The oracle is a plain float32 forward pass of the same model."""
+class TransformersPromises(OracleKit):
+    """What the kit has to know of the plugin. A subclass opens the backend."""
+
+    model: ClassVar[nn.Module] = tiny_model()
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -26,12 +29,6 @@ class TransformersConformance(BackendConformance):
         tiny_tokenizer().save_pretrained(folder)
         return folder
 
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return plain.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
-
     def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
         other = tiny_model(seed=1)
         return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
@@ -41,5 +38,5 @@ class TransformersConformance(BackendConformance):
         return {"num_beams": 2, "temperature": 0.0, "engine_kwargs": {"no_repeat_ngram_size": 1}}
 
 
-#: The oracle's own copy of the model, which no backend touches.
-MODEL: nn.Module = tiny_model()
+class TransformersConformance(TransformersPromises, BackendConformance):
+    """The whole kit. A subclass opens the backend."""

@@ -176,8 +176,7 @@ class Backend(AnswerStreams):
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
         """Return one text per row of ids."""
         self.engine.hooks.require_open()
-        rows = arguments.rows_of_ids(ids, "ids").tolist()
-        return decoded(self.tokenizer, rows, skip_special_tokens)
+        return decoded(self.tokenizer, arguments.rows_of_ids(ids, "ids").tolist(), skip_special_tokens)
 
     def generate(
         self,

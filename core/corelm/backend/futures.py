@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
+from corelm.support.waiting import next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class Outcome:
         Raises:
             queue.Empty: the function has not ended within `timeout` seconds.
         """
-        result, error = self._found.get(timeout=timeout)
+        result, error = next_item(self._found, timeout)
         try:
             if error is not None:
                 raise error

@@ -27,6 +27,7 @@ from corelm.errors import BackendClosedError
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
 from corelm.support.answer_text import AnswerText, AnswerTexts
+from corelm.support.waiting import next_item
 from corelm.tensors.modes import in_caller_modes
 from corelm.validate import invalid
 
@@ -102,7 +103,7 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
         if self._ended or self._request is None:
             raise StopIteration
         try:
-            event = self._events.get()
+            event = next_item(self._events)
             if event is not None:
                 return self._request.chunk(event)
             self._result = self._finish(self._request.answer())

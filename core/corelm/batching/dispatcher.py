@@ -24,6 +24,7 @@ from corelm.batching.queued_call import QueuedCall, failure, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
 from corelm.errors import BackendClosedError, EngineError, QueueFullError
+from corelm.support.waiting import next_item
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Dispatcher:
         call.future.add_done_callback(answered.put)
         try:
             self.submit(call, block=False)
-            answered.get()
+            next_item(answered)
         except BaseException:
             uninterrupted(call.future.cancel)
             raise

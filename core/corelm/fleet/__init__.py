@@ -5,8 +5,8 @@
 - `corelm.fleet.routing`: chooses a replica for each prompt.
 - `FleetEngine` in `corelm.fleet.fleet`: the engine on top, which carries out what the state machine decides.
 
-`Canary`, `FleetEngine`, `FleetLimits`, `Member` and `ReplicaStatus` are public: a plugin can open its engines as
-a fleet. They are imported on first use.
+`Canary`, `FleetEngine`, `FleetLimits`, `Member`, `ReplicaStatus` and `Throughput` are public: a plugin can open its
+engines as a fleet. They are imported on first use.
 """
 
 import lazy_loader

@@ -3,3 +3,4 @@ from .fleet import FleetEngine as FleetEngine
 from .records import FleetLimits as FleetLimits
 from .replica import Member as Member
 from .status import ReplicaStatus as ReplicaStatus
+from .status import Throughput as Throughput

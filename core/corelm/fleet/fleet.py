@@ -90,6 +90,8 @@ class FleetEngine:
         names = [member.name for member in members]
         if not names or len({*names}) < len(names):
             raise invalid("replicas", f"expected engines with different names, got {shown(names)}")
+        if limits is not None and not isinstance(limits, FleetLimits):
+            raise invalid("fleet_limits", f"expected corelm.fleet.FleetLimits(…), got {shown(limits)}")
         self.name = name
         options = canary or Canary()
         opened = _open_all(members, options)

@@ -146,13 +146,16 @@ class Flights(ABC):
     def abort(self, names: Iterable[str]) -> None:
         """End rows by their names: those in flight on their replicas, and those that wait at once."""
         with self._lock:
+            on_replicas: dict[int, list[int]] = {}
             for row in [row for name in names for row in self._named.get(name, ())]:
                 call, known = self._calls[row], self.state.rows.all[row]
                 call.aborted.add(row - call.first)
                 if known.flight is None:
                     self._leave_out(call, [row])
-                elif (flying := self._flying.get(known.flight.number)) is not None:
-                    self._abort(flying, [row], partial(self._holds, flying.number, row))
+                elif known.flight.number in self._flying:
+                    on_replicas.setdefault(known.flight.number, []).append(row)
+            for number, rows in on_replicas.items():
+                self._abort(self._flying[number], rows, partial(self._holds_any, number, rows))
             if not self.closed:
                 self._go_on()
 
@@ -359,10 +362,10 @@ class Flights(ABC):
         """Return whether a flight has rows that are not settled."""
         return not self.closed and number in self.state.rows.flights
 
-    def _holds(self, number: int, row: int) -> bool:
-        """Return whether a row is in this flight."""
+    def _holds_any(self, number: int, rows: Iterable[int]) -> bool:
+        """Return whether one of the rows is in this flight."""
         flight = self.state.rows.flights.get(number)
-        return not self.closed and flight is not None and row in flight.rows
+        return not self.closed and flight is not None and any(row in flight.rows for row in rows)
 
     def _abort(self, flying: Flying, rows: Iterable[int], under_way: Callable[[], bool]) -> None:
         names = dict(zip(flying.numbers, flying.names, strict=True))

@@ -17,6 +17,7 @@ from corelm.fleet.parts import Part, Request, Result, result_of_parts, rows_of
 from corelm.fleet.routing import Group
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
 from corelm.support.row_results import RowAnswer, RowFailure
+from corelm.support.waiting import next_item
 from corelm.tensors.modes import CallerModes
 from corelm.tensors.ragged import Ragged
 
@@ -87,7 +88,7 @@ class PendingCall:
         """
         timeout = self.request.timeout
         try:
-            self._done.get(timeout=timeout)
+            next_item(self._done, timeout)
         except Empty:
             raise TimeoutError(f"no answer within {timeout:g} s") from None
 

@@ -193,15 +193,17 @@ class FleetState(FleetSteps):
 
     def cancel(self, rows: Iterable[int], now: float) -> list[Decision]:
         """Remove rows that no caller waits for any more."""
+        flying: dict[Flight, list[int]] = {}
         for number in rows:
             row = self.rows.all.get(number)
             if row is None:
                 continue
-            flight = row.flight
+            if row.flight is not None:
+                flying.setdefault(row.flight, []).append(number)
             self.rows.finish(number)
-            if flight is not None:
-                self._decisions.append(Abandon(flight.life, flight.number, (number,)))
-                self._advance(flight.replica, now)
+        for flight, numbers in flying.items():
+            self._decisions.append(Abandon(flight.life, flight.number, tuple(numbers)))
+            self._advance(flight.replica, now)
         return self._decided(now)
 
     @property

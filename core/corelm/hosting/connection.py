@@ -18,6 +18,7 @@ from corelm.hosting.failures import Failure
 from corelm.hosting.packing import pack
 from corelm.hosting.server import Call
 from corelm.hosting.transport import Callbacks, Transport
+from corelm.support.waiting import next_item
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Connection:
             EngineError: the host has ended.
         """
         try:
-            frame = self._shared.hello.get(timeout=timeout)
+            frame = next_item(self._shared.hello, timeout)
         except Empty:
             raise TimeoutError(f"it said nothing within {timeout:g} s") from None
         if frame is None:
@@ -186,7 +187,7 @@ def _reply(replies: SimpleQueue[Frame | None], timeout: float | None, callbacks:
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         try:
-            frame = replies.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+            frame = next_item(replies, None if end is None else end - time.monotonic())
         except Empty:
             raise TimeoutError(f"the process that holds the engine did not answer within {timeout:g} s") from None
         if frame is None or frame.kind is not Kind.EVENT:

@@ -37,7 +37,7 @@ _COPIED = (
     "name_or_path",
     "vocab_size",
 )
-#: Methods that change what is copied begin like this.
+#: The names of methods that change the copied attributes begin with one of these.
 _CHANGING = ("add_", "set_")
 #: How many short texts a stand-in remembers. Core decodes the same few ids again and again, such as EOS.
 _REMEMBERED = 4096

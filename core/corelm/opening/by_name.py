@@ -19,6 +19,7 @@ from corelm.backend.call_log import abilities, place
 from corelm.backend.registry import open_plugin, options_named_by
 from corelm.errors import CoreLMError
 from corelm.fleet.canary import Canary, watch
+from corelm.fleet.records import FleetLimits
 from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import open_fleet, options_of_each
 from corelm.spec.records import CloseRequest
@@ -37,6 +38,7 @@ def get_backend(
     tokenizer: Any = None,
     python: str | os.PathLike[str] | None = None,
     replicas: int | None = None,
+    fleet_limits: FleetLimits | None = None,
     canary: bool | Canary = False,
     **options: Any,
 ) -> Backend:
@@ -55,8 +57,10 @@ def get_backend(
             variables to the environment of that process. See docs/scaling.md.
         replicas: how many such processes to open, each with the same engine. They answer as one engine, which
             re-runs the rows of a process that dies. `env` may then be a list with the variables of each. A list of URLs
-            as ``base_url=`` is a fleet of servers in the same way. A plugin whose ``open`` lists `python` or `replicas`
-            gets these options, and opens its processes or replicas by itself, as the Ray backend does.
+            as ``base_url=`` is a fleet of servers in the same way. A plugin whose ``open`` lists `python`, `replicas`
+            or `fleet_limits` gets these options, and opens its processes or replicas by itself, as the Ray backend
+            does.
+        fleet_limits: how patient such a fleet is with replicas that are silent or die; None for the defaults.
         canary: ask the engine a few fixed questions now and after every change of its weights, and raise a
             `StaleWeightsError` if it does not answer as they should. See `corelm.fleet.canary`.
         options: the engine's own options, passed to the plugin's ``open``.
@@ -79,7 +83,8 @@ def get_backend(
         options["tokenizer"] = tokenizer
     started = time.monotonic()
     opened: Any
-    given = {option: value for option, value in (("python", python), ("replicas", replicas)) if value is not None}
+    named = {"python": python, "replicas": replicas, "fleet_limits": fleet_limits}
+    given = {option: value for option, value in named.items() if value is not None}
     places = options_named_by(name) if given else frozenset()
     # A plugin that starts processes or replicas by itself takes these options from us.
     options.update({option: value for option, value in given.items() if option in places})
@@ -87,7 +92,9 @@ def get_backend(
     open_one = partial(_open_one, name, model, python)
     each = {} if "replicas" in places else options_of_each(options, replicas, python is not None)
     if each:
-        opened, label = open_fleet(open_one, each, name, watched, python is not None)
+        opened, label = open_fleet(open_one, each, name, watched, fleet_limits, python is not None)
+    elif fleet_limits is not None and "fleet_limits" not in places:
+        raise invalid("fleet_limits", "one engine is no fleet: pass replicas=, or a list of URLs as base_url=, as well")
     else:
         opened, label = open_one(options)
     backend = None

@@ -70,7 +70,12 @@ def _listed(option: Any) -> Sequence[Any] | None:
 
 
 def open_fleet(
-    open_one: Open, each: Mapping[str, Mapping[str, Any]], name: str, canary: Canary | None, hosted: bool
+    open_one: Open,
+    each: Mapping[str, Mapping[str, Any]],
+    name: str,
+    canary: Canary | None,
+    limits: FleetLimits | None,
+    hosted: bool,
 ) -> tuple[FleetEngine, str]:
     """Open a fleet.
 
@@ -79,6 +84,7 @@ def open_fleet(
         each: the options of each engine, see `options_of_each`.
         name: the name of the backend.
         canary: how the answers of two engines are compared; None for the defaults.
+        limits: how patient the fleet is; None for the defaults.
         hosted: whether each engine is opened in a process, which can be killed.
 
     Returns:
@@ -94,5 +100,5 @@ def open_fleet(
     end = (lambda engine: engine.host.kill()) if hosted else None
     ended = (lambda engine: engine.host.lost) if hosted else None
     members = [Member(each_name, partial(open_it, options), end, ended) for each_name, options in each.items()]
-    fleet = FleetEngine(members, name, canary=canary, limits=None if hosted else _SERVERS)
+    fleet = FleetEngine(members, name, canary=canary, limits=limits or (None if hosted else _SERVERS))
     return fleet, f"{len(members)} replicas of {labels[0]}"

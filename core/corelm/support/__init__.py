@@ -17,6 +17,7 @@
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.
 - `EventLoopThread`: an asyncio event loop on a thread.
+- `next_item`, `done_within`: waits for another thread that Ctrl-C ends.
 
 The names are listed in ``__init__.pyi`` and imported on first use.
 """

@@ -9,6 +9,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from corelm.support.waiting import done_within
+
 T = TypeVar("T")
 
 
@@ -37,18 +39,19 @@ class EventLoopThread:
         """
         future = self.submit(coroutine)
         try:
-            # A lock refuses to wait longer than TIMEOUT_MAX, which is hundreds of years.
-            return future.result(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-        except concurrent.futures.TimeoutError as error:
+            if not done_within(future, timeout):
+                raise TimeoutError
+        except BaseException:
+            # For example a KeyboardInterrupt.
             future.cancel()
+            raise
+        try:
+            return future.result()
+        except concurrent.futures.TimeoutError as error:
             if isinstance(error, TimeoutError):
                 raise
             # Before Python 3.11 it is not the builtin TimeoutError.
             raise TimeoutError(*error.args) from error
-        except BaseException:
-            # For example a KeyboardInterrupt. If the coroutine itself raised, cancelling does nothing.
-            future.cancel()
-            raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start the coroutine. Cancelling the future cancels it.

@@ -15,10 +15,12 @@ from corelm.errors import InvalidRequestError
 from corelm.testing import BackendConformance
 from engines.hosted.conftest import ENGINES
 from helpers import oracle as plain
+from helpers.oracle_kit import OracleKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
-class _HostedConformance(BackendConformance):
+class _HostedConformance(OracleKit, BackendConformance):
+    model: ClassVar[nn.Module] = tiny_model()
     engine: ClassVar[str]
     logit_bias: ClassVar[dict[Any, float]]
     other: ClassVar[Path]
@@ -30,12 +32,6 @@ class _HostedConformance(BackendConformance):
         OTHER.save_pretrained(cls.other)
         tiny_tokenizer().save_pretrained(cls.other)
         return lambda: corelm.get_backend(cls.engine, folder, **ENGINES[cls.engine])
-
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return plain.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
 
     def engine_sampling(self) -> dict[str, Any]:
         return {"engine_kwargs": {"logit_bias": self.logit_bias}}

@@ -1,4 +1,7 @@
-"""The conformance kit on the transformers plugin in an actor."""
+"""The conformance kit on the transformers plugin in an actor, and in two.
+
+On two it is the part whose promises a fleet could break. ``CORELM_FLEET_KIT=1`` runs all of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 
 import corelm
 from corelm import Backend
-from helpers.transformers_conformance import TransformersConformance
+from helpers.fleet_kit import FleetKit
+from helpers.transformers_conformance import TransformersConformance, TransformersPromises
 
 
 class TestTransformersInAnActor(TransformersConformance):
@@ -17,3 +21,10 @@ class TestTransformersInAnActor(TransformersConformance):
     @classmethod
     def open_backend(cls, folder: Path) -> Callable[[], Backend]:
         return lambda: corelm.get_backend("ray", folder, inner="transformers", num_cpus=0.2)
+
+
+class TestTransformersInTwoActors(TransformersPromises, FleetKit):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, folder: Path) -> Callable[[], Backend]:
+        return lambda: corelm.get_backend("ray", folder, inner="transformers", replicas=2, num_cpus=0.2)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import corelm
 from corelm.errors import EngineError
 from corelm.fleet import FleetLimits
 from engines.ray.conftest import Open, await_healthy, pids
-from helpers.processes import all_end, heed_interrupts, runs
+from helpers.fault_checks import check_processes
+from helpers.fleet_processes import LIMITS
+from helpers.processes import all_end, heed_interrupts, runs, sleeps, wait_until
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -44,10 +47,11 @@ def test_actors_that_are_killed_under_load_change_no_answer(open_toys: Open) -> 
             caller.start()
         killed = []
         for at in (0, 1):
-            time.sleep(0.5)
+            before = answered[0]
+            assert wait_until(lambda before=before: answered[0] > before or bool(wrong))
             killed.append(pids(backend)[at])
             os.kill(killed[-1], signal.SIGKILL)
-            await_healthy_again(backend)
+            await_replaced(backend, killed[-1])
         stop.set()
         for caller in callers:
             caller.join(120)
@@ -60,23 +64,29 @@ def test_actors_that_are_killed_under_load_change_no_answer(open_toys: Open) -> 
         backend.update_weights({"table": table})
         renewed = one.generate(PROMPTS, SAMPLING).ids.tolist()
         assert renewed != expected
-        for pid in pids(backend)[:1]:
-            os.kill(pid, signal.SIGKILL)
+        pid = pids(backend)[0]
+        os.kill(pid, signal.SIGKILL)
         assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
-        await_healthy_again(backend)
+        await_replaced(backend, pid)
         assert [backend.generate(PROMPTS, SAMPLING).ids.tolist() for _ in range(4)] == [renewed] * 4
 
 
-def await_healthy_again(backend: Any) -> None:
-    """Wait until a loss has been noticed and mended."""
-    time.sleep(1.5)
+def test_every_row_is_answered_once_and_right_whatever_happens_to_the_actors(tmp_path: Path) -> None:
+    def open_fleet(folder: Path, count: int) -> Any:
+        options: dict[str, Any] = {"replicas": count, "num_cpus": 0.2, "fleet_limits": LIMITS}
+        return corelm.get_backend("ray", folder, inner="transformers", dtype="float32", **options)
+
+    check_processes(open_fleet, tmp_path)
+
+
+def await_replaced(backend: Any, pid: int) -> None:
+    """Wait until the loss of a process has been noticed and mended."""
+    assert wait_until(lambda: pid not in pids(backend))
     await_healthy(backend)
 
 
-def test_if_all_actors_are_lost_a_call_fails_in_bounded_time(open_toys: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = open_toys(replicas=2)
-    runner = backend.engine.plugin._runner
-    monkeypatch.setattr(runner.state, "limits", FleetLimits(restarts=0))
+def test_if_all_actors_are_lost_a_call_fails_in_bounded_time(open_toys: Open) -> None:
+    backend = open_toys(replicas=2, fleet_limits=FleetLimits(restarts=0))
     for pid in pids(backend):
         os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
@@ -125,7 +135,7 @@ def test_a_program_that_ends_leaves_nothing(how: signal.Signals | None) -> None:
     assert len(actors) == 2 and program.stdout.readline() == "calls\n", program.communicate()[1]
     raylets = {parent_of(pid) for pid in actors}
     if how:
-        time.sleep(0.5)
+        assert wait_until(lambda: sleeps(program.pid))
         program.send_signal(how)
     _, err = program.communicate(timeout=90)
     assert program.returncode == (-how if how else 0), err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -12,24 +12,19 @@ from torch import Tensor, nn
 from corelm import Backend
 from corelm.testing import BackendConformance
 from helpers import oracle as plain
+from helpers.oracle_kit import OracleKit
 from helpers.tiny_models import tiny_model
 
-MODEL: nn.Module = tiny_model()
 OTHER: nn.Module = tiny_model(seed=1)
 
 
 SHARED = {"update_weights": "other tests share the server; TestLaunched shows it"}
 
 
-class _SGLangConformance(BackendConformance):
+class _SGLangConformance(OracleKit, BackendConformance):
+    model: ClassVar[nn.Module] = tiny_model()
     # Every draw is one request to a server that shares two cores with the tests.
     draws = 500
-
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return plain.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (plain.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
 
     def engine_sampling(self) -> dict[str, Any]:
         return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from corelm import Backend
 from corelm.testing import BackendConformance
 from helpers import oracle
+from helpers.oracle_kit import OracleKit
 from helpers.tiny_models import tiny_model
 
 
-class InProcessConformance(BackendConformance):
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return oracle.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (oracle.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
+class InProcessConformance(OracleKit, BackendConformance):
+    model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
 
     def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
         other = tiny_model(hidden_size=128, seed=1)
@@ -51,7 +48,3 @@ class TestProcessedLogprobs(InProcessConformance):
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:
         return lambda: open_vllm(logprobs_mode="processed_logprobs")
-
-
-#: The oracle's own copy of the model.
-MODEL: nn.Module = tiny_model(hidden_size=128)

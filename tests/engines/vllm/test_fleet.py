@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import corelm
 from corelm import Backend
 from engines.vllm.launch import VLLMServerProcess
-from helpers import oracle
-from helpers.fleet_faults import FaultTest, answers_of, seconds
+from helpers.fault_checks import Known, check_servers
 from helpers.fleet_kit import FleetKit
-from helpers.fleet_processes import Servers, fleet_of_servers
 from helpers.http_server import Reply, Request, json_reply
-from helpers.processes import wait_until
+from helpers.oracle_kit import OracleKit
 from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
@@ -61,7 +58,8 @@ def connect(servers: list[VLLMServerProcess], **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=[server.url for server in servers], api_key=KEY, **options)
 
 
-class TestFleetConformance(FleetKit):
+class TestFleetConformance(OracleKit, FleetKit):
+    model: ClassVar[nn.Module] = MODEL
     # Every draw is one request to a server that shares two cores with the tests.
     draws = 500
     not_shown: ClassVar[dict[str, str]] = {"update_weights": "the fleets of other tests share the servers"}
@@ -71,12 +69,6 @@ class TestFleetConformance(FleetKit):
     def open_backend(cls, servers: list[VLLMServerProcess]) -> Callable[[], Backend]:
         return lambda: connect(servers)
 
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return oracle.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (oracle.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
-
     def engine_sampling(self) -> dict[str, Any]:
         return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
 
@@ -84,27 +76,8 @@ class TestFleetConformance(FleetKit):
 def test_every_row_is_answered_once_and_right_whatever_happens_to_the_servers(
     servers: list[VLLMServerProcess], tiny_folder: Path, other_folder: Path
 ) -> None:
-    weights = {"first": tiny_folder, "second": other_folder}
-    expected = {}
-    with corelm.get_backend("vllm", base_url=servers[0].url, api_key=KEY) as one:
-        for name, model in (("second", OTHER), ("first", MODEL)):
-            one.update_weights(weights[name], version="default" if name == "first" else name)
-            expected[name] = answers_of(one, PROMPTS, SAMPLING)
-            for (number, _), answer in expected[name].items():
-                plain = oracle.answer_logprobs(model, PROMPTS[number], answer.ids)
-                torch.testing.assert_close(torch.tensor(answer.logprobs), plain, rtol=0, atol=1e-4)
-    expected = {name: expected[name] for name in weights}
-    with fleet_of_servers("vllm", servers, api_key=KEY) as backend:
-        load = FaultTest(backend, Servers(servers), PROMPTS, SAMPLING, expected, weights, pause=3.0, last=0.1)
-        counts = load.run(seconds(12.0))
-        assert counts.sampled and counts.scored and counts.kills and counts.stops and counts.updates
-        settle(backend)
-        backend.update_weights(tiny_folder, version="default")
-
-
-def settle(backend: Backend) -> None:
-    fleet = backend.engine.plugin
-    assert wait_until(lambda: {each.state for each in fleet.status()} == {"healthy"}, 120), fleet.status()
+    models = {"first": Known(tiny_folder, MODEL), "second": Known(other_folder, OTHER)}
+    check_servers("vllm", servers, models, PROMPTS, SAMPLING, api_key=KEY)
 
 
 # The canary -----------------------------------------------------------------------------------------------------------

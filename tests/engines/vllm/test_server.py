@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -19,6 +19,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.testing import BackendConformance
 from engines.vllm.launch import PATIENCE, VLLMServerProcess
 from helpers import oracle
+from helpers.oracle_kit import OracleKit
 from helpers.processes import wait_until
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
@@ -50,7 +51,9 @@ def connect(server: VLLMServerProcess, **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=server.url, api_key=server.key, **options)
 
 
-class TestServerConformance(BackendConformance):
+class TestServerConformance(OracleKit, BackendConformance):
+    model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
+
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(
@@ -66,12 +69,6 @@ class TestServerConformance(BackendConformance):
         yield lambda: connect(next(servers, other_server))
         with connect(other_server) as last:
             last.update_weights(tiny_folder, version="default")
-
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return oracle.logprobs(MODEL, ids, temperature)
-
-    def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return (oracle.next_logits(MODEL, ids)[-1] / temperature).log_softmax(-1)
 
     def new_weights(self) -> tuple[Path, Callable[[list[int], float], Tensor]]:
         return self.other_folder, lambda ids, temperature: oracle.logprobs(OTHER, ids, temperature)

@@ -134,8 +134,9 @@ class EngineActor:
             A pickle of the facts, what `EngineServer.opened` returned or why it failed, and the label of the plugin.
         """
         if not self._opened.wait(timeout):
-            self._result = None
-        elif self._server is not None and (facts is None or facts == self._facts):
+            # The driver asks again. What `open` may have found since then is not for a driver without a session.
+            return pack(({}, None, ""))[0]
+        if self._server is not None and (facts is None or facts == self._facts):
             with self._lock:
                 if len(self._sessions) >= DRIVERS - 1:
                     error = EngineError(f"{len(self._sessions)} drivers use the actor, and it can serve no more")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.fleet import FleetEngine, ReplicaStatus
+from corelm.fleet import FleetEngine, FleetLimits, ReplicaStatus
 from corelm.hosting import check_option, portable_model
 from corelm.spec import CloseRequest, hookimpl
 
@@ -25,16 +25,17 @@ class RayBackend(FleetEngine):
     Args:
         actors: the actors.
         replicas: how many.
+        limits: how patient the fleet is; None for the defaults.
     """
 
     requires_api = ">=1,<2"
 
-    def __init__(self, actors: Actors, replicas: int) -> None:
+    def __init__(self, actors: Actors, replicas: int, limits: FleetLimits | None) -> None:
         from ray_backend.cluster import CLUSTER
 
         self._actors, self._ended = actors, False
         self._scaling = threading.Lock()
-        super().__init__([actors.member(index) for index in range(replicas)], "ray")
+        super().__init__([actors.member(index) for index in range(replicas)], "ray", limits=limits)
         CLUSTER.backends.add(self)
 
     @classmethod
@@ -44,6 +45,7 @@ class RayBackend(FleetEngine):
         *,
         inner: str = "transformers",
         replicas: int = 1,
+        fleet_limits: FleetLimits | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
@@ -61,6 +63,7 @@ class RayBackend(FleetEngine):
             model: what `inner` opens: a path or a name; the same on every node. A model object cannot cross.
             inner: the backend's name.
             replicas: how many actors. Rows of one that dies are answered by another; it is started again.
+            fleet_limits: how patient the fleet is with actors that are silent or die; None for the defaults.
             num_cpus: CPU cores of each actor, and threads of each operation; may be a fraction.
             num_gpus: GPUs of each actor; may be a fraction.
             resources: custom resources of the cluster that each actor takes, by name.
@@ -103,7 +106,7 @@ class RayBackend(FleetEngine):
                 require_interpreter(placement.python, inner)
             placement.require_room(replicas)
             order = Order(inner, absolute(portable), inner_options)
-            return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas)
+            return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas, fleet_limits)
         except BaseException:
             CLUSTER.leave()
             raise

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.fleet import Throughput
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate, hookimpl
-
-#: Seconds over which throughput is averaged.
-_WINDOW = 60.0
 
 
 class Meter:
@@ -33,8 +30,7 @@ class Meter:
         self.starts = 1
         self.epoch = 0
         self._rows = 0
-        self._tokens: deque[tuple[float, int]] = deque()
-        self._since = time.monotonic()
+        self._speed = Throughput(time.monotonic())
         self._lock = threading.Lock()
 
     @hookimpl(wrapper=True)
@@ -45,8 +41,7 @@ class Meter:
         finally:
             self._add(-len(request.prompts))
         with self._lock:
-            self._tokens.append((time.monotonic(), int(result.ids.lengths.sum())))
-            self._drop_old()
+            self._speed.add(int(result.ids.lengths.sum()), time.monotonic())
         return result
 
     @hookimpl(wrapper=True)
@@ -78,12 +73,9 @@ class Meter:
     def figures(self) -> dict[str, Any]:
         """Return the rows in work, the tokens per second of the last minute, the epoch and the number of starts."""
         with self._lock:
-            self._drop_old()
-            tokens = sum(count for _, count in self._tokens)
-            span = max(1.0, min(_WINDOW, time.monotonic() - self._since))
             return {
                 "rows": self._rows,
-                "tokens_per_second": tokens / span,
+                "tokens_per_second": self._speed.per_second(time.monotonic()),
                 "epoch": self.epoch,
                 "starts": self.starts,
             }
@@ -91,7 +83,3 @@ class Meter:
     def _add(self, rows: int) -> None:
         with self._lock:
             self._rows += rows
-
-    def _drop_old(self) -> None:
-        while self._tokens and self._tokens[0][0] < time.monotonic() - _WINDOW:
-            self._tokens.popleft()

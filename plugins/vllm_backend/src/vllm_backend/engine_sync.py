@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from pathlib import Path
-from threading import TIMEOUT_MAX, Event, Lock
+from threading import Event, Lock
 from typing import Any
 
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest
-from corelm.support import RowFailure
+from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.engine import DEAD, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
@@ -74,9 +73,9 @@ class SyncEngine(InProcessEngine):
         caller_left = Event()
         future = self.thread.submit(self._serve, requests, caller_left, on_output)
         try:
-            return future.result(None if timeout is None else min(timeout, TIMEOUT_MAX))
-        except FutureTimeout:
-            raise timeout_error(timeout) from None
+            if not done_within(future, timeout):
+                raise timeout_error(timeout)
+            return future.result()
         finally:
             caller_left.set()
 
