@@ -25,9 +25,20 @@ from tqdm import tqdm
 from benchmarks.measure import Figure, table
 from benchmarks.report import picture, surroundings
 
-PARTS = ("scoring", "generation", "containers", "chats", "startup", "callers", "hosting", "fleet", "vllm_overhead")
+PARTS = (
+    "scoring",
+    "generation",
+    "containers",
+    "chats",
+    "startup",
+    "callers",
+    "hosting",
+    "fleet",
+    "ray",
+    "vllm_overhead",
+)
 #: Parts that need an engine, and the interpreter of the environment in which it is installed.
-ELSEWHERE = {"vllm_overhead": ("vllm", Path(".venv-vllm/bin/python"))}
+ELSEWHERE = {"ray": ("ray", Path(".venv-ray/bin/python")), "vllm_overhead": ("vllm", Path(".venv-vllm/bin/python"))}
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from toy_backend import ToyBackend
 
 import corelm
-from benchmarks.callers import small
-from benchmarks.hosting import NEW, TEXTS
+from benchmarks.hosting import NEW, ONE_CORE, TEXTS, saved_model
 from benchmarks.measure import LONGER, Figure, compare
-from benchmarks.models import tokenizer
 from corelm import Backend
 from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.replica import Member
@@ -47,14 +43,11 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
                 repeats=30,
                 clock=time.perf_counter,
             )
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        small().save_pretrained(model)
-        tokenizer().save_pretrained(model)
-        options = {"max_new_tokens": NEW, "ignore_eos": True}
-        one_core, all_cores = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": str(os.cpu_count())}
+    options = {"max_new_tokens": NEW, "ignore_eos": True}
+    all_cores = {"OMP_NUM_THREADS": str(os.cpu_count())}
+    with saved_model() as model:
         hosted = partial(corelm.get_backend, "transformers", model, python=sys.executable)
-        with hosted(env=one_core) as one, hosted(env=all_cores) as wide, hosted(env=one_core, replicas=2) as two:
+        with hosted(env=ONE_CORE) as one, hosted(env=all_cores) as wide, hosted(env=ONE_CORE, replicas=2) as two:
             prompts = one.tokenize(TEXTS).ids.tolist()
             ways = {"one process": one, "one on all cores": wide, "two replicas": two}
             for count in (8,) if quick else (16, 64):
