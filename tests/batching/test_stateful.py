@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import CancelledError, Future, wait
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from batching.conftest import threads
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
@@ -30,7 +30,7 @@ class Callers(RuleBasedStateMachine):
         abort=st.booleans(),
     )
     def open(self, least, most, tokens, room, concurrent, abort):
-        self.threads = set(threading.enumerate())
+        self.threads = threads()
         self.engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=concurrent, abort=abort))
         self.clock = Clock()
         self.batcher = DynamicBatcher(
@@ -137,7 +137,7 @@ class Callers(RuleBasedStateMachine):
             assert len(set(call.request_ids)) == len(rows_of(call))
         state = self.batcher.state()
         assert state.queued == state.in_flight == 0
-        assert set(threading.enumerate()) <= self.threads
+        assert threads() <= self.threads
 
 
 TestCallers = Callers.TestCase
