@@ -30,6 +30,7 @@ NOT_OPTIONS = {
     "name": "use --backend",
     "model": "use --model",
     "wrappers": "they are Python objects; call corelm.get_backend from Python",
+    "fleet_limits": "it is a Python object; call corelm.get_backend from Python",
     "retry": "use --retry",
     "timeout": "use --timeout",
 }
