@@ -197,8 +197,7 @@ class Dispatcher:
                 self._generation += 1
                 threads.update(self._threads)
                 self._notify_all()
-            left = max(0.0, end - time.monotonic())
-            left = join(threads, left, self._awaited if flush or not final else None)
+            left = join(threads, max(0.0, end - time.monotonic()), self._awaited if flush or not final else None)
             left = join(filter(None, [self._aborts.thread]), left)
             self._timers.stop(left)
             return not self.threads()
