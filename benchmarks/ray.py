@@ -1,4 +1,4 @@
-"""The cost of a Ray replica, compared with the same engine in this process and in a process of its own.
+"""Compare the cost of a Ray replica with that of the same engine here, and in a process of its own.
 
     here        `get_backend(name, model)`
     a host      `get_backend(name, model, python=sys.executable)`

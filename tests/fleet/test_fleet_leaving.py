@@ -12,7 +12,7 @@ import pytest
 
 from corelm.errors import BackendClosedError, BackendTimeoutError
 from fleet.conftest import PROMPTS, SAMPLING, assert_same
-from helpers.mortal_toys import MortalToy, Toys, user_rows
+from helpers.mortal_toys import OTHER, MortalToy, Toys, user_rows
 from helpers.processes import wait_until
 
 
@@ -114,6 +114,28 @@ def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
         assert all(engine.aborted.wait(5) for engine in toys.made)
         toys.before = lambda *given: None
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_an_interrupt_ends_the_wait_for_new_weights() -> None:
+    begun, loaded = threading.Event(), threading.Event()
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "update_weights":
+            begun.set()
+            loaded.wait(20)
+
+    with Toys("a", "b", before=before) as toys:
+
+        def interrupt() -> None:
+            begun.wait()
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            toys.backend.update_weights({"table": OTHER})
+        assert time.monotonic() - started < 15
+        loaded.set()
 
 
 def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:

@@ -24,7 +24,7 @@ from corelm.batching.queued_call import QueuedCall, failure, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
 from corelm.errors import BackendClosedError, EngineError, QueueFullError
-from corelm.support.waiting import next_item
+from corelm.support.waiting import NOTICE, next_item
 
 T = TypeVar("T")
 
@@ -389,7 +389,7 @@ class Dispatcher:
         try:
             with self.lock:
                 while call.number in self.queue.outside:
-                    self._room.wait()
+                    self._room.wait(NOTICE)
         except BaseException:
             uninterrupted(call.future.cancel)
             raise

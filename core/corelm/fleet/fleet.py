@@ -39,6 +39,7 @@ from corelm.spec.records import (
     TokenizeResult,
     WeightUpdate,
 )
+from corelm.support.waiting import next_item
 from corelm.validate import invalid, shown
 
 _log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class FleetEngine:
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        ended = uninterrupted(partial(self._runner.update, own_copy(request))).get()
+        ended = next_item(uninterrupted(partial(self._runner.update, own_copy(request))))
         if isinstance(ended, Exception):
             raise ended
         if not isinstance(ended, UpdateFailed):

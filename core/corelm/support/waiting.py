@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 #: Seconds after which a wait notices an interrupt that came just before it.
-_NOTICE = 0.5
+NOTICE = 0.5
 
 
 def next_item(queue: SimpleQueue[T], timeout: float | None = None) -> T:
@@ -24,11 +24,11 @@ def next_item(queue: SimpleQueue[T], timeout: float | None = None) -> T:
     """
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        left = _NOTICE if end is None else end - time.monotonic()
+        left = NOTICE if end is None else end - time.monotonic()
         try:
-            return queue.get(timeout=min(_NOTICE, max(0.0, left)))
+            return queue.get(timeout=min(NOTICE, max(0.0, left)))
         except Empty:
-            if end is not None and left <= _NOTICE:
+            if end is not None and left <= NOTICE:
                 raise
 
 

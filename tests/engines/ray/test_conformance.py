@@ -1,6 +1,6 @@
 """The conformance kit on the transformers plugin in an actor, and in two.
 
-On two it is the part whose promises a fleet could break. ``CORELM_FLEET_KIT=1`` runs all of it.
+With two actors only the tests run that a fleet could break. ``CORELM_FLEET_KIT=1`` runs all of them.
 """
 
 from __future__ import annotations
