@@ -18,6 +18,7 @@ from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequ
 from corelm.support import EventLoopThread, RowFailure
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.compat import refusals
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
@@ -231,8 +232,6 @@ class AsyncEngine(InProcessEngine):
         self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None
     ) -> RowOutput:
         """Return the engine's final output for one request. If this is cancelled, vLLM aborts the request."""
-        from vllm.exceptions import GracefulHTTPError, VLLMClientError
-
         if isinstance(request, RowFailure):
             return request
         if request_id in self._aborted:
@@ -241,7 +240,7 @@ class AsyncEngine(InProcessEngine):
             async for output in self.llm.generate(request.prompt, request.params, request_id):
                 if on_output is not None:
                     on_output(output)
-        except (VLLMClientError, GracefulHTTPError) as error:
+        except refusals() as error:
             return RowFailure(str(error))
         return output
 

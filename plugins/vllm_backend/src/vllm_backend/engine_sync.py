@@ -14,6 +14,7 @@ from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest
 from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.compat import refusals
 from vllm_backend.engine import DEAD, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
@@ -95,8 +96,6 @@ class SyncEngine(InProcessEngine):
         self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event, on_output: OnOutput | None
     ) -> list[RowOutput]:
         """Run the requests, on the thread that owns vLLM. Abort those that are unfinished when the caller has left."""
-        from vllm.exceptions import VLLMClientError
-
         self._require_usable()
         outputs: list[RowOutput] = list(requests)
         unfinished: dict[str, int] = {}
@@ -106,7 +105,7 @@ class SyncEngine(InProcessEngine):
                     request_id = str(next(self._numbers))
                     try:
                         self.llm.add_request(request_id, request.prompt, request.params)
-                    except VLLMClientError as error:
+                    except refusals() as error:
                         outputs[number] = RowFailure(str(error))
                     else:
                         unfinished[request_id] = number

@@ -24,6 +24,7 @@ from corelm.support import (
     score_result,
 )
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.compat import refusals
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 
 T = TypeVar("T")
@@ -226,21 +227,20 @@ def _vllm_request(ids: list[int], *, streams: bool = False, **values: Any) -> VL
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    kind, refusal = _sampling_params_class()
+    kind = _sampling_params_class()
     output_kind = RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY
     try:
         # The parameters belong to this request alone, so vLLM need not copy them deeply.
         params = kind(**values, flat_logprobs=True, output_kind=output_kind, skip_clone=True)
-    except refusal as error:
+    except refusals() as error:
         return RowFailure(str(error))
     return VLLMRequest(tokens_input(ids), params)
 
 
 @functools.cache
-def _sampling_params_class() -> tuple[Any, type[Exception]]:
-    """Return the class of vLLM's `SamplingParams` to use, and the exception it raises for a bad value."""
+def _sampling_params_class() -> Any:
+    """Return the class of vLLM's `SamplingParams` to use."""
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
 
     class ExactSamplingParams(SamplingParams):
         """Keeps vLLM from adding its own EOS to the ids that `min_tokens` forbids: core has resolved the stop ids."""
@@ -248,11 +248,11 @@ def _sampling_params_class() -> tuple[Any, type[Exception]]:
         def update_from_generation_config(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    return ExactSamplingParams, VLLMClientError
+    return ExactSamplingParams
 
 
 def _check_engine_kwargs(names: Iterable[str]) -> None:
-    known = [name for name in _sampling_params_class()[0].__struct_fields__ if not name.startswith("_")]
+    known = [name for name in _sampling_params_class().__struct_fields__ if not name.startswith("_")]
     for name in names:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=1)

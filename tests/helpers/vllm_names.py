@@ -1,0 +1,15 @@
+"""What the vLLM plugin imports from vLLM. `docs/verified.md` says in which versions these names were found."""
+
+from __future__ import annotations
+
+#: The names by the module that they are imported from.
+NEEDED: dict[str, frozenset[str]] = {
+    "vllm": frozenset({"SamplingParams", "envs", "exceptions"}),
+    "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
+    "vllm.inputs": frozenset({"tokens_input"}),
+    "vllm.platforms": frozenset({"current_platform"}),
+    "vllm.sampling_params": frozenset({"RequestOutputKind"}),
+    "vllm.v1.engine.async_llm": frozenset({"AsyncLLM"}),
+    "vllm.v1.engine.exceptions": frozenset({"EngineDeadError"}),
+    "vllm.v1.engine.llm_engine": frozenset({"LLMEngine"}),
+}
