@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from corelm import SamplingParams
-from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
 from helpers.half_characters import Pieces
+from vllm_backend.capabilities import ModelInfo
 from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
 
 #: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
@@ -26,7 +27,7 @@ def output(ids: list[int], values: list[float], reason: str = "length", prompt: 
     """What vLLM returns for a row, as far as the plugin reads it. Each position has one candidate."""
 
     def flat(numbers: list[float]) -> Any:
-        return SimpleNamespace(logprobs=numbers, start_indices=list(range(len(numbers))))
+        return SimpleNamespace(logprobs=numbers, token_ids=ids, start_indices=list(range(len(numbers))))
 
     completion = SimpleNamespace(token_ids=ids, finish_reason=reason, stop_reason=None, logprobs=flat(values))
     return SimpleNamespace(outputs=[completion], prompt_logprobs=None if prompt is None else flat(prompt))
@@ -72,6 +73,7 @@ def scored(last: Candidates, *prompt: Candidates) -> Any:
     return SimpleNamespace(outputs=[completion], prompt_logprobs=flat([[], *prompt]))
 
 
+INFO = ModelInfo(Capabilities(vocab_size=512, max_context=64), tokenizer=None, checkpoint=None)
 RAW, GREEDY = request(), request("processed", temperature=0.0)
 
 
@@ -88,18 +90,18 @@ def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, val
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_score_that_is_none_fails_its_row_alone(value: float) -> None:
-    good, bad = (output([3], [-9.0, -1.0], prompt=[0.0, found]) for found in (-2.0, value))
-    result = scoring_result(scoring(return_argmax=False), {0: bad, 1: good})
+    rows = {n: output([3, 7 + n], [-9.0, -1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
+    result = scoring_result(scoring(return_argmax=False), rows, INFO)
     assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [0, -2, -1]
     assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
 
 
 def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token() -> None:
     rows = {0: scored([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-    result = scoring_result(scoring(return_argmax=True), rows)
+    result = scoring_result(scoring(return_argmax=True), rows, INFO)
     assert result.argmax is not None and result.argmax.tolist() == [[-1, 9, 3], [-1, 6, 8]]
     assert result.logprobs.tolist()[1] == [0, -1, -1] and result.errors is None
-    assert scoring_result(scoring(return_argmax=False), rows).argmax is None
+    assert scoring_result(scoring(return_argmax=False), rows, INFO).argmax is None
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,27 @@ def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token()
 )
 def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone(last: Any, prompt: Any, message: str) -> None:
     rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-    result = scoring_result(scoring(return_argmax=True), rows)
+    result = scoring_result(scoring(return_argmax=True), rows, INFO)
     assert result.argmax is not None and result.argmax.tolist() == [[-1] * 3, [-1, 6, 8]]
     assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
+
+
+@pytest.mark.parametrize("last", [[(3, -0.7)], [(3, -0.7), (4, -0.9)]], ids=["one-candidate", "another-id"])
+@pytest.mark.parametrize("return_argmax", [False, True])
+def test_a_row_whose_last_id_vllm_did_not_score_fails_alone(last: Candidates, return_argmax: bool) -> None:
+    """A step with drafted tokens was seen to ignore `logprob_token_ids`."""
+    rows = {0: scored(last, [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+    result = scoring_result(scoring(return_argmax), rows, INFO)
+    assert result.scored.tolist() == [[False] * 3, [False, True, True]]
+    assert result.errors is not None and "log-prob of id 7" in result.errors[0] and not result.errors[1]
+
+
+def test_with_speculative_decoding_every_score_is_one_of_the_prompt() -> None:
+    row = scored([(2, -0.1)], [(6, -1.5), (9, -0.3)], [(7, -2.0), (3, -0.7)])
+    row.outputs[0].logprobs = None
+    result = scoring_result(scoring(return_argmax=True), {0: row, 1: row}, replace(INFO, speculative=True))
+    assert result.errors is None and result.logprobs.tolist()[0] == [0, -1.5, -2.0]
+    assert result.argmax is not None and result.argmax.tolist()[0] == [-1, 9, 3]
 
 
 def test_an_unknown_reason_is_an_error_and_repetition_ends_an_answer_if_it_was_asked_for() -> None:

@@ -51,11 +51,13 @@ class ModelInfo:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
         checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
+        speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     checkpoint: Path | None
+    speculative: bool = False
 
     @property
     def max_context(self) -> int:
@@ -82,11 +84,13 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         )
     vocab_size: int = model.get_vocab_size()
     checkpoint = _checkpoint(config)
+    speculative = config.speculative_config is not None
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
     capabilities = Capabilities(
         vocab_size=vocab_size,
-        max_context=model.max_model_len,
+        # A scored row is then a prompt as a whole, and vLLM keeps one position for a sampled token.
+        max_context=model.max_model_len - speculative,
         eos_token_ids=eos_token_ids(model.try_get_generation_config(), tokenizer, vocab_size=vocab_size),
         sampling=honoured,
         generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
@@ -100,7 +104,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         update_weights=checkpoint is not None,
         abort=abort,
     )
-    return ModelInfo(capabilities, tokenizer, checkpoint)
+    return ModelInfo(capabilities, tokenizer, checkpoint, speculative)
 
 
 def _seeds_are_costly() -> bool:

@@ -57,10 +57,10 @@ class InProcessEngine(ABC):
         return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        requests = protocol.scoring_requests(request)
+        requests = protocol.scoring_requests(request, self._info)
         names = [request.request_ids[number] for number in requests]
         outputs = self.run(list(requests.values()), names, request.timeout)
-        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)))
+        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), self._info)
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.

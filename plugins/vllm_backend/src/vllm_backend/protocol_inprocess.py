@@ -149,7 +149,7 @@ def _counting(on_answer: Callable[[int, int], None] | None) -> Callable[[int, An
 # Scoring --------------------------------------------------------------------------------------------------------------
 
 
-def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailure]:
+def scoring_requests(request: ScoreRequest, info: ModelInfo) -> dict[int, VLLMRequest | RowFailure]:
     """Return the requests by row number, without the rows of which nothing is asked.
 
     vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
@@ -158,47 +158,63 @@ def scoring_requests(request: ScoreRequest) -> dict[int, VLLMRequest | RowFailur
 
     The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
     greedy.
+
+    With speculative decoding vLLM ignores the id that is asked for at the sampled position. The prompt is all ids then,
+    and `read_model` declares a context that is one shorter.
     """
     requests = {}
     candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
+            whole = info.speculative
             requests[number] = _vllm_request(
-                ids[:-1],
+                ids if whole else ids[:-1],
                 max_tokens=1,
                 temperature=0.0,
-                prompt_logprobs=candidates if start < len(ids) - 1 else None,
-                logprob_token_ids=ids[-1:],
+                prompt_logprobs=candidates if whole or start < len(ids) - 1 else None,
+                logprob_token_ids=None if whole else ids[-1:],
                 detokenize=False,
             )
     return requests
 
 
-def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput]) -> ScoreResult:
+def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info: ModelInfo) -> ScoreResult:
     """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
-    return score_result(
-        request,
-        {
-            number: _outcome(output, lambda found: _row_scores(found, request.return_argmax))
-            for number, output in outputs.items()
-        },
-    )
+    sequences = request.sequences.tolist()
+
+    def outcome(number: int, output: RowOutput) -> RowScores | RowFailure:
+        sampled = None if info.speculative else sequences[number][-1]
+        return _outcome(output, lambda found: _row_scores(found, request.return_argmax, sampled))
+
+    return score_result(request, {number: outcome(number, output) for number, output in outputs.items()})
 
 
-def _row_scores(output: Any, with_argmax: bool) -> RowScores:
-    """Return the scores of the row's last ids: of all but the first one, or of the very last one."""
+def _row_scores(output: Any, with_argmax: bool, asked: int | None) -> RowScores:
+    """Return the scores of the row's last ids: of all but the first one, or of the very last one.
+
+    Args:
+        output: vLLM's output for the row.
+        with_argmax: return the most probable ids, too.
+        asked: the id whose log-prob was asked for at the sampled position; None if the prompt is the whole row.
+    """
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
     prompt = output.prompt_logprobs
-    before_last = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
-    # The first candidate is the sampled token, the second is the id that was asked for.
+    found = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
     last = completion.logprobs
-    logprobs = checked_logprobs([*before_last, last.logprobs[1]], len(before_last) + 1)
+    if asked is not None:
+        # The first candidate is the sampled token, the second is the id that was asked for.
+        if last is None or list(last.token_ids[1:2]) != [asked]:
+            raise RowError(f"vLLM did not return the log-prob of id {asked}, which was asked for (logprob_token_ids)")
+        found.append(last.logprobs[1])
+    logprobs = checked_logprobs(found, len(found))
     if not with_argmax:
         return RowScores(logprobs)
-    argmax, of_argmax, ids = [last.token_ids[0]], [last.logprobs[0]], [last.token_ids[1]]
+    argmax, of_argmax, ids = [], [], []
+    if asked is not None:
+        argmax, of_argmax, ids = [last.token_ids[0]], [last.logprobs[0]], [asked]
     if prompt is not None:
         starts, ends = prompt.start_indices[1:], prompt.end_indices[1:]
         # The first candidate is the prompt's own id, the second is the most probable one.
