@@ -116,7 +116,8 @@ class LaunchedServer:
                     raise EngineError(f"the server ended while it started:\n{self.log_tail()}", usable=False)
                 if time.monotonic() > deadline:
                     raise BackendTimeoutError(
-                        f"the server was not ready within {timeout:g} s (startup_timeout):\n{self.log_tail()}"
+                        f"the server was not ready within {timeout:g} s. The first start compiles kernels; pass "
+                        f"startup_timeout={2 * timeout:g} to wait longer:\n{self.log_tail()}"
                     )
                 bar.update()
         # The server has read its key, so the file with it can go.
