@@ -64,6 +64,26 @@ def test_tokenizer_vocabulary_and_eos_are_read_from_the_models_files(
     assert backend.tokenize("Hello").ids.tolist() == [tiny_tokenizer()("Hello")["input_ids"]]
 
 
+def test_an_adapter_has_the_configuration_and_tokenizer_of_its_parent(
+    connect: Connect, server: FaultServer, fake: FakeVLLM, tmp_path: Path
+) -> None:
+    tiny_model(hidden_size=128, eos_token_id=[2, 9]).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    cards = fake.pages["/v1/models"]["data"]
+    cards[0]["root"] = str(tmp_path / "base")
+    cards.append({"id": "adapter", "root": str(tmp_path / "adapter"), "parent": "fake", "max_model_len": None})
+    backend = connect(model="adapter", vocab_size=None, tokenizer=None)
+    assert backend.capabilities.vocab_size == 512 and backend.eos_token_ids == {2, 9}
+    assert backend.capabilities.max_context == 64
+    assert backend.tokenize("Hello").ids.tolist() == [tiny_tokenizer()("Hello")["input_ids"]]
+    backend.generate(PROMPTS, SAMPLING)
+    assert server.requests[-1].body["model"] == "adapter"
+    cards[1]["parent"] = "unknown"
+    with pytest.raises(InvalidRequestError, match="pass vocab_size="):
+        connect(model="adapter", vocab_size=None, max_context=64)
+
+
 def test_one_of_several_models_must_be_named(connect: Connect, server: FaultServer, fake: FakeVLLM) -> None:
     cards = fake.pages["/v1/models"]["data"]
     cards.append({"id": "adapter", "root": "/x", "parent": "fake"})

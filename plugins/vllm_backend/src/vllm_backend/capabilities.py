@@ -212,7 +212,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completion requests lack {missing}", usable=True
         )
-    card = _model_card(client, hints.name, deadline)
+    card, parent = _model_cards(client, hints.name, deadline)
     model = str(card.get("root") or card["id"])
     # A server must not choose whose code runs here, so only a model that the caller has named is trusted.
     trusted = hints.trust_remote_code and model == hints.name
@@ -222,14 +222,19 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
             "which the server names; pass it as tokenizer= if you trust it",
             field="trust_remote_code",
         )
+    files = model
     config, problem = _config(model, trusted)
-    vocab_size = _vocab_size(config, model, problem) if hints.vocab_size is None else hints.vocab_size
-    tokenizer = _tokenizer(hints, model, trusted)
+    if config is None and parent:
+        # The folder of an adapter holds no configuration, and often no tokenizer.
+        files, trusted = str(parent.get("root") or parent["id"]), False
+        config, problem = _config(files, trusted)
+    vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
+    tokenizer = _tokenizer(hints, files, trusted)
     scores = fields is None or fields >= SCORING_FIELDS
     capabilities = Capabilities(
         vocab_size=vocab_size,
-        max_context=_max_context(card.get("max_model_len"), hints.max_context),
-        eos_token_ids=eos_token_ids(_generation_config(model) or config, tokenizer, vocab_size=vocab_size),
+        max_context=_max_context(card.get("max_model_len") or parent.get("max_model_len"), hints.max_context),
+        eos_token_ids=eos_token_ids(_generation_config(files) or config, tokenizer, vocab_size=vocab_size),
         sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
         score=scores,
         # A server does not state its --max-logprobs. With 0, it refuses each row that asks for the most probable ids.
@@ -274,7 +279,8 @@ def _description(client: HttpClient, deadline: Deadline) -> tuple[frozenset[str]
     return routes, fields
 
 
-def _model_card(client: HttpClient, model: str | None, deadline: Deadline) -> dict[str, Any]:
+def _model_cards(client: HttpClient, model: str | None, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the card of the model, and that of its parent if it is an adapter; else an empty one."""
     page = client.get("/v1/models", timeout=deadline.left())
     try:
         cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
@@ -286,7 +292,8 @@ def _model_card(client: HttpClient, model: str | None, deadline: Deadline) -> di
     names = [model] if model is not None else [name for name, card in cards.items() if not card.get("parent")]
     if len(names) != 1 or names[0] not in cards:
         raise _must_be_passed("model", f"the server has {', '.join(map(repr, cards)) or 'no model'}")
-    return cards[names[0]]
+    card = cards[names[0]]
+    return card, cards.get(str(card.get("parent")), {})
 
 
 def _max_context(of_server: Any, given: int | None) -> int:
