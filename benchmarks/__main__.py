@@ -32,6 +32,7 @@ PARTS = (
     "chats",
     "startup",
     "callers",
+    "in_flight",
     "hosting",
     "fleet",
     "ray",

@@ -287,7 +287,6 @@ def test_a_barrier_waits_until_the_engine_is_empty():
     [
         *[(name, bad) for name in ("min_batch_size", "max_batch_size", "max_queue") for bad in (0, -1, 1.5, True, "2")],
         ("max_batch_tokens", 0),
-        ("min_batch_size", 65),
         ("batching_timeout", 0.0),
         ("batching_timeout", math.inf),
         ("on_full", "wait"),
@@ -297,6 +296,20 @@ def test_an_illegal_limit_is_named(field, value):
     with pytest.raises(InvalidRequestError, match=field) as error:
         Limits(**{field: value})
     assert error.value.field == field
+
+
+def test_fewer_rows_at_most_than_at_least_are_refused():
+    with pytest.raises(InvalidRequestError, match="8 is more than max_batch_size=7") as error:
+        Limits(min_batch_size=8, max_batch_size=7)
+    assert error.value.field == "min_batch_size"
+
+
+def test_without_a_largest_batch_only_an_engine_that_takes_one_call_at_a_time_has_a_limit():
+    assert Limits().of_engine(concurrent_calls=False).max_batch_size == 64
+    assert Limits(min_batch_size=100).of_engine(concurrent_calls=False).max_batch_size == 100
+    assert Limits(max_batch_size=7).of_engine(concurrent_calls=False).max_batch_size == 7
+    assert Limits(max_batch_size=7).of_engine(concurrent_calls=True).max_batch_size == 7
+    assert Limits().of_engine(concurrent_calls=True).fits(rows=10**6, tokens=10**9)
 
 
 # Random operations ---------------------------------------------------------------------------------------------------

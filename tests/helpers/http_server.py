@@ -196,7 +196,7 @@ class FaultServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 512
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: these tests close connections on purpose."""

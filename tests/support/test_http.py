@@ -78,6 +78,17 @@ def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, ser
     assert server.peak == 3 and len(server.requests) == 20
 
 
+def test_without_a_limit_hundreds_of_requests_reach_the_server_at_once(connect: Connect, serve: Any) -> None:
+    gate = threading.Event()
+    server = serve(lambda request: held(echo(request), gate))
+    client, rows = connect(server), list(range(256))
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(client.post_each, "/x", rows, names=["r"] * len(rows), is_reply_to=is_echo, timeout=120)
+        server.wait_for(lambda: server.in_flight == len(rows))
+        gate.set()
+        assert answers.result() == [{"you said": row} for row in rows]
+
+
 # Abort, health and closing -------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 - `scheduling.py`: the rules that say which requests go next, without threads.
 - `merging.py`: how requests are merged into one call, and how its result is split.
-- `dispatcher.py`: the threads that take requests to the engine; `queued_call.py`: a request on its way.
+- `dispatcher.py`: the threads that take requests to the engine; `queued_call.py`: a request on its way;
+  `in_engine.py`: the requests in the engine.
 - `timers.py`: a thread that fails requests when they time out.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """

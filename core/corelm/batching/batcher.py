@@ -32,6 +32,9 @@ from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
 
+#: Requests in an engine with `concurrent_calls`, where `max_batch_size` sets no limit: each takes a thread.
+MOST_THREADS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingState:
@@ -77,7 +80,8 @@ class DynamicBatcher(Backend):
     in these do not share a call. It does not have their context variables.
 
     One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
-    itself: it gets one call per request, and the limits bound the rows and tokens in flight.
+    itself: it gets one call per request, each on a thread of its own, and the limits bound the rows and tokens in
+    flight. Without `max_batch_size`, up to 4,096 requests are in flight.
 
     Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
     settings belong to a thread.
@@ -112,7 +116,7 @@ class DynamicBatcher(Backend):
         self.backend = backend
         self.limits = limits or Limits()
         concurrent = backend.capabilities.concurrent_calls
-        workers = self.limits.max_batch_size if concurrent else 1
+        workers = (self.limits.max_batch_size or MOST_THREADS) if concurrent else 1
         self.dispatcher = Dispatcher(self.engine, queue_for(self.limits, concurrent), workers, clock)
         _DISPATCHERS.add(self.dispatcher)
         weakref.finalize(self, self.dispatcher.abandon).atexit = False
@@ -191,7 +195,7 @@ class DynamicBatcher(Backend):
         return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))
 
     def _barrier(self) -> QueuedCall:
-        return QueuedCall(prepared=None, owner=self, rows=self.limits.max_batch_size, tokens=0, barrier=True)
+        return QueuedCall(prepared=None, owner=self, rows=1, tokens=0, barrier=True)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.

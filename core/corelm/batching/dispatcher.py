@@ -19,11 +19,12 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import join, own, settle, start, unfinished, uninterrupted
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
+from corelm.batching.in_engine import InEngine
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.queued_call import QueuedCall, failure, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
-from corelm.errors import BackendClosedError, EngineError, QueueFullError
+from corelm.errors import BackendClosedError, EngineError
 from corelm.support.waiting import NOTICE, next_item
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class Dispatcher:
     ) -> None:
         self.engine, self.queue = engine, queue
         self.batches = self.settled = 0
-        self.in_flight: set[QueuedCall] = set()
+        self.in_flight = InEngine(queue, workers, engine.name)
         self.pending: dict[Future[Any], QueuedCall] = {}
         # Whether the last worker has to stop the timers, because no caller will.
         self.closed = self._unattended = False
@@ -225,16 +226,15 @@ class Dispatcher:
         with self.lock:
             if self.closed:
                 raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
-            limits, now = self.queue.limits, self.clock()
-            if self.queue.full and limits.on_full == "raise":
-                full = f"the queue is full: max_queue={limits.max_queue} requests are waiting; retry later"
-                raise QueueFullError(full, usable=True)
+            self.queue.require_room()
+            now = self.clock()
             self._staff()
             # Before the call is queued: the system may have no room for the timers' thread.
             if call.timeout is not None:
                 call.end = now + call.timeout
                 call.timer = self._timers.call_at(call.end, partial(call.expire, self.engine.name))
             self.queue.add(call, now)
+            self.in_flight.tell_if_others_wait()
             self.pending[call.future] = call
             self._work.notify()
         call.future.add_done_callback(self._gone)
@@ -283,10 +283,8 @@ class Dispatcher:
                 now = self.clock()
                 # A thread of an earlier generation ends and leaves the queue to its successor.
                 ended = generation != self._generation
-                rows, tokens = (sum(getattr(call, what) for call in self.in_flight) for what in ("rows", "tokens"))
-                batch = [] if ended else self.queue.take(now, rows, tokens)
+                batch = [] if ended else self.in_flight.take(now)
                 if batch:
-                    self.in_flight.update(batch)
                     self._room.notify_all()
                     if len(self.queue) and self._workers > 1:
                         self._staff()
@@ -315,7 +313,7 @@ class Dispatcher:
                 self._answer(call, failure(error, self.engine.name))
         finally:
             with self.lock:
-                self.in_flight.difference_update(batch)
+                self.in_flight.remove(batch)
                 # The engine has room again.
                 self._work.notify()
 

@@ -11,17 +11,20 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from corelm import validate
 from corelm.backend.waits import seconds
+from corelm.errors import QueueFullError
 
 #: Callers that were answered together often come back together with their next requests. So the engine does not start
 #: with the first of them alone but waits for the others: after the call, and after each new request, for PATIENCE times
 #: the duration of the call, at most LONGEST_PATIENCE seconds, and at most batching_timeout in all. It expects as many
 #: requests as the largest of the last REMEMBERED calls had.
 PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
+#: Rows in one call to an engine that takes one call at a time, unless the limits say otherwise.
+ROWS_OF_A_CALL = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,9 @@ class Limits:
 
     Attributes:
         min_batch_size: rows that the batcher waits for before it calls the engine.
-        max_batch_size: the largest number of rows in the engine at once. A request with more rows goes alone.
+        max_batch_size: the largest number of rows in the engine at once. A request with more rows goes alone. None is
+            64 for an engine that takes one call at a time (or `min_batch_size` if that is more), and sets no limit for
+            an engine with `concurrent_calls`, which batches by itself.
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
             request with more tokens goes alone.
         batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
@@ -42,7 +47,7 @@ class Limits:
     """
 
     min_batch_size: int = 1
-    max_batch_size: int = 64
+    max_batch_size: int | None = None
     max_batch_tokens: int | None = None
     batching_timeout: float = 0.1
     max_queue: int = 1024
@@ -51,9 +56,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("min_batch_size", "max_batch_size", "max_batch_tokens", "max_queue"):
             value = getattr(self, name)
-            if value is not None or name != "max_batch_tokens":
+            if value is not None or name not in ("max_batch_size", "max_batch_tokens"):
                 object.__setattr__(self, name, validate.count(name, value, 1))
-        if self.min_batch_size > self.max_batch_size:
+        if self.max_batch_size is not None and self.min_batch_size > self.max_batch_size:
             raise validate.invalid(
                 "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
             )
@@ -62,7 +67,14 @@ class Limits:
 
     def fits(self, rows: int, tokens: int) -> bool:
         """Return whether so many rows and tokens may be in the engine at once."""
-        return rows <= self.max_batch_size and (self.max_batch_tokens is None or tokens <= self.max_batch_tokens)
+        given = ((rows, self.max_batch_size), (tokens, self.max_batch_tokens))
+        return all(most is None or number <= most for number, most in given)
+
+    def of_engine(self, concurrent_calls: bool) -> Limits:
+        """Return these limits for an engine with or without `concurrent_calls`, which is what None depends on."""
+        if concurrent_calls or self.max_batch_size is not None:
+            return self
+        return replace(self, max_batch_size=max(ROWS_OF_A_CALL, self.min_batch_size))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -110,6 +122,16 @@ class TicketQueue(ABC, Generic[T]):
     def full(self) -> bool:
         return len(self.inside) >= self.limits.max_queue
 
+    def require_room(self) -> None:
+        """Refuse a ticket that would stand outside, with ``on_full="raise"``.
+
+        Raises:
+            QueueFullError: the queue is full.
+        """
+        if self.full and self.limits.on_full == "raise":
+            full = f"the queue is full: max_queue={self.limits.max_queue} requests are waiting; retry later"
+            raise QueueFullError(full, usable=True)
+
     def add(self, ticket: T, now: float) -> None:
         ticket.number, ticket.arrived = next(self._numbers), now
         if self.full:
@@ -155,6 +177,15 @@ class TicketQueue(ABC, Generic[T]):
     def wait(self, now: float) -> float | None:
         """Return the seconds after which `take` may return something else even if nothing happens; None for never."""
 
+    def short_of_room(self, rows: int, tokens: int) -> bool:
+        """Return whether a ticket waits only because the limits let no more rows or tokens into the engine.
+
+        Args:
+            rows: rows that are in the engine.
+            tokens: tokens that are in the engine.
+        """
+        return False
+
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
 
@@ -187,6 +218,12 @@ class PassThroughQueue(TicketQueue[T]):
             return [] if rows and alone else [ticket]
         return []
 
+    def short_of_room(self, rows: int, tokens: int) -> bool:
+        first = next(iter(self.inside.values()), None)
+        if first is None or first.barrier or not rows:
+            return False
+        return not self.limits.fits(rows + first.rows, tokens + first.tokens)
+
 
 class GroupingQueue(TicketQueue[T]):
     """A queue for an engine that takes one call at a time: requests with equal keys share a call.
@@ -196,7 +233,7 @@ class GroupingQueue(TicketQueue[T]):
     """
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+        super().__init__(limits.of_engine(concurrent_calls=False))
         self._groups: dict[Hashable, dict[int, T]] = {}
         self._barriers: dict[int, T] = {}
         # The groups of the last calls, and how many requests each had, in the call or waiting for the next one.

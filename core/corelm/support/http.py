@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
-import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -18,14 +17,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import tenacity
-
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError, brief
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError
 from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
 from corelm.support.http_events import Streamed, streamed_reply
 from corelm.support.http_exchange import Exchange, check_headers, checked_url
+from corelm.support.http_places import Places
+from corelm.support.http_retries import retrying
 from corelm.support.redaction import Secrets
 from corelm.validate import count, positive
 
@@ -45,10 +44,6 @@ Answered = Callable[[int, Any], None]
 #: Whether a reply (second) answers the request with a payload (first).
 IsReplyTo = Callable[[Any, Any], bool]
 
-_log = logging.getLogger(__name__)
-
-#: Seconds before each retry: 0.5, 1, 2, … plus up to half a second at random, so that rows do not all return at once.
-_BACKOFF = tenacity.wait_exponential(multiplier=0.5, max=15.0) + tenacity.wait_random(0.0, 0.5)
 #: Seconds that a server which acknowledges an abort gets to end the requests, and seconds until it is reminded.
 _ABORT_PATIENCE, _ABORT_REMINDER = 60.0, 1.0
 
@@ -67,7 +62,8 @@ class HttpClient:
         headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
         read_timeout: seconds without a byte, after which the server counts as hanging.
-        max_in_flight: how many requests of `post_each` are sent at a time, over all threads.
+        max_in_flight: how many requests of `post_each` are sent at a time, over all threads. Others wait here, which is
+            logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
         max_reply_bytes: the longest reply that is accepted.
         transport: an httpx transport to use instead of the network.
@@ -90,7 +86,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
-        max_in_flight: int = 128,
+        max_in_flight: int | None = None,
         max_retries: int = 5,
         max_reply_bytes: int = 2**27,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -99,7 +95,7 @@ class HttpClient:
         url = checked_url(base_url)
         connect_timeout = positive("connect_timeout", connect_timeout)
         read_timeout = positive("read_timeout", read_timeout)
-        max_in_flight = count("max_in_flight", max_in_flight, 1)
+        places = Places(max_in_flight, str(url))
         max_retries = count("max_retries", max_retries)
         key = api_key or (os.environ.get(key_variable) if key_variable else None)
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -115,18 +111,11 @@ class HttpClient:
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
             transport=transport,
         )
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._places = places
         self._named: dict[str, set[asyncio.Task[Entry]]] = {}
         self._sent: set[asyncio.Task[Any]] = set()
         self._to_end: set[asyncio.Task[Entry]] = set()
-        self._retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(max_retries + 1),
-            wait=lambda state: max(_BACKOFF(state), _asked_to_wait(state)),
-            retry=tenacity.retry_if_exception_type(TransientError),
-            before_sleep=partial(_log_retry, self.secrets),
-            sleep=sleep,
-            reraise=True,
-        )
+        self._retrying = retrying(max_retries, self.secrets, sleep)
         self._closed = False
         self._closing = threading.Lock()
         self._loop = EventLoopThread(f"corelm-http {url.host}")
@@ -325,7 +314,7 @@ class HttpClient:
         return reply
 
     async def _once_admitted(self, path: str, send: Send, is_reply: Callable[[Any], bool]) -> Any:
-        async with self._slots:
+        async with self._places:
             task = asyncio.current_task()
             assert task is not None
             self._sent.add(task)
@@ -378,18 +367,3 @@ def _encoded(payload: Any) -> bytes:
         return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error
-
-
-def _failed_with(state: tenacity.RetryCallState) -> TransientError:
-    error = state.outcome.exception() if state.outcome else None
-    assert isinstance(error, TransientError)
-    return error
-
-
-def _asked_to_wait(state: tenacity.RetryCallState) -> float:
-    return _failed_with(state).retry_after
-
-
-def _log_retry(secrets: Secrets, state: tenacity.RetryCallState) -> None:
-    failure = brief(secrets.masked(str(_failed_with(state))))
-    _log.warning("%s; trying again in %.1f s", failure, state.upcoming_sleep)

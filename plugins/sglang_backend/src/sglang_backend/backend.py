@@ -73,7 +73,7 @@ class SGLangBackend:
         headers: Mapping[str, str] | None = None,
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
-        max_in_flight: int = 128,
+        max_in_flight: int | None = None,
         max_retries: int = 5,
         open_timeout: float = OPEN_TIMEOUT,
         startup_timeout: float = STARTUP_TIMEOUT,
@@ -94,7 +94,8 @@ class SGLangBackend:
             headers: sent with every request to a server behind a URL.
             connect_timeout: seconds to make a connection.
             read_timeout: seconds without a byte after which the server counts as hung.
-            max_in_flight: the most rows at the server at a time, over all threads.
+            max_in_flight: the most rows at the server at a time, over all threads; None is 4,096, or fewer if this
+                process may not open as many connections.
             max_retries: how often a request is repeated after a failure that may pass.
             open_timeout: seconds for all requests that find out what the server can do.
             startup_timeout: seconds that a launched server may take to start, before those requests.

@@ -76,7 +76,7 @@ class VLLMBackend:
             headers: sent with every request.
             connect_timeout: seconds to make a connection.
             read_timeout: seconds without a byte after which the server counts as hanging.
-            max_in_flight: HTTP requests at a time.
+            max_in_flight: HTTP requests at a time; None is 4,096, or fewer if this process may not open as many.
             max_retries: how often a failed HTTP request is repeated.
             open_timeout: seconds to find out what the server can do.
             engine_args: vLLM's own engine arguments, passed on unchanged.

@@ -134,6 +134,8 @@ class SyncEngine(InProcessEngine):
 
 def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    # See `engine._start`.
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)

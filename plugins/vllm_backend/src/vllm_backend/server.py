@@ -63,7 +63,7 @@ class VLLMServer:
         headers: Mapping[str, str] | None = None,
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
-        max_in_flight: int = 128,
+        max_in_flight: int | None = None,
         max_retries: int = 5,
         open_timeout: float = OPEN_TIMEOUT,
         trust_remote_code: bool = False,
