@@ -244,8 +244,12 @@ def test_an_abort_reaches_every_process_of_a_server(
                 return None
             name = f"cmpl-{request.body['request_id']}"
             gate = process[f"{name}-0"] = threading.Event()
-        choice = {"finish_reason": "abort", "token_ids": [7, 8], "logprobs": {"tokens": ["token_id:7", "token_id:8"]}}
-        choice["logprobs"]["token_logprobs"] = [-1.0, -2.0]  # type: ignore[index]
+        choice: dict[str, Any] = {
+            "finish_reason": "abort",
+            "token_ids": [7, 8],
+            "logprobs": {"tokens": ["token_id:7", "token_id:8"]},
+        }
+        choice["logprobs"]["token_logprobs"] = [-1.0, -2.0]
         return held(json_reply({"id": name, "choices": [choice]}), gate)
 
     fake.fault = fault
