@@ -39,6 +39,7 @@ from .row_results import RowScores as RowScores
 from .row_results import generate_result as generate_result
 from .row_results import score_result as score_result
 from .row_streams import RowStreams as RowStreams
+from .signs import SignOfWork as SignOfWork
 from .stop_strings import StopStrings as StopStrings
 from .stop_strings import StopStringWatch as StopStringWatch
 from .stop_strings import skipped_texts as skipped_texts

@@ -26,6 +26,7 @@ from corelm.support.http_exchange import Exchange, check_headers, checked_url
 from corelm.support.http_places import Places
 from corelm.support.http_retries import retrying
 from corelm.support.redaction import Secrets
+from corelm.support.signs import SignOfWork
 from corelm.validate import count, positive
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class HttpClient:
         key_variable: the environment variable that holds the key if `api_key` is not given.
         headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
-        read_timeout: seconds without a byte, after which the server counts as hanging.
+        read_timeout: seconds without a byte, or for a POST without a sign, after which the server counts as hanging.
+        sign: how the server shows that it works; None if bytes are its only sign.
         max_in_flight: how many requests of `post_each` are sent at a time, over all threads. Others wait here, which is
             logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
@@ -86,6 +88,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
+        sign: SignOfWork | None = None,
         max_in_flight: int | None = None,
         max_retries: int = 5,
         max_reply_bytes: int = 2**27,
@@ -108,6 +111,7 @@ class HttpClient:
             self.secrets,
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
+            sign=sign,
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
             transport=transport,
         )

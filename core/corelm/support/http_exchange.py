@@ -13,13 +13,15 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError
 from corelm.support.http_errors import ResponseReader, TransientError
 from corelm.support.http_events import event_data
+from corelm.support.http_watch import ServerWatch, keep_alive
 from corelm.support.redaction import Secrets
+from corelm.support.signs import SignOfWork
 from corelm.validate import invalid
 
 try:
@@ -46,7 +48,8 @@ class Exchange:
         headers: sent with every request.
         secrets: what no message may repeat.
         connect_timeout: seconds to make a connection.
-        read_timeout: seconds without a byte, after which the server counts as hanging.
+        read_timeout: see `HttpClient`.
+        sign: see `HttpClient`.
         max_reply_bytes: the longest body that is accepted.
         transport: an httpx transport to use instead of the network.
     """
@@ -59,6 +62,7 @@ class Exchange:
         *,
         connect_timeout: float,
         read_timeout: float,
+        sign: SignOfWork | None,
         max_reply_bytes: int,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
@@ -66,6 +70,7 @@ class Exchange:
         self._secrets = secrets
         self._reader = ResponseReader(secrets)
         self._read_timeout = read_timeout
+        self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
         self._max_reply_bytes = max_reply_bytes
         self._reached = False
         sent = httpx.Headers({"Accept": "application/json", **headers})
@@ -96,7 +101,10 @@ class Exchange:
             EngineError: every other failure.
         """
         where = self.where(method, path)
-        return await self._guarded(where, self._reply(where, method, path, body, expect_json))
+        reply = self._guarded(where, self._reply(where, method, path, body, expect_json))
+        if self._watch is not None and method == "POST":
+            return await self._watch.over(where, path, reply)
+        return await reply
 
     async def _guarded(self, where: str, reply: Awaitable[Any]) -> Any:
         """Return what is awaited. Its errors become typed errors without secrets."""
@@ -118,15 +126,37 @@ class Exchange:
             CoreLMError: the errors of `send`, or of `take`; a `TransientError` if the stream breaks off.
         """
         where = self.where("POST", path)
-        await self._guarded(where, self._events(where, path, body, take))
+        events = self._guarded(where, self._events(where, path, body, take))
+        await (self._watch.over(where, path, events) if self._watch else events)
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
+    async def _page(self, path: str) -> str:
+        return str(await self.send("GET", path, expect_json=False))
+
+    def _stream(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> Any:
+        """Send a request and return its response, an async context manager."""
+        seconds = self._client.timeout.as_dict()
+        if self._watch is not None and method == "POST":
+            # The watch knows better how long to wait.
+            seconds["read"] = None
+        timeout, extensions = httpx.Timeout(**seconds), {"trace": keep_alive}
+        return self._client.stream(
+            method, path, content=content, headers=headers, timeout=timeout, extensions=extensions
+        )
+
+    async def _pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        async for piece in response.aiter_raw():
+            # The watch itself sends GET, and judges the pages by what they say.
+            if self._watch is not None and response.request.method == "POST":
+                self._watch.note()
+            yield piece
+
     async def _reply(self, where: str, method: str, path: str, body: bytes, expect_json: bool) -> Any:
         headers = {"Content-Type": "application/json"} if body else {}
-        async with self._client.stream(method, path, content=body or None, headers=headers) as response:
+        async with self._stream(method, path, body or None, headers) as response:
             self._reached = True
             content = await self._body(where, response)
         # A charset in Content-Type is not looked at: JSON is UTF-8, and the name of a codec could be anything.
@@ -141,7 +171,7 @@ class Exchange:
 
     async def _events(self, where: str, path: str, body: bytes, take: Callable[[Any], object]) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        async with self._client.stream("POST", path, content=body, headers=headers) as response:
+        async with self._stream("POST", path, body, headers) as response:
             self._reached = True
             kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if not response.is_success or kind != "text/event-stream":
@@ -154,7 +184,7 @@ class Exchange:
             if response.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
                 await self._body(where, response)
             try:
-                async for data in event_data(response.aiter_raw(), self._max_reply_bytes):
+                async for data in event_data(self._pieces(response), self._max_reply_bytes):
                     take(json.loads(data))
             except CoreLMError:
                 raise
@@ -176,7 +206,7 @@ class Exchange:
             )
         limit = self._max_reply_bytes if response.is_success else _ERROR_BYTES
         content = bytearray()
-        async for piece in response.aiter_raw():
+        async for piece in self._pieces(response):
             content += piece[: limit + 1 - len(content)]
             if len(content) > limit:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -219,3 +220,46 @@ def test_an_aborted_answer_is_waited_for_and_kept(
     assert result.logprobs is not None and result.logprobs.tolist()[1] == [-1.0, -2.0]
     # A reminder may be on its way when the answer arrives.
     assert len(told) >= 5 and all(ids == [f"cmpl-{sent[0]}-0"] for ids in told)
+
+
+def test_an_abort_reaches_every_process_of_a_server(
+    connect: Connect, server: FaultServer, fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm serve --data-parallel-size 4` has four API processes. Each connection belongs to one, at random, and an
+    abort ends only the requests of the process that it reaches."""
+    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    fake.pages["/openapi.json"]["paths"]["/abort_requests"] = {}
+    backend, stream, lock = connect(), random.Random(0), threading.Lock()
+    processes: list[dict[str, threading.Event]] = [{} for _ in range(4)]
+
+    def fault(request: Request) -> Reply | None:
+        with lock:
+            process = stream.choice(processes)
+            if request.path == "/abort_requests":
+                for name in request.body["request_ids"]:
+                    if name in process:
+                        process[name].set()
+                return json_reply({})
+            if request.method != "POST":
+                return None
+            name = f"cmpl-{request.body['request_id']}"
+            gate = process[f"{name}-0"] = threading.Event()
+        choice: dict[str, Any] = {
+            "finish_reason": "abort",
+            "token_ids": [7, 8],
+            "logprobs": {"tokens": ["token_id:7", "token_id:8"]},
+        }
+        choice["logprobs"]["token_logprobs"] = [-1.0, -2.0]
+        return held(json_reply({"id": name, "choices": [choice]}), gate)
+
+    fake.fault = fault
+    names = [str(row) for row in range(16)]
+    before = len(server.requests)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(backend.generate, [PROMPTS[0]] * 16, SAMPLING, request_ids=names)
+        server.wait_for(lambda: len(server.requests) == before + 16 and server.in_flight == 16)
+        assert all(processes)
+        backend.abort(names)
+        result = future.result(30)
+    assert result.finish_reasons == ("abort",) * 16 and result.ids.tolist() == [[7, 8]] * 16
+    assert server.paths().count("/abort_requests") > 1

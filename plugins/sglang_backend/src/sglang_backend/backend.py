@@ -25,6 +25,7 @@ from sglang_backend import weights
 from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
 from sglang_backend.probing import probe_server
 from sglang_backend.server import SGLangServer
+from sglang_backend.signs import SIGN
 
 if TYPE_CHECKING:
     from sglang_backend.launch import LaunchedServer
@@ -93,7 +94,8 @@ class SGLangBackend:
             api_key: the key of a server behind a URL; None to take it from ``SGLANG_API_KEY``.
             headers: sent with every request to a server behind a URL.
             connect_timeout: seconds to make a connection.
-            read_timeout: seconds without a byte after which the server counts as hung.
+            read_timeout: seconds without an answer or a sign of work, which ``/health_generate`` gives, after which the
+                server counts as hung. An answer may take longer.
             max_in_flight: the most rows at the server at a time, over all threads; None is 4,096, or fewer if this
                 process may not open as many connections.
             max_retries: how often a request is repeated after a failure that may pass.
@@ -144,6 +146,7 @@ class SGLangBackend:
                 headers=headers,
                 connect_timeout=connect_timeout,
                 read_timeout=read_timeout,
+                sign=SIGN,
                 max_in_flight=max_in_flight,
                 max_retries=max_retries,
             )

@@ -75,7 +75,8 @@ class VLLMBackend:
             api_key: sent as a bearer token; None for the environment variable VLLM_API_KEY.
             headers: sent with every request.
             connect_timeout: seconds to make a connection.
-            read_timeout: seconds without a byte after which the server counts as hanging.
+            read_timeout: seconds without an answer or a sign of work, such as growing counters in ``/metrics``, after
+                which the server counts as hanging. An answer may take longer.
             max_in_flight: HTTP requests at a time; None is 4,096, or fewer if this process may not open as many.
             max_retries: how often a failed HTTP request is repeated.
             open_timeout: seconds to find out what the server can do.

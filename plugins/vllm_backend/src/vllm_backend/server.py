@@ -15,6 +15,7 @@ from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
+from vllm_backend.signs import SIGN
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -106,6 +107,7 @@ class VLLMServer:
             headers=headers,
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
+            sign=SIGN,
             max_in_flight=max_in_flight,
             max_retries=max_retries,
         )
