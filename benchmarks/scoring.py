@@ -35,6 +35,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     if (found := against_torchrl(ragged(BODY_HEAVY, rows, longest), repeats)) is not None:
         yield found
     yield from memory(quick)
+    yield kept_under_autocast(ragged(HEAD_HEAVY, rows, longest))
     if not quick:
         yield against_head_products(ragged(HEAD_HEAVY, rows, longest), repeats)
         yield of_one_prompt(HEAD_HEAVY, repeats, None, 256, 64)
@@ -119,6 +120,33 @@ def memory(quick: bool) -> Iterator[list[Figure]]:
         work = f"memory of log-probs and their gradients, {described(batch)}, {named(HEAD_HEAVY)}"
         plain = peaks(work, prepare_gradients, ["log_softmax"], (batch,), {})
         yield plain + peaks(work, prepare_gradients, ["backend"], (batch,), {"backend": 0.45 * (plain[0].mib or 0)})
+
+
+def kept_under_autocast(rows: Ragged) -> list[Figure]:
+    """Count the bytes that log-probs keep for their gradients, with bfloat16 autocast and without.
+
+    The body keeps its states in two dtypes under autocast. Logits that were kept would make the ratio a multiple.
+    """
+    backend, kept = opened(random_model(HEAD_HEAVY)), []
+    for enabled in (False, True):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled), hooks:
+            held = backend.score_logprobs(rows, grad=True)
+        del held
+        kept.append(sum(storages.values()))
+    work = f"bytes kept for gradients, {described(rows)}, {named(HEAD_HEAVY)}"
+    way, ratio = "backend under bfloat16 autocast", kept[1] / kept[0]
+    figure = Figure(
+        work=work, way=way, baseline="backend", ratio=ratio, spread=(ratio, ratio), mib=kept[1] / 2**20, goal=1.5
+    )
+    return [figure]
 
 
 def against_torchrl(rows: Ragged, repeats: int) -> list[Figure] | None:

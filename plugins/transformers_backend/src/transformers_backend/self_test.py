@@ -72,6 +72,8 @@ class _Verdict:
         changes: how often `weights` had changed.
         records: one for each way that was tried.
         refusal: why the model cannot be used; "" if it can.
+        rounded: a dtype shorter than that of the weights to which all its logits are rounded, because its forward
+            turns autocast on, for example; None if there is none.
         scale: standard deviation of its logits.
         noise: how far two plain forwards of the same ids are apart, one of which reads more ids after them.
         passes_positions: whether it may be given `position_ids`.
@@ -82,6 +84,7 @@ class _Verdict:
     changes: int = 0
     records: dict[str, _Record] = field(default_factory=dict)
     refusal: str = ""
+    rounded: torch.dtype | None = None
     scale: float = 0.0
     noise: float = 0.0
     passes_positions: bool = False
@@ -296,6 +299,7 @@ class SelfTest:
                     raise
         half = max(1, len(row) // 2)
         verdict.scale = spread(whole)
+        verdict.rounded = _rounded_to(whole) if verdict.scale > 0.0 else None
         # Of the same length, so that every sum is made in the same order.
         other = torch.cat([row[:half], self.rows.split()[3][half:]])
         ahead = self._difference(engine.plain_logits(other)[:half], whole[:half])
@@ -354,10 +358,16 @@ class SelfTest:
         return getattr(self._engine.base.config.get_text_config(), "num_hidden_layers", None) or 1
 
     def _dtype(self) -> torch.dtype:
-        device, dtype = self._engine.device.type, self._engine.base.dtype
+        device, dtype = self._engine.device.type, self._now.rounded or self._engine.base.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
+
+
+def _rounded_to(logits: Tensor) -> torch.dtype | None:
+    """Return the short dtype that holds all these logits exactly, or None."""
+    shorts = (short for short in (torch.bfloat16, torch.float16) if torch.equal(logits.to(short).to(logits), logits))
+    return next(shorts, None)
 
 
 def _typical(apart: Tensor) -> float:

@@ -131,17 +131,6 @@ def test_an_adapter_on_the_body_only_keeps_the_tiles(open_model: Open) -> None:
     assert scores_are_right(backend, model) and scoring_path(backend).head == "tiled"
 
 
-def test_under_autocast_the_models_own_forward_is_used(open_model: Open) -> None:
-    model = tiny_model()
-    backend = open_model(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = backend.score_logprobs(ROWS)
-        assert scoring_path(backend).head == "sliced"
-        expected = oracle.logprobs(model, ROWS[0])
-    torch.testing.assert_close(out.logprobs.split()[0], expected, rtol=0, atol=0.15)
-    assert scores_are_right(backend, model) and scoring_path(backend).head == "tiled"
-
-
 def test_logits_are_made_if_they_are_requested(open_model: Open) -> None:
     backend = open_model(tiny_model())
     backend.score_logprobs(ROWS, return_logits=True)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from transformers_backend.engine import CausalLM
-from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, probe_head, softcap
-from transformers_backend.fast.split import SplitForward
+from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, head_products, probe_head, softcap
+from transformers_backend.fast.split import SplitForward, autocast_dtype
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
@@ -33,13 +32,15 @@ class ScoringHead:
         self._engine = engine
         self._split = split
         self._self_test = self_test
-        self._probed: tuple[Any, HeadFormula] | None = None
-        # The products of the formula's witness with the head, float64[1, V].
-        self._products: Tensor | None = None
+        # By the dtype of the caller's autocast, None without: one may train under it and sample without.
+        self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
+        # The products of each formula's witness with the head, float64[1, V].
+        self._products: dict[torch.dtype | None, Tensor] = {}
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
-        self._probed = self._products = None
+        self._probed.clear()
+        self._products.clear()
 
     def path(self, positions: int, *, grad: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now.
@@ -66,7 +67,7 @@ class ScoringHead:
         """Return the head as one matrix product. Only for the path "tiled"."""
         formula, module = self._formula(), self._module()
         assert module is not None
-        return TiledHead(module.weight, module.bias, formula.scale, formula.cap)
+        return TiledHead(module.weight, module.bias, formula.scale, formula.cap, formula.dtype)
 
     def _module(self) -> nn.Linear | None:
         """Return the head if it is torch's own linear layer: no adapter, no quantization, weights not offloaded."""
@@ -76,9 +77,9 @@ class ScoringHead:
         return head
 
     def _is_bare(self) -> bool:
-        """Return whether calling the head does nothing but a matrix product in the dtype of its weights."""
+        """Return whether calling the head does nothing but a matrix product."""
         head = self._module()
-        if head is None or "forward" in vars(head) or torch.is_autocast_enabled(head.weight.device.type):
+        if head is None or "forward" in vars(head):
             return False
         return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
 
@@ -90,7 +91,7 @@ class ScoringHead:
         """
         module = self._module()
         assert module is not None
-        alike = module.weight.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
+        alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
         return alike and module.weight.numel() > _LARGE
 
     def _holds(self, formula: HeadFormula, grad: bool) -> bool:
@@ -99,48 +100,57 @@ class ScoringHead:
         """
         engine, module = self._engine, self._module()
         assert module is not None and formula.witness is not None
-        state = formula.witness.to(module.weight)
-        with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
+        state = formula.witness.to(module.weight.device)
+        with engine.evaluating(), self._without_cache():
             with torch.set_grad_enabled(grad):
                 state = state.requires_grad_(grad)
                 logits = self._split.logits(state)
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            made = formula.logits(self._products_of(state, module))
-            return equal_but_for_rounding(made, logits.double(), state.dtype)
+            made = formula.logits(self._products_of(state, module, formula.dtype))
+            return equal_but_for_rounding(made, logits.double(), formula.dtype)
 
-    def _products_of(self, state: Tensor, module: nn.Linear) -> Tensor:
+    def _products_of(self, state: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
         """Return the bare products of the witness with the head, float64[1, V].
 
         Those of an earlier call are used if a sample of them is still right. If any of the rest is wrong, the model's
         own logits do not fit them either.
         """
-
-        def products(some: slice) -> Tensor:
-            bias = None if module.bias is None else module.bias[some]
-            return functional.linear(state, module.weight[some], bias).double()
-
-        known, some = self._products, slice(None, None, max(1, len(module.weight) // _SAMPLED))
+        autocast, some = autocast_dtype(self._engine.device), slice(None, None, max(1, len(module.weight) // _SAMPLED))
+        known = self._products.get(autocast)
         if (
             known is None
             or known.shape[-1] != len(module.weight)
             or known.device != state.device
-            or not equal_but_for_rounding(known[..., some], products(some), state.dtype)
+            or not equal_but_for_rounding(known[..., some], head_products(state, module, dtype, some), dtype)
         ):
-            known = self._products = products(slice(None))
+            known = self._products[autocast] = head_products(state, module, dtype)
         return known
 
     def _formula(self) -> HeadFormula:
         engine = self._engine
         # What may come between body and logits without being part of the head.
         around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
-        state = (around, engine.base.get_output_embeddings(), softcap(engine))
-        if self._probed is None or self._probed[0] != state:
-            self._products = None
-            with engine.evaluating(), torch.autocast(engine.device.type, enabled=False):
-                self._probed = (state, probe_head(engine, self._split, self._module(), self._self_test.rows.split()[0]))
-        return self._probed[1]
+        head, autocast = engine.base.get_output_embeddings(), autocast_dtype(engine.device)
+        state = (around, head, getattr(getattr(head, "weight", None), "dtype", None), softcap(engine))
+        known = self._probed.get(autocast)
+        if known is None or known[0] != state:
+            self._products.pop(autocast, None)
+            with engine.evaluating(), self._without_cache():
+                row = self._self_test.rows.split()[0]
+                known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row))
+        return known[1]
+
+    def _without_cache(self) -> torch.autocast:
+        """Keep the caller's autocast, but not the copies that it makes of weights here.
+
+        They are made without gradients, and would stay in memory until the caller's autocast ends.
+        """
+        kind = self._engine.device.type
+        return torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:

@@ -27,13 +27,15 @@ class HeadFormula:
     """How a model makes logits of its last hidden states.
 
     Attributes:
-        path: see `transformers_backend.fast.head`; `scale` and `cap` are of use for "tiled" only.
+        path: see `transformers_backend.fast.head`; the other attributes are of use for "tiled" only.
+        dtype: of the head's matrix product; under autocast, hidden states and weights are cast to it.
         scale: factor of the head's matrix product.
         cap: logits are ``cap · tanh(scaled / cap)``; None without one.
         witness: ``[1, hidden]``, a hidden state that shows the scale and bends at the cap.
     """
 
     path: HeadPath
+    dtype: torch.dtype = torch.float32
     scale: float = 1.0
     cap: float | None = None
     witness: Tensor | None = None
@@ -54,9 +56,23 @@ def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, 
     hidden = _hidden_if_sliceable(engine, split, row)
     if hidden is None:
         return HeadFormula("whole")
-    if module is None or module.weight.dtype != hidden.dtype or module.weight.shape[1] != hidden.shape[1]:
+    if module is None or module.weight.shape[1] != hidden.shape[1]:
         return HeadFormula("sliced")
-    return _tiled_formula(engine, split, module, hidden[:_TRIED]) or HeadFormula("sliced")
+    dtype = _product_dtype(hidden, module.weight, split.autocast)
+    return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
+
+
+def head_products(states: Tensor, module: nn.Linear, dtype: torch.dtype, some: slice = slice(None)) -> Tensor:
+    """Return float64[n, V]: the products of `states` with these rows of the head, rounded to `dtype`."""
+    bias = None if module.bias is None else module.bias[some].to(dtype)
+    return functional.linear(states.to(dtype), module.weight[some].to(dtype), bias).double()
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which the model multiplies these two; None if it cannot. Autocast leaves float64 alone."""
+    if autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype):
+        return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else None
 
 
 def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
@@ -71,19 +87,21 @@ def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> 
     except Exception:
         # A forward that is not a body and a head may fail in any way when it is cut in two.
         return None
-    tolerance = torch.finfo(engine.base.dtype).eps ** 0.5 * float(whole.abs().max())
+    eps = max(torch.finfo(dtype).eps for dtype in (engine.base.dtype, split.autocast) if dtype is not None)
+    tolerance = eps**0.5 * float(whole.abs().max())
     return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
 
 
-def _tiled_formula(engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor) -> HeadFormula | None:
+def _tiled_formula(
+    engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor, dtype: torch.dtype
+) -> HeadFormula | None:
     """Return the scale and cap that turn the head's matrix product into the model's own logits, or None."""
-    weight, bias = module.weight, module.bias
-    largest = float(functional.linear(hidden, weight, bias).abs().max())
+    largest = float(head_products(hidden, module, dtype).abs().max())
     if not 0.0 < largest < float("inf"):
         # If all products are zero, for example, every formula would fit.
         return None
     states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
-    products, logits = functional.linear(states, weight, bias).double(), split.logits(states).double()
+    products, logits = head_products(states, module, dtype), split.logits(states).double()
     if products.shape != logits.shape:
         # The model cuts its logits, for example to the vocabulary without padding.
         return None
@@ -91,9 +109,9 @@ def _tiled_formula(engine: CausalLM, split: SplitForward, module: nn.Linear, hid
         flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
         scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
         scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
-        formula = HeadFormula("tiled", scale, cap, witness=states[_TRIED : _TRIED + 1])
+        formula = HeadFormula("tiled", dtype, scale, cap, witness=states[_TRIED : _TRIED + 1])
         if all(
-            equal_but_for_rounding(made, wanted, hidden.dtype)
+            equal_but_for_rounding(made, wanted, dtype)
             for made, wanted in zip(formula.logits(products).split(_TRIED), logits.split(_TRIED), strict=True)
         ):
             return formula

@@ -16,12 +16,25 @@ from torch import Tensor
 from transformers_backend.engine import CausalLM
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts here; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 class CannotSplit(Exception):
     """The model's forward is not one body followed by one head."""
 
 
 class SplitForward:
+    """Runs the two halves.
+
+    Attributes:
+        autocast: the dtype to which autocast cast inside the model's forward, in the latest call of `logits`; None
+            without. The model may turn it on itself, as one that was prepared by accelerate does.
+    """
+
     def __init__(self, engine: CausalLM) -> None:
+        self.autocast: torch.dtype | None = None
         self._engine = engine
         self._output_class: Any = None
 
@@ -53,7 +66,12 @@ class SplitForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``. Call `hidden` at least once before."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._engine.device)
-        with self._replaced(lambda *args, **kwargs: self._output_class(last_hidden_state=hidden[None])):
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.autocast = autocast_dtype(self._engine.device)
+            return self._output_class(last_hidden_state=hidden[None])
+
+        with self._replaced(body):
             logits: Tensor = self._engine.forward(
                 torch.ones_like(ids), torch.zeros_like(ids), input_ids=ids, use_cache=False
             ).logits

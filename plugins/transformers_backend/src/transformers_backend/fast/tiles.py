@@ -31,18 +31,23 @@ class TiledHead:
         bias: ``[vocab]``, or None.
         scale: 1.0 for most models.
         cap: None for most models.
+        dtype: of the matrix product, to which hidden states, weight and bias are cast a tile at a time, as autocast
+            casts them; None for that of the hidden states.
+        natural: whether tiles are exponentiated with `exp` and not with `exp2`; None for what is faster on the device.
     """
 
     weight: Tensor
     bias: Tensor | None
     scale: float = 1.0
     cap: float | None = None
+    dtype: torch.dtype | None = None
+    natural: bool | None = None
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits over `temperature`.
 
-        Gradients flow to hidden, weight and bias, but not gradients of gradients. Only the arguments and n numbers are
-        kept for them. Sums are made in float32, or in float64 if `hidden` is float64.
+        Gradients flow to hidden, weight and bias, in their dtypes, but not gradients of gradients. Only the arguments
+        and n numbers are kept for them. Sums are made in float32, or in float64 if `hidden` is float64.
 
         Args:
             hidden: ``[n, hidden]``.
@@ -56,9 +61,21 @@ class TiledHead:
         return self._apply(hidden, tokens, temperature, True)
 
     def _apply(self, hidden: Tensor, tokens: Tensor, temperature: float, argmax: bool) -> tuple[Tensor, Tensor]:
-        shape = (self.scale, self.cap, temperature)
-        out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, shape, argmax)
+        natural = hidden.device.type != "cpu" if self.natural is None else self.natural
+        form = _Form(self.scale, self.cap, temperature, self.dtype or hidden.dtype, natural)
+        out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, form, argmax)
         return out
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a call makes of hidden states, weight and bias; for the attributes see `TiledHead`."""
+
+    scale: float
+    cap: float | None
+    temperature: float
+    dtype: torch.dtype
+    natural: bool
 
 
 class _LogitTiles:
@@ -70,16 +87,17 @@ class _LogitTiles:
         height, width: size of a tile, in tokens and vocabulary entries.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[float, float | None, float]):
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        scale, self.cap, temperature = shape
-        self.rate = scale / temperature
-        self._scale, self._inverse_temperature = scale, 1.0 / temperature
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, form: _Form) -> None:
+        self.hidden, self.weight = hidden.to(form.dtype), weight
+        self.bias = None if bias is None else bias.to(form.dtype)
+        self.cap, self._scale, self._inverse_temperature = form.cap, form.scale, 1.0 / form.temperature
+        self.rate = form.scale / form.temperature
+        self._natural = form.natural
+        self.dtype = torch.promote_types(form.dtype, torch.float32)
         height, width = _CPU_TILE if hidden.device.type == "cpu" else _TILE
         self.height, self.width = min(height, len(hidden)), min(width, len(weight))
-        self._product = hidden.new_empty(self.height * self.width)
-        self._tile = self._product if hidden.dtype == self.dtype else self._product.to(self.dtype)
+        self._product = self.hidden.new_empty(self.height * self.width)
+        self._tile = self._product if form.dtype == self.dtype else self._product.to(self.dtype)
 
     def rows(self) -> Iterator[slice]:
         return (slice(start, start + self.height) for start in range(0, len(self.hidden), self.height or 1))
@@ -87,9 +105,13 @@ class _LogitTiles:
     def entries(self) -> Iterator[slice]:
         return (slice(start, start + self.width) for start in range(0, len(self.weight), self.width))
 
+    def part(self, entries: slice) -> Tensor:
+        """Return these rows of the weight in the dtype of the product. All of them would be a copy of the head."""
+        return self.weight[entries].to(self.hidden.dtype)
+
     def __call__(self, rows: slice, entries: slice) -> Tensor:
         """Return ``[rows, entries]`` of logits over temperature. The next call overwrites them."""
-        hidden, weight = self.hidden[rows], self.weight[entries]
+        hidden, weight = self.hidden[rows], self.part(entries)
         product = _part(self._product, hidden, weight)
         direct = self._tile is self._product
         # The product can include the factor, unless it is first rounded to a shorter type.
@@ -97,8 +119,15 @@ class _LogitTiles:
         now, later = (factor, 1.0) if direct else (1.0, factor)
         bias, beta = (product, 0.0) if self.bias is None else (self.bias[entries], now)
         torch.addmm(bias, hidden, weight.T, beta=beta, alpha=now, out=product)
-        tile = product if direct else _part(self._tile, hidden, weight).copy_(product).mul_(later)
+        tile = product if direct else _part(self._tile, hidden, weight).copy_(product)
+        if later != 1.0:
+            # On a GPU, every pass over a tile costs a good part of its product.
+            tile.mul_(later)
         return tile if self.cap is None else tile.tanh_().mul_(self.cap * self._inverse_temperature)
+
+    def exp_(self, tile: Tensor) -> Tensor:
+        """Exponentiate in place. On a CPU `exp2` takes a third of the time of `exp`; elsewhere it is one pass more."""
+        return tile.exp_() if self._natural else tile.mul_(math.log2(math.e)).exp2_()
 
     def slope(self, tile: Tensor) -> Tensor | None:
         """Return the derivative of the cap at the values of `tile`; None if there is no cap."""
@@ -126,10 +155,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         tokens: Tensor,
-        shape: tuple[float, float | None, float],
+        form: _Form,
         wants_argmax: bool,
     ) -> tuple[Tensor, Tensor]:
-        tiles = _LogitTiles(hidden, weight, bias, shape)
+        tiles = _LogitTiles(hidden, weight, bias, form)
         chosen = torch.zeros(len(hidden), dtype=tiles.dtype, device=hidden.device)
         total = torch.zeros_like(chosen)
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
@@ -147,12 +176,13 @@ class _ChosenLogprobs(torch.autograd.Function):
                 else:
                     peak = tile.amax(1)
                 larger = torch.maximum(largest[rows], peak)
-                added = _exp_(tile.sub_(larger[:, None])).sum(1)
+                added = tiles.exp_(tile.sub_(larger[:, None])).sum(1)
                 total[rows] = total[rows] * (largest[rows] - larger).exp() + added
                 largest[rows] = larger
         normalizer = largest + total.log()
-        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer)
-        ctx.shape = shape
+        # The cast hidden states, which autocast makes shorter. The weight is in memory anyway, as it is.
+        ctx.save_for_backward(tiles.hidden, weight, bias, tokens, normalizer)
+        ctx.form, ctx.hidden_dtype = form, hidden.dtype
         ctx.mark_non_differentiable(best)
         return chosen - normalizer, best
 
@@ -161,14 +191,14 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        tiles = _LogitTiles(hidden, weight, bias, ctx.shape)
+        tiles = _LogitTiles(hidden, weight, bias, ctx.form)
         by_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if wants_hidden else None
         by_weight = torch.empty_like(weight) if wants_weight else None
         by_bias = torch.empty_like(bias) if wants_bias else None
         upstream = upstream[:, None] * tiles.rate
         # Vocabulary in the outer loop: each sum over tokens is then finished before the next, and rounded once.
         for entries in tiles.entries():
-            part = weight[entries]
+            part = tiles.part(entries)
             weight_sum = torch.zeros_like(part, dtype=tiles.dtype) if wants_weight else None
             bias_sum = torch.zeros(len(part), dtype=tiles.dtype, device=part.device) if wants_bias else None
             for rows in tiles.rows():
@@ -176,7 +206,9 @@ class _ChosenLogprobs(torch.autograd.Function):
                 slope = tiles.slope(tile)
                 column, inside = tiles.columns(tokens[rows], entries)
                 # The derivative of a log-softmax: one-hot minus softmax.
-                _exp_(tile.sub_(normalizer[rows, None])).neg_().scatter_add_(1, column, inside[:, None].to(tile.dtype))
+                tiles.exp_(tile.sub_(normalizer[rows, None])).neg_().scatter_add_(
+                    1, column, inside[:, None].to(tile.dtype)
+                )
                 tile.mul_(upstream[rows])
                 if slope is not None:
                     tile.mul_(slope)
@@ -191,12 +223,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 by_weight[entries] = weight_sum
             if by_bias is not None and bias_sum is not None:
                 by_bias[entries] = bias_sum
-        return None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias, None, None, None
-
-
-def _exp_(tile: Tensor) -> Tensor:
-    """Exponentiate in place. On a CPU `exp2` takes a third of the time of `exp`."""
-    return tile.mul_(math.log2(math.e)).exp2_()
+        return None if by_hidden is None else by_hidden.to(ctx.hidden_dtype), by_weight, by_bias, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
