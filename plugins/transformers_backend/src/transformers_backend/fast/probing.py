@@ -54,7 +54,10 @@ def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, 
     hidden = _hidden_if_sliceable(engine, split, row)
     if hidden is None:
         return HeadFormula("whole")
-    if module is None or module.weight.dtype != hidden.dtype or module.weight.shape[1] != hidden.shape[1]:
+    if module is None or module.weight.shape[1] != hidden.shape[1]:
+        return HeadFormula("sliced")
+    # The model's own forward brings the states to the head if its layers are on several devices.
+    if module.weight.dtype != hidden.dtype or module.weight.device != hidden.device:
         return HeadFormula("sliced")
     return _tiled_formula(engine, split, module, hidden[:_TRIED]) or HeadFormula("sliced")
 
