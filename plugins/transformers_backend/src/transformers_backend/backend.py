@@ -28,6 +28,7 @@ from transformers_backend.calls import Aborted, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM
+from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
@@ -43,18 +44,28 @@ class TransformersBackend:
         decoder: makes the answers.
         scorer: makes the scores.
         calls: the requests under way.
+        owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
     """
 
     requires_api = ">=1,<2"
 
-    def __init__(self, engine: CausalLM, tokenizer: Any, max_batch_tokens: int, *, fast: bool = True) -> None:
+    def __init__(
+        self,
+        engine: CausalLM,
+        tokenizer: Any,
+        max_batch_tokens: int | None,
+        *,
+        fast: bool = True,
+        owns_model: bool = False,
+    ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
         self.self_test = SelfTest(engine, tokenizer)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
-        self.scorer = scorer_class(engine, self.self_test, max_batch_tokens)
+        self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.calls = Calls()
+        self.owns_model = owns_model
         self._weights_state = WeightsState(engine.module)
         self.tokenizer = tokenizer
         self.capabilities = read_capabilities(engine, tokenizer)
@@ -69,7 +80,7 @@ class TransformersBackend:
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
-        max_batch_tokens: int = 32768,
+        max_batch_tokens: int | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         fast: bool = True,
     ) -> TransformersBackend:
@@ -84,9 +95,10 @@ class TransformersBackend:
                 is accepted.
             trust_remote_code: run Python code that comes with the model.
             attn_implementation: None for transformers' choice.
-            max_batch_tokens: how many tokens share a forward pass, including padding and the answers to come. With
-                ``max_new_tokens=None`` an answer counts as long as the context allows, so batching such rows needs a
-                larger value.
+            max_batch_tokens: how many tokens share a forward pass, including padding and the answers to come. None for
+                32,768; on a GPU, decoding then takes what fits into half of the memory that is free when a call begins.
+                With ``max_new_tokens=None`` an answer counts as long as the context allows, so batching such rows needs
+                a larger value on a CPU.
             model_kwargs: passed to ``from_pretrained`` unchanged.
             fast: use the accelerations of `transformers_backend.fast`. False runs the plain code only, to find out
                 whether an acceleration causes a problem: the numbers must be the same.
@@ -123,11 +135,11 @@ class TransformersBackend:
             )
         engine = CausalLM(module, loading.base_model(module))
         tokenizer = loading.load_tokenizer(tokenizer, engine.base, trust_remote_code)
-        return cls(engine, tokenizer, max_batch_tokens, fast=fast)
+        return cls(engine, tokenizer, max_batch_tokens, fast=fast, owns_model=module is not model)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        with self.calls.start(request) as call:
+        with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
             try:
                 if request.sampling.num_beams > 1:
                     return beam_search(self.engine, request, call, use_cache=self.decoder.may_use_cache(request, call))
@@ -137,7 +149,7 @@ class TransformersBackend:
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        with self.calls.start(request) as call:
+        with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
             return self.scorer.score(request, call)
 
     @hookimpl
@@ -164,7 +176,11 @@ class TransformersBackend:
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         # Core calls no other hook after this one; without these references the model's memory can be freed.
+        device = self.engine.device
         del self.engine, self.self_test, self.decoder, self.scorer, self._weights_state
+        if self.owns_model:
+            # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
+            give_back(device)
         return True
 
 

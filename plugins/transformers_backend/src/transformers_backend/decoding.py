@@ -21,6 +21,7 @@ from transformers_backend.calls import Call
 from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
 from transformers_backend.ending import AnswerEnding
 from transformers_backend.engine import CausalLM
+from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_limits, measured_cache
 from transformers_backend.protocol import (
     PromptBatch,
     SampledAnswers,
@@ -53,12 +54,13 @@ class Decoder:
         way: how the latest batch was decoded; None before the first.
     """
 
-    def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int) -> None:
+    def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
         self.way: DecodingWay | None = None
         self._engine = engine
         self._tokenizer = tokenizer
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
+        self._cache_bytes: CacheBytes | None = None
 
     def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
         """Answer every prompt. An aborted row ends with the step of decoding under way.
@@ -99,7 +101,8 @@ class Decoder:
         """
         way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
         done: list[Tensor] = []
-        for batch in batches_of(prompts, _GROUPING[way], self._engine, self._max_batch_tokens):
+        limits = self._limits(prompts)
+        for batch in batches_of(prompts, _GROUPING[way], self._engine, limits.tokens, limits.row_tokens):
             if gone := call.aborted_among(batch.rows):
                 aborted = batch.select(torch.tensor(sorted(gone)))
                 done.append(aborted.rows)
@@ -181,6 +184,14 @@ class Decoder:
                 made.append(growing.logits[alive.argsort(stable=True)][-len(rows) :])
         for number in range(len(rows)):
             yield number, torch.stack([logits[number] for logits in made])
+
+    def _limits(self, prompts: PromptBatch) -> DecodingLimits:
+        """Return how many rows are decoded at a time: as the user said, or what fits into the memory that is free."""
+        if self._max_batch_tokens is not None:
+            return DecodingLimits(self._max_batch_tokens)
+        if self._cache_bytes is None and self._engine.device.type == "cuda":
+            self._cache_bytes = measured_cache(self._engine, self._new_cache)
+        return decoding_limits(self._engine, self._cache_bytes, int(prompts.prompts.lengths.max()))
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 

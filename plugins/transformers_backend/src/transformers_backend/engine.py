@@ -47,7 +47,9 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.base.device
+        # The weights that accelerate has offloaded say "meta", which computes nothing.
+        devices = (each.device for each in self.base.parameters() if each.device.type != "meta")
+        device: torch.device = next(devices, self.base.device)
         return device
 
     @property
@@ -71,6 +73,11 @@ class CausalLM:
     def accepts_cache(self) -> bool:
         """Whether the model's forward takes a cache."""
         return self._cache_name is not None
+
+    @property
+    def keeps_last_logits(self) -> bool:
+        """Whether the model can be asked for the logits of the last position only."""
+        return "logits_to_keep" in self._accepted
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -122,7 +129,7 @@ class CausalLM:
             ) from error
 
     def _rows_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
-        keep = {"logits_to_keep": last} if last and "logits_to_keep" in self._accepted else {}
+        keep = {"logits_to_keep": last} if last and self.keeps_last_logits else {}
         logits: Tensor = self.forward(None, None, input_ids=ids.to(self.device), use_cache=False, **keep).logits
         return logits if last is None else logits[:, -last:]
 
@@ -156,7 +163,7 @@ class CausalLM:
         if attention_mask is not None and self._cache_name == "cache_params":
             # A recurrent state already holds the past, so its mask covers the new columns only.
             attention_mask = attention_mask[:, -inputs["input_ids"].shape[1] :]
-        keep = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
+        keep = {"logits_to_keep": 1} if self.keeps_last_logits else {}
         inputs |= {self._cache_name: cache, "use_cache": True, **keep}
         logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits
         return logits[:, -1].float()

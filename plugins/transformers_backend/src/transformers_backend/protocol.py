@@ -91,13 +91,18 @@ def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatc
     return PromptBatch(torch.arange(len(prompts)), prompts, limits, seeds)
 
 
-def batches_of(prompts: PromptBatch, grouping: Grouping, engine: CausalLM, max_tokens: int) -> Iterator[PromptBatch]:
-    """Yield the prompts in as few batches as `grouping` and `max_tokens` of prompts and answers allow."""
+def batches_of(
+    prompts: PromptBatch, grouping: Grouping, engine: CausalLM, max_tokens: int, row_tokens: int = 0
+) -> Iterator[PromptBatch]:
+    """Yield the prompts in as few batches as `grouping` and `max_tokens` of prompts and answers allow.
+
+    Every row counts `row_tokens` more.
+    """
     lengths = prompts.prompts.lengths
     for side in rows_of_one_encoding(lengths, engine.rope_switch):
         for group in groups_of(lengths[side], grouping):
             some = side[group]
-            for part in micro_batches((lengths + prompts.limits)[some], max_tokens):
+            for part in micro_batches((lengths + prompts.limits + row_tokens)[some], max_tokens):
                 yield prompts.select(some[part])
 
 

@@ -141,6 +141,8 @@ class Scorer:
         slots, targets = slots.to(states.device), targets.to(states.device)
         for some, chosen in zip(slots.split(size), targets.split(size), strict=True):
             logits = to_logits(states[some]).float()
+            # The layers of a model may be on several devices, and its head on another than its last states.
+            chosen = chosen.to(logits.device)
             logprobs.append(_log_softmax_at(logits, chosen, request.temperature))
             if request.return_logits:
                 kept.append(logits)

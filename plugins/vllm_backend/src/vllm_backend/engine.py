@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
 from corelm.support import EventLoopThread, RowFailure
@@ -272,6 +274,9 @@ def collecting_garbage() -> Iterator[None]:
         warnings.simplefilter("ignore", ResourceWarning)
         yield
         gc.collect()
+        # Without multiprocessing, and with weights that were handed over, this process itself holds memory of the GPU.
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _shut_down(llm: Any) -> None:

@@ -58,6 +58,9 @@ def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, 
         return HeadFormula("whole")
     if module is None or module.weight.shape[1] != hidden.shape[1]:
         return HeadFormula("sliced")
+    # The model's own forward brings the states to the head if its layers are on several devices.
+    if module.weight.device != hidden.device:
+        return HeadFormula("sliced")
     dtype = _product_dtype(hidden, module.weight, split.autocast)
     return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
 
