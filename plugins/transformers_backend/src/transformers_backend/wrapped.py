@@ -47,7 +47,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         CapabilityError: the model, or a part of it, is wrapped or sharded for several devices. Nothing is asked of the
             other ranks, so each of them raises.
     """
-    while (inner := model._modules.get("_orig_mod")) is not None:
+    while (inner := dict(model.named_children()).get("_orig_mod")) is not None:
         model = inner
     _refuse(model.modules(), model.parameters())
     return model
