@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec.records import WeightUpdate
+from corelm.support import whole_tensor
 
 
 class KeptWeights:
@@ -66,7 +67,7 @@ def own_copy(update: WeightUpdate) -> WeightUpdate:
     if update.state_dict is None:
         return update
     copied = {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        name: whole_tensor(value).to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in update.state_dict.items()
     }
     return replace(update, state_dict=copied)

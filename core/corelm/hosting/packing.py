@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corelm.support import whole_tensor
+
 #: A pickle, and the bytes of its large tensors.
 Packed = tuple[bytes, list[pickle.PickleBuffer]]
 
@@ -29,7 +31,7 @@ ALIGNMENT = 64
 def pack(value: Any) -> Packed:
     """Return a pickle of the value, and the bytes of its large tensors.
 
-    Tensors are sent from the CPU, contiguous and without gradients.
+    Tensors are sent from the CPU, contiguous, without gradients, and gathered if they are sharded.
 
     Raises:
         Exception: the value holds an object that cannot be pickled. Each kind of object raises its own error.
@@ -63,7 +65,7 @@ class _Pickler(pickle.Pickler):
 def _reduced_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     if tensor.is_quantized:
         raise TypeError("the scales of a quantized tensor would be lost; send tensor.dequantize()")
-    plain = tensor.detach().cpu().contiguous()
+    plain = whole_tensor(tensor).cpu().contiguous()
     dtype, shape = str(plain.dtype).removeprefix("torch."), tuple(plain.shape)
     # NumPy knows neither bfloat16 nor the 8-bit floats. The array and not its memoryview: a buffer of a memoryview
     # crashes Python 3.11 when both are garbage of one cycle.

@@ -6,6 +6,7 @@ from .checkpoints import shape_problems as shape_problems
 from .checkpoints import shapes_of as shapes_of
 from .checkpoints import tensor_shapes as tensor_shapes
 from .checkpoints import weights_folder as weights_folder
+from .checkpoints import whole_tensor as whole_tensor
 from .checkpoints import without_tied_copies as without_tied_copies
 from .deadline import Deadline as Deadline
 from .deadline import opening_within as opening_within

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,6 +149,19 @@ def refuse_weights(problems: Sequence[str], field: str) -> None:
         )
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, and gathered from all ranks if it is sharded (a DTensor, as FSDP2 makes them).
+
+    Gathering is a call to all ranks of the tensor's mesh: each of them must make it, and in the same order.
+    """
+    sharded: Any = tensor.detach()
+    if not hasattr(sharded, "full_tensor"):
+        return sharded
+    # Shards that are offloaded to the CPU belong to a mesh of GPUs, whose backend gathers nothing on a CPU.
+    gathered: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()
+    return gathered
+
+
 def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
     """Return `given` without the second name of a tied tensor.
 
@@ -156,9 +170,10 @@ def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[s
     """
 
     def is_copy(name: str) -> bool:
-        tensor = given[name]
-        alike = (given[other] for other in expected if other in given and given[other].shape == tensor.shape)
-        return any(torch.equal(tensor.to("cpu"), other.to("cpu")) for other in alike)
+        alike = [given[other] for other in expected if other in given and given[other].shape == given[name].shape]
+        # Nothing is gathered to be compared with nothing.
+        tensor = whole_tensor(given[name]).to("cpu") if alike else given[name]
+        return any(torch.equal(tensor, whole_tensor(other).to("cpu")) for other in alike)
 
     return {name: tensor for name, tensor in given.items() if name in expected or not is_copy(name)}
 
@@ -177,5 +192,5 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     # Copies, since safetensors refuses tensors that share memory.
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    copies = {name: whole_tensor(tensor).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, file, metadata={"format": "pt"})

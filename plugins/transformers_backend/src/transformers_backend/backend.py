@@ -33,6 +33,7 @@ from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
 from transformers_backend.weights_state import WeightsState
+from transformers_backend.wrapped import refuse_sharded, unwrapped
 
 
 class TransformersBackend:
@@ -88,7 +89,7 @@ class TransformersBackend:
 
         Args:
             model: a folder or hub name, or a model object, PEFT-wrapped or not. An object keeps its device, dtype,
-                train/eval mode and `requires_grad`.
+                train/eval mode and `requires_grad`. The result of ``torch.compile`` is run without being compiled.
             tokenizer: a tokenizer, or a folder or hub name of one; None for the model's own.
             dtype: None for the checkpoint's own. With a model object, the dtype that it has is accepted.
             device: None for the first GPU, or the CPU if there is no GPU. With a model object, the device that it is on
@@ -106,7 +107,8 @@ class TransformersBackend:
         Raises:
             InvalidRequestError: there is nothing to open, a path or a device that is not there, no tokenizer, or an
                 option of loading that differs from what a model object is.
-            CapabilityError: this backend cannot run the model.
+            CapabilityError: this backend cannot run the model, or it is wrapped or sharded for training on several
+                ranks.
         """
         if isinstance(model, (str, os.PathLike)):
             tokenizer = model if tokenizer is None else tokenizer
@@ -119,14 +121,14 @@ class TransformersBackend:
                 model_kwargs=model_kwargs or {},
             )
         elif isinstance(model, nn.Module):
+            module = unwrapped(model)
             loading.refuse_other_options(
-                model,
+                module,
                 dtype=dtype,
                 device=device,
                 attn_implementation=attn_implementation,
                 model_kwargs=model_kwargs or {},
             )
-            module = model
         else:
             raise InvalidRequestError(
                 f"model: expected a folder, a hub name or a model object, got {type(model).__name__}; "
@@ -139,6 +141,7 @@ class TransformersBackend:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        refuse_sharded(self.engine.module)
         with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
             try:
                 if request.sampling.num_beams > 1:
@@ -149,11 +152,13 @@ class TransformersBackend:
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        refuse_sharded(self.engine.module)
         with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
             return self.scorer.score(request, call)
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
+        refuse_sharded(self.engine.module)
         weights.load(self.engine, request)
         self.self_test.forget()
         self.scorer.weights_changed()

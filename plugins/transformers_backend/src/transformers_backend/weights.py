@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import refuse_weights, shape_problems, shapes_of
+from corelm.support import refuse_weights, shape_problems, shapes_of, whole_tensor
 from transformers_backend.engine import CausalLM
 
 
@@ -38,14 +38,19 @@ def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
     by_storage: dict[tuple[int, torch.Size], str] = {}
     for name in sorted(own.keys() & given.keys()):
         twin = by_storage.setdefault(_storage(own[name]), name)
-        if twin != name and not torch.equal(given[twin].to("cpu"), given[name].to("cpu")):
+        if twin != name and not _equal(given[twin], given[name]):
             problems.append(f"{twin!r} and {name!r} are the same tensor in this model, but differ here")
     # Of weights that are tied, one name is enough.
     expected = {name: value for name, value in own.items() if name in given or _storage(value) not in by_storage}
     refuse_weights([*shape_problems(shapes_of(given), shapes_of(expected)), *problems], field)
     with torch.no_grad():
         for name, value in given.items():
-            own[name].copy_(value)
+            # One at a time: a sharded tensor is gathered, and all of them at once may not fit into memory.
+            own[name].copy_(whole_tensor(value))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(whole_tensor(one).to("cpu"), whole_tensor(other).to("cpu"))
 
 
 def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
