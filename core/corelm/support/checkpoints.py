@@ -141,9 +141,11 @@ def refuse_weights(problems: Sequence[str], field: str) -> None:
         field: what the caller gave: ``state_dict`` or ``path``.
     """
     if problems:
+        # The names inside a module may be others: of fused experts, adapters and wrappers, for example.
+        cure = "; backend.update_weights(model) finds them for a model object" if field == "state_dict" else ""
         raise InvalidRequestError(
             f"{field} does not fit the model, which keeps its weights: {first_few(problems)}. "
-            "Give every tensor of this model, under the names of its checkpoint",
+            f"Give every tensor of this model, under the names of its checkpoint{cure}",
             field=field,
         )
 
