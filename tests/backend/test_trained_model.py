@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,4 +156,37 @@ def test_models_whose_weights_cannot_be_read_are_refused():
         empty = tiny_model()
         empty.model.norm.to("meta")
         backend.update_weights(empty)
+    assert caught.value.field == "weights" and backend.weight_version == "0" and not sent(backend)
+
+
+# An iterator ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_iterator_may_use_the_same_memory_for_each_tensor():
+    memory = torch.empty(3)
+    backend = fake()
+    assert backend.update_weights((str(number), memory.fill_(number)) for number in range(4)) == "1"
+    found = sent(backend)[-1].state_dict
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {str(n): [n] * 3 for n in range(4)}
+
+
+def broken() -> Iterator[tuple[str, Tensor]]:
+    yield "embed", torch.zeros(2)
+    raise ValueError("a rank is gone")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        (lambda: iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]), "'a' comes twice"),
+        (lambda: iter([("a", [1.0])]), "'a': expected a tensor"),
+        (lambda: iter([("a", torch.zeros(1)), torch.zeros(1)]), r"item 1: expected a pair \(name, tensor\)"),
+        (lambda: torch.zeros(2), r"item 0: expected a pair \(name, tensor\)"),
+        (broken, r"failed after 1 tensors, and nothing has changed \(ValueError: a rank is gone\)"),
+    ],
+)
+def test_an_iterator_that_goes_wrong_changes_nothing(pairs: Callable[[], Any], problem: str):
+    backend = fake()
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        backend.update_weights(pairs())
     assert caught.value.field == "weights" and backend.weight_version == "0" and not sent(backend)

@@ -327,7 +327,7 @@ class Backend(AnswerStreams):
         """Load new weights, and return the version that every later row carries.
 
         Args:
-            weights: a model object, a state dict under the names of its checkpoint, or a path that the engine can read.
+            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
             version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no answer mixes two sets of weights.

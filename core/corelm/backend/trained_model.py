@@ -1,4 +1,5 @@
 """`weights_of`: the weights of a model object under the names of its checkpoint, which is what every engine expects.
+`collected`: the weights of an iterator.
 
 The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
 adapters beside the weights that they change, `torch.compile` and DDP put a prefix before each name.
@@ -11,17 +12,17 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from corelm.errors import described
-from corelm.validate import invalid
+from corelm.errors import CoreLMError, described
+from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.
-NewWeights: TypeAlias = Mapping[str, Tensor] | nn.Module | str | os.PathLike[str]
+NewWeights: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | nn.Module | str | os.PathLike[str]
 
 #: Wrappers that hold the model as their only child, under one of these names: torch.compile; DDP and others.
 _WRAPPED_AS = ("_orig_mod", "module")
@@ -50,6 +51,35 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         if empty is not None:
             raise invalid("weights", f"{empty!r} has no values: it is on the meta device; load or gather it first")
         return _as_in_checkpoint(model, named)
+
+
+def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
+
+    So a trainer can gather shards one by one, and use the same memory for each.
+
+    Raises:
+        InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised; `field` is
+            ``weights``.
+    """
+    found: dict[str, Tensor] = {}
+    try:
+        for pair in pairs:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise invalid("weights", f"item {len(found)}: expected a pair (name, tensor), got {shown(pair)}")
+            name, tensor = pair
+            if not isinstance(tensor, Tensor):
+                raise invalid("weights", f"{name!r}: expected a tensor, got {shown(tensor)}")
+            if name in found:
+                raise invalid("weights", f"{name!r} comes twice; give each tensor once")
+            found[name] = tensor.detach().to("cpu", copy=True)
+    except CoreLMError:
+        raise
+    except Exception as error:
+        raise invalid(
+            "weights", f"the iterator failed after {len(found)} tensors, and nothing has changed ({described(error)})"
+        ) from error
+    return found
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
