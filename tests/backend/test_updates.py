@@ -29,7 +29,7 @@ def test_weight_versions_count_up_unless_the_caller_names_them():
     assert sent(backend)[-1].path == Path("some/where")
     out = backend.generate([[1], [3]], SHORT)
     assert backend.provenance(out).weight_version == "step-9"
-    with pytest.raises(InvalidRequestError, match="weights: expected a state dict or a path"):
+    with pytest.raises(InvalidRequestError, match="weights: expected a state dict, a model, a path"):
         backend.update_weights(3)
     with pytest.raises(CapabilityError, match="update_weights"):
         fake(update_weights=False).update_weights({})

@@ -44,6 +44,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _GATED
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "initializer_range": 0.15},
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        _GATED | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "granite": ("Granite", _GATED | {"logits_scaling": 0.5, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
     "cohere": ("Cohere", _GATED | {"logit_scale": 2.0}),
     "gemma2": ("Gemma2", _GATED | {"head_dim": 16, "final_logit_softcapping": 5.0, "sliding_window": 8}),

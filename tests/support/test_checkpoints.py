@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_the_checkpoint_of_a_model_is_its_folder_if_that_holds_safetensors(check
         assert local_checkpoint(name, cache_dir=str(tmp_path / "cache")) is None
 
 
+def test_the_temporary_folder_is_where_the_user_says_it_must_be(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with weights_folder(update(CHECKPOINT), checkpoint) as folder:
+        assert folder.parent == tmp_path
+    monkeypatch.delenv("TMPDIR")
+    with weights_folder(update(CHECKPOINT), checkpoint) as folder:
+        assert not Path("/dev/shm").is_dir() or folder.parent == Path("/dev/shm")
+
+
 # New weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +107,12 @@ def test_a_state_dict_is_written_with_its_values_and_dtypes(checkpoint: Path):
     found = written(state, checkpoint)
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
+
+
+def test_a_large_state_dict_is_written_to_several_files(checkpoint: Path):
+    with weights_folder(update(CHECKPOINT), checkpoint, file_size=8) as folder:
+        assert sorted(load_file(file).popitem()[0] for file in folder.iterdir()) == ["embed", "norm"]
+        assert tensor_shapes(folder) == SHAPES
 
 
 def test_the_second_name_of_a_tied_tensor_is_left_out(checkpoint: Path):
@@ -116,7 +135,7 @@ def test_the_second_name_of_a_tied_tensor_is_left_out(checkpoint: Path):
 def test_tensors_that_do_not_fit_are_named(checkpoint: Path, tmp_path: Path, state: dict[str, Tensor], problem: str):
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         written(state, checkpoint)
-    assert caught.value.field == "state_dict"
+    assert caught.value.field == "state_dict" and "backend.update_weights(model)" in str(caught.value)
     with (
         pytest.raises(InvalidRequestError, match=problem) as caught,
         weights_folder(update(saved(tmp_path / "new", state)), checkpoint),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, pr
 from corelm.backend.provenance import provenance_of
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
+from corelm.backend.trained_model import NewWeights
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.probes import ProbeScores
@@ -319,15 +319,15 @@ class Backend(AnswerStreams):
 
     def update_weights(
         self,
-        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        weights: NewWeights,
         version: str | None = None,
         drain: bool = True,
         expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
-        """Load a state dict or the weights at a path, and return the version that every later row carries.
+        """Load new weights, and return the version that every later row carries.
 
         Args:
-            weights: a state dict, or a path that the engine can read.
+            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
             version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no answer mixes two sets of weights.

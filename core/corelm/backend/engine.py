@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tenacity
-from torch import Tensor
+from torch import nn
 
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted
+from corelm.backend.trained_model import NewWeights, collected, weights_of
 from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
@@ -134,7 +135,7 @@ class OpenEngine:
 
     def update_weights(
         self,
-        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        weights: NewWeights,
         version: str | None,
         drain: bool,
         expect: ProbeScores | Mapping[str, Any] | None = None,
@@ -144,9 +145,16 @@ class OpenEngine:
         update = WeightUpdate(version="", drain=drain, expect=self._expected(expect))
         if isinstance(weights, (str, os.PathLike)):
             return self._update(replace(update, path=Path(weights)), version)
+        if isinstance(weights, nn.Module):
+            weights = weights_of(weights)
+        elif isinstance(weights, Iterable) and not isinstance(weights, Mapping):
+            weights = collected(weights)
         if isinstance(weights, Mapping):
             return self._update(replace(update, state_dict=weights), version)
-        raise invalid("weights", f"expected a state dict or a path, got {type(weights).__name__}")
+        raise invalid(
+            "weights",
+            f"expected a state dict, a model, a path, or an iterator of (name, tensor), got {type(weights).__name__}",
+        )
 
     def weights_changed(self, version: str | None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""

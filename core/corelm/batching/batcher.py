@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
@@ -19,6 +17,7 @@ from corelm.backend.futures import settle
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
 from corelm.backend.program_end import at_program_end
+from corelm.backend.trained_model import NewWeights
 from corelm.backend.waits import program_deadline
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
@@ -178,7 +177,7 @@ class DynamicBatcher(Backend):
 
     def update_weights(
         self,
-        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        weights: NewWeights,
         version: str | None = None,
         drain: bool = True,
         expect: ProbeScores | Mapping[str, Any] | None = None,

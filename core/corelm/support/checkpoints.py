@@ -12,6 +12,8 @@ Only headers are read, never tensors. This module needs safetensors, which a plu
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,17 +29,22 @@ from corelm.spec.records import WeightUpdate
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
 
+#: A folder that is kept in memory, on Linux.
+_SHARED_MEMORY = "/dev/shm"
+
 
 @contextmanager
-def weights_folder(request: WeightUpdate, checkpoint: Path | None) -> Iterator[Path]:
+def weights_folder(request: WeightUpdate, checkpoint: Path | None, *, file_size: int = 1 << 30) -> Iterator[Path]:
     """Yield the folder with the safetensors of `request`, once they have been found to fit.
 
-    A state dict is written to a temporary folder, which is deleted at the end of the ``with`` block. The second name of
-    a tied tensor is left out, as in a checkpoint.
+    A state dict is written to a temporary folder, in shared memory if it has room and ``TMPDIR`` is not set. It is
+    deleted at the end of the ``with`` block. The second name of a tied tensor is left out, as in a checkpoint.
 
     Args:
         checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`). None if it
             cannot be read on this machine: then the weights are only read and not compared, and must be a path.
+        file_size: bytes after which the next tensor of a state dict goes to another file. About as much is copied at a
+            time.
 
     Raises:
         InvalidRequestError: there is no readable checkpoint at the path, or the tensors have other names or shapes.
@@ -53,8 +60,8 @@ def weights_folder(request: WeightUpdate, checkpoint: Path | None) -> Iterator[P
         expected = tensor_shapes(checkpoint)
         given = without_tied_copies(request.state_dict, expected)
         refuse_weights(shape_problems(shapes_of(given), expected), "state_dict")
-        with TemporaryDirectory(prefix="corelm-weights-") as folder:
-            _save(given, Path(folder, "model.safetensors"))
+        with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(given)) as folder:
+            _save(given, Path(folder), file_size)
             yield Path(folder)
         return
     assert request.path is not None
@@ -142,9 +149,11 @@ def refuse_weights(problems: Sequence[str], field: str) -> None:
         field: what the caller gave: ``state_dict`` or ``path``.
     """
     if problems:
+        # The names inside a module may be others: of fused experts, adapters and wrappers, for example.
+        cure = "; backend.update_weights(model) finds them for a model object" if field == "state_dict" else ""
         raise InvalidRequestError(
             f"{field} does not fit the model, which keeps its weights: {first_few(problems)}. "
-            "Give every tensor of this model, under the names of its checkpoint",
+            f"Give every tensor of this model, under the names of its checkpoint{cure}",
             field=field,
         )
 
@@ -188,9 +197,36 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
+    """Write `tensors` to files in `folder`, and copy no more of them at a time than one file holds."""
     from safetensors.torch import save_file
 
-    # Copies, since safetensors refuses tensors that share memory.
-    copies = {name: whole_tensor(tensor).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(copies, file, metadata={"format": "pt"})
+    copies: dict[str, Tensor] = {}
+    held, files = 0, 0
+
+    def write() -> None:
+        nonlocal held, files
+        save_file(copies, folder / f"model-{files:05}.safetensors", metadata={"format": "pt"})
+        copies.clear()
+        held, files = 0, files + 1
+
+    for name, tensor in tensors.items():
+        # Copies, since safetensors refuses tensors that share memory.
+        copies[name] = whole_tensor(tensor).detach().to("cpu", copy=True).contiguous()
+        held += copies[name].nbytes
+        if held >= file_size:
+            write()
+    if copies or not files:
+        write()
+
+
+def _room_for(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return where to make the temporary folder: in shared memory if all tensors fit; None for the default.
+
+    ``TMPDIR`` says where it must be, if the workers of an engine are on several machines, for example.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if "TMPDIR" in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
+        return None
+    # What is left there is memory that the engine may need itself.
+    return _SHARED_MEMORY if 2 * size < shutil.disk_usage(_SHARED_MEMORY).free else None

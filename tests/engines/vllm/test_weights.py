@@ -68,6 +68,21 @@ def test_weights_are_loaded_from_a_state_dict_or_a_folder(backend: Backend, tmp_
     assert matches_model(backend, model_of(0))
 
 
+def test_a_model_object_is_loaded(backend: Backend) -> None:
+    assert backend.update_weights(torch.compile(model_of(1))) == "1"
+    assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
+
+
+def test_experts_are_not_replaced_on_a_cpu(open_vllm: Open, tmp_path: Path) -> None:
+    """Loading them again, also from a folder, leaves vLLM 0.32 with wrong answers."""
+    model_of(0, "qwen3-moe").save_pretrained(tmp_path)  # type: ignore[operator]
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with open_vllm(tmp_path, engine="sync") as backend:
+        assert matches_model(backend, model_of(0, "qwen3-moe"))
+        with pytest.raises(CapabilityError):
+            backend.update_weights(model_of(1, "qwen3-moe"))
+
+
 def test_a_state_dict_may_have_another_dtype(backend: Backend) -> None:
     new = model_of(1)
     short = {name: tensor.bfloat16() for name, tensor in new.state_dict().items()}

@@ -1,4 +1,4 @@
-"""New weights from a state dict or a path: all are loaded or none."""
+"""New weights from a state dict, a model or a path: all are loaded or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corelm import Backend
@@ -159,11 +159,40 @@ def test_a_missing_path_or_another_model_changes_nothing(open_model: Open, tmp_p
     assert torch.equal(scores(backend), before)
 
 
-def lora(seed: int) -> peft.PeftModel:
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "mixtral", "qwen3-moe"])
+def test_a_model_object_is_loaded(open_model: Open, family: str) -> None:
+    backend, new = open_model(tiny_model(family)), tiny_model(family, seed=1)
+    assert backend.update_weights(torch.compile(new)) == "1"
+    assert scores_like(backend, new)
+    with_adapters = lora(2, family)
+    backend.update_weights(with_adapters)
+    assert scores_like(backend, with_adapters)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_names_of_a_checkpoint_that_do_not_fit_change_nothing(open_model: Open, tmp_path: Path, fault: str) -> None:
+    tiny_model("mixtral", seed=1).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    if fault == "missing":
+        del state[name]
+    if fault == "unexpected":
+        name = name.replace("3", "4")
+        state[name] = torch.zeros(96, 64)
+    if fault == "shape":
+        state[name] = state[name].T.contiguous()
+    backend = open_model(tiny_model("mixtral"))
+    before = scores(backend)
+    with pytest.raises(InvalidRequestError, match=name.replace(".", r"\.")) as caught:
+        backend.update_weights(state)
+    assert caught.value.field == "state_dict" and torch.equal(scores(backend), before)
+
+
+def lora(seed: int, family: str = "qwen2") -> peft.PeftModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(tiny_model(seed=seed), config).eval()
+        return peft.get_peft_model(tiny_model(family, seed=seed), config).eval()
 
 
 def test_a_wrapped_model_accepts_its_own_names_or_those_of_the_inner_model(open_model: Open, tmp_path: Path) -> None:
@@ -184,3 +213,10 @@ def test_a_wrapped_model_accepts_its_own_names_or_those_of_the_inner_model(open_
     backend.update_weights(tmp_path)
     with model.disable_adapter():
         assert scores_like(backend, tiny_model(seed=3))
+
+    # The experts have other names in a checkpoint.
+    moe = lora(4, "mixtral")
+    backend = open_model(moe)
+    backend.update_weights(tiny_model("mixtral", seed=5))
+    with moe.disable_adapter():
+        assert scores_like(backend, tiny_model("mixtral", seed=5))

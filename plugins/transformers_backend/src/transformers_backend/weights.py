@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
@@ -26,7 +27,7 @@ def load(engine: CausalLM, request: WeightUpdate) -> None:
             Nothing has changed.
     """
     if request.state_dict is not None:
-        _copy(engine, request.state_dict, "state_dict")
+        _copy(engine, _under_own_names(engine, request.state_dict), "state_dict")
     elif request.path is not None:
         _copy(engine, _read(engine, request.path), "path")
 
@@ -59,10 +60,38 @@ def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
         raise InvalidRequestError(f"path: there is nothing at {path}; give a folder or a file of weights", field="path")
     if path.is_file():
         return _read_file(path)
-    # The names in a checkpoint may differ from the model's (experts stored one by one, for example): transformers
-    # translates them.
+    return _translated(engine, path, "path")
+
+
+def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return `given` under the names of the model if it has those of the model's checkpoint, else as it is."""
+    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    if given.keys() <= own.keys():
+        return given
+    with torch.no_grad():
+        # On the meta device, converting costs neither time nor memory.
+        empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
+        expected = shapes_of(revert_weight_conversion(engine.base, empty))
+    if len(given.keys() & expected.keys()) <= len(given.keys() & own.keys()):
+        return given
+    tied = {name for name in engine.base.all_tied_weights_keys if name not in given}
+    refuse_weights(
+        shape_problems(shapes_of(given), {name: shape for name, shape in expected.items() if name not in tied}),
+        "state_dict",
+    )
+    return _translated(engine, given, "state_dict")
+
+
+def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
+    """Return the weights of a checkpoint under the names of the model. Experts may be stored one by one, for example.
+
+    Args:
+        source: the folder of the checkpoint, or its tensors.
+        field: what the caller gave: ``state_dict`` or ``path``.
+    """
     fresh, report = type(engine.base).from_pretrained(
-        path,
+        source if isinstance(source, Path) else None,
+        state_dict=None if isinstance(source, Path) else dict(source),
         config=copy.deepcopy(engine.base.config),
         dtype=engine.base.dtype,
         weights_only=True,
@@ -71,7 +100,7 @@ def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
     )
     refuse_weights(
         [f"{kind[:-5]} {name!r}" for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])],
-        "path",
+        field,
     )
     state_dict: Mapping[str, Tensor] = fresh.state_dict()
     return state_dict

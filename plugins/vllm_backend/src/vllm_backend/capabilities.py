@@ -124,10 +124,12 @@ def _can_reload(config: Any) -> bool:
     from vllm.platforms import current_platform
 
     # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
-    # loaded again: the model would go on with a new body and the old, packed head.
-    tied = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
-    keeps_old_head = current_platform.is_cpu() and tied
-    return config.load_config.load_format in RELOADABLE_FORMATS and not keeps_old_head
+    # loaded again: the model would go on with a new body and the old, packed head. A mixture of experts answers with
+    # neither the old weights nor the new ones after it was loaded again (seen with vLLM 0.32).
+    model = config.model_config
+    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+    wrong_afterwards = current_platform.is_cpu() and (tied or model.is_moe)
+    return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
 
 
 def _checkpoint(config: Any) -> Path | None:
