@@ -20,7 +20,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-hosts bench bench-quick
+.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-hosts bench bench-quick bench-gpu
 .PHONY: install test-faults drawings wheels pins format clean
 
 help: ## list the targets
@@ -72,6 +72,9 @@ bench: install ## compare the cost with that of the bare engines and of TorchRL;
 
 bench-quick: install ## run fewer and smaller benchmarks, in under three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
+
+bench-gpu: install ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed
+	$(BIN)/python -m benchmarks.gpu
 
 format: install ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,1 @@
+"""Benchmarks that need a GPU; `python -m benchmarks.gpu` runs them."""
