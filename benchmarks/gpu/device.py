@@ -108,7 +108,8 @@ def random_model(size: Size, *, seed: int = 0, tied: bool = False) -> Any:
     torch.manual_seed(seed)
     with torch.device(device()):
         config = Qwen2Config(**size.config, tie_word_embeddings=tied, eos_token_id=tokenizer().eos_token_id)
-        model = Qwen2ForCausalLM(config).to(size.dtype).eval()
+        model: Any = Qwen2ForCausalLM(config).eval()
+        model.to(size.dtype)
         # With the usual spread of 0.02 all log-probs are about -log V, and an error would not show.
         model.get_output_embeddings().weight.data.mul_(4.0)
     return model

@@ -27,11 +27,11 @@ _SLICE = 512
 
 def figures(size: Size) -> Iterator[list[Figure]]:
     generator = torch.Generator(device()).manual_seed(0)
-    shape = {"device": device(), "generator": generator}
+    options: dict[str, Any] = {"device": device(), "generator": generator}
     vocab, width = size.config["vocab_size"], size.config["hidden_size"]
-    hidden = torch.randn(size.head_rows, width, **shape).to(size.dtype)
-    weight = (0.08 * torch.randn(vocab, width, **shape)).to(size.dtype)
-    tokens = torch.randint(vocab, (size.head_rows,), **shape)
+    hidden = torch.randn(size.head_rows, width, **options).to(size.dtype)
+    weight = (0.08 * torch.randn(vocab, width, **options)).to(size.dtype)
+    tokens = torch.randint(vocab, (size.head_rows,), **options)
     heads: dict[str, Head] = {"tiled": tiled, "plain": plain, **others()}
     named = f"head, {size.head_rows:,} states of {width}, V={vocab:,}"
 

@@ -76,8 +76,8 @@ def agreement(backend: Backend, size: Size) -> list[Figure]:
     answers = backend.generate(prompts, {"max_new_tokens": min(128, 2 * size.new), "seed": 1})
     whole = [prompt + answer for prompt, answer in zip(prompts, answers.ids.tolist(), strict=True)]
     scores = backend.score_logprobs(whole, score_from=[32] * len(whole))
-    scored = scores.logprobs.values[scores.scored.values]
-    apart = (answers.logprobs.values.cpu() - scored.cpu()).abs()
+    assert answers.logprobs is not None
+    apart = (answers.logprobs.values.cpu() - scores.logprobs.values[scores.scored.values].cpu()).abs()
     work = f"generated against scored log-probs, {size.dtype}"
     return [value(work, "mean", float(apart.mean()), 0.02), value(work, "largest", float(apart.max()), 0.5)]
 
@@ -115,8 +115,8 @@ def with_gradients(backend: Backend, model: Any, rows: list[list[int]]) -> list[
             step()
 
     work = f"memory of log-probs and gradients, {len(rows)} rows of {len(rows[0])}"
-    (plain, *rest) = memory(work, {"as it is": step}, {}) or [None]
-    goals = {} if plain is None else {"under autocast": (plain.mib or 0) + 512}
-    autocast = memory(work, {"under autocast": under_autocast}, goals)
+    plain = memory(work, {"as it is": step}, {})
+    allowed = max((figure.mib or 0 for figure in plain), default=0) + 512
+    autocast = memory(work, {"under autocast": under_autocast}, {"under autocast": allowed})
     model.eval()
-    return [*([] if plain is None else [plain]), *rest, *autocast]
+    return [*plain, *autocast]
