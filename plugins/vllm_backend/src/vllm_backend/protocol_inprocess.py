@@ -212,7 +212,9 @@ def _row_scores(output: Any, with_argmax: bool, asked: int | None) -> RowScores:
     logprobs = checked_logprobs(found, len(found))
     if not with_argmax:
         return RowScores(logprobs)
-    argmax, of_argmax, ids = [], [], []
+    argmax: list[int] = []
+    of_argmax: list[float] = []
+    ids: list[int] = []
     if asked is not None:
         argmax, of_argmax, ids = [last.token_ids[0]], [last.logprobs[0]], [asked]
     if prompt is not None:
