@@ -9,6 +9,7 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.inputs": frozenset({"tokens_input"}),
     "vllm.platforms": frozenset({"current_platform"}),
     "vllm.sampling_params": frozenset({"RequestOutputKind"}),
+    "vllm.usage.usage_lib": frozenset({"UsageContext"}),
     "vllm.v1.engine.async_llm": frozenset({"AsyncLLM"}),
     "vllm.v1.engine.exceptions": frozenset({"EngineDeadError"}),
     "vllm.v1.engine.llm_engine": frozenset({"LLMEngine"}),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 import corelm
@@ -67,6 +70,20 @@ def test_a_model_that_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine
     assert caught.value.usable is False
     with pytest.raises(InvalidRequestError, match="model: there is no file or folder"):
         corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
+
+
+def test_opening_leaves_the_random_states_of_the_process_alone(open_vllm: Open) -> None:
+    def drawn() -> tuple[int, float, float]:
+        return int(torch.randint(2**62, ())), random.random(), float(numpy.random.random())
+
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    expected = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    # The synchronous mode runs the engine in this process, and vLLM seeds its generators.
+    open_vllm(engine="sync").close()
+    assert drawn() == expected
 
 
 def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_folder: Path) -> None:

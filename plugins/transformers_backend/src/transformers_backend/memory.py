@@ -141,15 +141,18 @@ def _free_bytes(device: torch.device) -> int:
 def _reading_bytes(engine: CausalLM, columns: int) -> int:
     """Return an upper bound of the bytes that reading a token of a prompt takes, apart from its cache."""
     config, size = engine.base.config.get_text_config(), engine.base.dtype.itemsize
-    hidden = config.hidden_size
+    # Not from the configuration, where the names of these two differ.
+    hidden = engine.base.get_input_embeddings().weight.shape[-1]
     intermediates = [
         getattr(config, name, None) for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
     ]
     widest = max([4 * hidden, *(each for each in intermediates if isinstance(each, int))])
     experts = getattr(config, "num_experts_per_tok", None) or 1
     # Only eager attention keeps its scores, one float32 and one short float a head; the others need at most a mask.
+    # No model has heads of fewer than 16.
+    heads = getattr(config, "num_attention_heads", None) or hidden // 16
     eager = getattr(config, "_attn_implementation", None) == "eager"
-    scores = columns * (6 * config.num_attention_heads if eager else 4)
+    scores = columns * (6 * heads if eager else 4)
     logits = 0 if engine.keeps_last_logits else (size + 4) * engine.vocab_size
     return size * (_HIDDENS * hidden + _INTERMEDIATES * widest * experts) + scores + logits
 

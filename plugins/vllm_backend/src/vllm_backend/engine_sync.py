@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
+
+import numpy
+import torch
 
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest
@@ -132,10 +136,27 @@ class SyncEngine(InProcessEngine):
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
 
 
+@contextmanager
+def _keeping_random_states() -> Iterator[None]:
+    """Restore the random states of this process afterwards.
+
+    Without multiprocessing vLLM seeds them with a constant. Core draws the seeds of answers from torch's generator, so
+    a program would get the same answers in every run.
+    """
+    python, array = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+
+
 def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # See `engine._start`.
-    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    with _keeping_random_states():
+        # See `engine._start`.
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
