@@ -105,7 +105,8 @@ def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
         own = {name: value for name, value in tiny_model("qwen2-tied").state_dict().items() if name != "lm_head.weight"}
         save_file(own, Path(checkpoint, "model.safetensors"))
         with weights_folder(update, Path(checkpoint)) as folder:
-            found = {"folder": load_file(folder / "model.safetensors")}
+            (file,) = folder.glob("*.safetensors")
+            found = {"folder": load_file(file)}
     found["fleet"] = dict(own_copy(update).state_dict or {})
     found["process"] = {name: value.clone() for name, value in unpack(*pack(state)).items()}
     return found

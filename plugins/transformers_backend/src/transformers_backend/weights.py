@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
@@ -68,6 +67,9 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor]) -> Mapping[s
     own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
     if given.keys() <= own.keys():
         return given
+    # Imported here, so that listing the backends does not import transformers.
+    from transformers.core_model_loading import revert_weight_conversion
+
     with torch.no_grad():
         # On the meta device, converting costs neither time nor memory.
         empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
