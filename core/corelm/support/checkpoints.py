@@ -218,6 +218,9 @@ def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
             write()
     if copies or not files:
         write()
+    if files == 1:
+        # The name that every reader of checkpoints knows.
+        (folder / "model-00000.safetensors").rename(folder / "model.safetensors")
 
 
 def _room_for(tensors: Mapping[str, Tensor]) -> str | None:

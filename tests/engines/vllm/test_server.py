@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -196,6 +197,19 @@ def test_an_aborted_answer_keeps_its_tokens(server: VLLMServerProcess) -> None:
     torch.testing.assert_close(
         result.logprobs.split()[0], oracle.answer_logprobs(MODEL, [5, 6], answer), rtol=0, atol=1e-4
     )
+
+
+def test_answers_may_take_more_than_twice_the_read_timeout(server: VLLMServerProcess) -> None:
+    """Without a sign of work, the rows that wait longest in the server's queue would fail after twice that time."""
+    # Long enough for a page of a busy server.
+    patience, took, rows = 10.0, 0.0, 256
+    with connect(server, read_timeout=patience) as backend:
+        while took < 2.5 * patience:
+            rows *= 2
+            start = time.monotonic()
+            result = backend.generate([[5, 6]] * rows, {"max_new_tokens": 480, "ignore_eos": True})
+            took = time.monotonic() - start
+            assert set(result.finish_reasons) == {"length"} and len(result.finish_reasons) == rows
 
 
 def test_opening_and_closing_ten_times_leaves_no_threads(server: VLLMServerProcess) -> None:
