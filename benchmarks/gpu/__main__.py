@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu [--only head scoring …] [--tiny] [--out FOLDER]
 
-Each part is a module of this package with a function ``figures(size)`` that yields lists of `Figure`. A part runs in a
-process of its own, so that it finds an empty GPU, and is ended after nine minutes; all parts together take less than
-40. Where a command may not run that long, give one part at a time: ``--only`` keeps the figures of the other parts.
+Each part is a module of this package with a function ``figures(size)`` that yields lists of `Figure`. Each part
+runs in a separate process, so that it finds an empty GPU, and is ended after nine minutes. All parts together should
+take less than 40. Where a command may not run that long, give one part at a time: ``--only`` keeps the figures of the
+other parts.
 
 A part that cannot run here, because there is no GPU or an engine is not installed, is skipped, and the reason is saved
 with the results. ``--tiny`` runs the parts on the CPU with toy sizes, to find out whether they still work.
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _in_process(part: str, tiny: bool, out: Path) -> dict[str, Any]:
-    """Measure a part in a process of its own. Return its figures, and the reason if some or all are missing."""
+    """Measure a part in a separate process. Return its figures, and the reason if figures are missing."""
     if reason := _missing(part, tiny):
         return {"reason": f"skipped: {reason}", "figures": []}
     result = out / f".{part}.json"

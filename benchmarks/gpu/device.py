@@ -42,7 +42,7 @@ class Size:
 
 
 SIZES = {
-    # Qwen2.5-1.5B, with a head of its own.
+    # Qwen2.5-1.5B with an untied head.
     "full": Size(
         config={
             "vocab_size": 151_936,
@@ -137,7 +137,7 @@ def ragged_lengths(size: Size) -> list[int]:
 
 
 def memory(work: str, ways: Mapping[str, Way], goals: Mapping[str, float]) -> list[Figure]:
-    """Measure how much GPU memory each way takes above what is held before it. Nothing is measured without a GPU.
+    """Measure how much GPU memory each way adds to what is held before it. Without a GPU, return no figures.
 
     Args:
         work: names the work.
@@ -153,7 +153,7 @@ def memory(work: str, ways: Mapping[str, Way], goals: Mapping[str, float]) -> li
 
 
 def peak(way: Way) -> float | None:
-    """Return the peak of allocated MiB while `way` runs, above what is allocated before; None without a GPU."""
+    """Return how many MiB `way` allocates at its peak, in addition to those held before; None without a GPU."""
     way()
     if not torch.cuda.is_available():
         return None
@@ -167,7 +167,7 @@ def peak(way: Way) -> float | None:
 
 
 def value(work: str, way: str, found: float, goal: float | None = None) -> Figure:
-    """Return a figure that is a number of its own, not a time. It is met if it is not larger than its goal."""
+    """Return a figure of something else than time. Its goal is an upper limit."""
     return Figure(work=work, way=way, ratio=found, spread=(found, found), goal=goal)
 
 

@@ -1,6 +1,6 @@
 """Scoring with the transformers plugin: time, memory with gradients, and waits for the GPU.
 
-padded    what is usually written: sort, pad, forward, float32, `log_softmax`, `gather`, in slices of 512 positions
+padded    what users usually write: sort, pad, forward, float32, `log_softmax`, `gather`, in slices of 512 positions
 backend   ``backend.score_logprobs``
 """
 

@@ -1,4 +1,4 @@
-"""vLLM through corelm, compared with ``vllm.LLM`` of the same model and options, each in a process of its own.
+"""vLLM through corelm, compared with ``vllm.LLM`` of the same model and options, each in a separate process.
 
 LLM       ``vllm.LLM(...).generate`` with its own limits and its fastest options: no text, flat log-probs
 backend   ``backend.generate`` and ``backend.score_logprobs``
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 import corelm
 from benchmarks.gpu.device import SIZES, Size, clock, gpu, random_ids, random_model, save, value
@@ -107,7 +109,7 @@ def measure_llm(size: Size, model: Path) -> dict[str, float]:
         wanted = SamplingParams(
             max_tokens=size.new, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True, **more
         )
-        found[work] = _seconds(lambda: llm.generate(prompts, wanted, use_tqdm=False))  # noqa: B023
+        found[work] = _seconds(partial(llm.generate, prompts, wanted, use_tqdm=False))
     work, rows = _scored(size)
     wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
     found[work] = _seconds(lambda: llm.generate([{"prompt_token_ids": row} for row in rows], wanted, use_tqdm=False))
@@ -121,14 +123,18 @@ def measure_backend(size: Size, model: Path) -> dict[str, float]:
         for work, count, more in _works(size):
             prompts = random_ids(size, [size.shortest] * count)
             sampling = {"max_new_tokens": size.new, "ignore_eos": True, **more}
-            found[work] = _seconds(lambda: backend.generate(prompts, sampling))  # noqa: B023
+            found[work] = _seconds(partial(backend.generate, prompts, sampling))
             if not more:
                 policy = LLMPolicy(backend, input_mode="tokens", sampling_params=sampling, return_text=False)
-                tokens = torch.tensor(prompts)
-                found[f"{work}, policy"] = _seconds(lambda: policy(TensorDict(tokens=tokens, batch_size=[count])))  # noqa: B023
+                found[f"{work}, policy"] = _seconds(partial(_ask_policy, policy, torch.tensor(prompts)))
         work, rows = _scored(size)
         found[work] = _seconds(lambda: backend.score_logprobs(rows))
     return found
+
+
+def _ask_policy(policy: LLMPolicy, tokens: Tensor) -> None:
+    # A new TensorDict in every call, because the answers are written into it.
+    policy(TensorDict(tokens=tokens, batch_size=[len(tokens)]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 `collected`: the weights of an iterator.
 
 The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
-adapters beside the weights that they change, `torch.compile` and DDP put a prefix before each name.
+adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
 
 Core does not import transformers. If the model comes from transformers, the caller has imported it already.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CoreLMError, described
+from corelm.support import whole_tensor
 from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.
@@ -72,7 +73,7 @@ def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
                 raise invalid("weights", f"{name!r}: expected a tensor, got {shown(tensor)}")
             if name in found:
                 raise invalid("weights", f"{name!r} comes twice; give each tensor once")
-            found[name] = tensor.detach().to("cpu", copy=True)
+            found[name] = whole_tensor(tensor).to("cpu", copy=True)
     except CoreLMError:
         raise
     except Exception as error:

@@ -212,7 +212,7 @@ def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
 
     for name, tensor in tensors.items():
         # Copies, since safetensors refuses tensors that share memory.
-        copies[name] = whole_tensor(tensor).detach().to("cpu", copy=True).contiguous()
+        copies[name] = whole_tensor(tensor).to("cpu", copy=True).contiguous()
         held += copies[name].nbytes
         if held >= file_size:
             write()
