@@ -9,6 +9,7 @@ Each is also a builtin exception that a caller would think to catch::
     ├── BackendConflictError      (RuntimeError)         two distributions claim its name
     ├── BackendIncompatibleError  (TypeError)            it does not fit this hook specification
     ├── BackendClosedError        (RuntimeError)         it was closed
+    ├── BackendAsleepError        (RuntimeError)         it sleeps, or has no weights yet
     ├── BackendTimeoutError       (TimeoutError)         no answer within the timeout
     ├── CapabilityError           (NotImplementedError)  the engine cannot do this
     ├── InvalidRequestError       (ValueError)           the request is wrong: field, rows
@@ -86,6 +87,10 @@ class BackendIncompatibleError(CoreLMError, TypeError):
 
 class BackendClosedError(CoreLMError, RuntimeError):
     """The backend was closed; open a new one."""
+
+
+class BackendAsleepError(CoreLMError, RuntimeError):
+    """The engine sleeps, or was opened without weights. The message says what to call; the engine is fine."""
 
 
 # A request ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from corelm.spec.records import (
     GenerateRequest,
     GenerateResult,
 )
+from corelm.spec.sleeping import SleepRequest, WakeRequest
 from corelm.support import RowAnswer
 
 
@@ -107,3 +108,24 @@ class Modest(ToyBackend):
 
     def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         return super()._answer(row, prompt or [self.tokenizer.bos_token_id], seed, request)
+
+
+class Sleeper(ToyBackend):
+    """No defect: it sleeps. Its table is moved aside at level 1, and dropped at level 2."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
+        self.kept: Tensor | None = None
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self.kept = self.model.table.detach().clone() if request.level == 1 else None
+        self.model.table.data = torch.full_like(self.model.table, torch.nan)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        if "weights" in request.tags and self.kept is not None:
+            self.model.table.data, self.kept = self.kept, None
+        return True

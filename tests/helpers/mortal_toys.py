@@ -25,6 +25,8 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
+from corelm.spec.sleeping import SleepRequest, WakeRequest
+from helpers.capable_plugins import Sleeper
 from helpers.processes import PATIENCE, wait_until
 
 #: The weights that every engine is started with, and others.
@@ -33,7 +35,7 @@ TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_s
 LIMITS = FleetLimits(misses=1, take_back=0.0, give_up=0.2, trial=0.0, backoff=0.02, longest_backoff=0.05, restarts=3)
 
 
-class MortalToy(ToyBackend):
+class MortalToy(Sleeper):
     """A toy engine that calls ``before(hook, request)`` first; what that raises, the hook raises.
 
     `generate` returns what ``after(engine, result)`` makes of its result.
@@ -87,6 +89,16 @@ class MortalToy(ToyBackend):
     def update_weights(self, request: WeightUpdate) -> bool:
         self._enter("update_weights", request)
         return bool(ToyBackend.update_weights(self, request))
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self._enter("sleep", request)
+        return bool(Sleeper.sleep(self, request))
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        self._enter("wake", request)
+        return bool(Sleeper.wake(self, request))
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
-from corelm.backend.call_log import log_abort, log_close_failed
+from corelm.backend.call_log import log_close_failed
+from corelm.backend.controls import EngineControls
 from corelm.backend.encoding import decoded
 from corelm.backend.engine import Canary, OpenEngine
 from corelm.backend.futures import in_thread
@@ -20,17 +21,15 @@ from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, pr
 from corelm.backend.provenance import provenance_of
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.backend.trained_model import NewWeights
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
 
 
-class Backend(AnswerStreams):
+class Backend(EngineControls, AnswerStreams):
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
     If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine can.
@@ -315,60 +314,7 @@ class Backend(AnswerStreams):
         """
         return provenance_of(self.engine, batch, sampling)
 
-    # Weights, health, closing ----------------------------------------------------------------------------------------
-
-    def update_weights(
-        self,
-        weights: NewWeights,
-        version: str | None = None,
-        drain: bool = True,
-        expect: ProbeScores | Mapping[str, Any] | None = None,
-    ) -> str:
-        """Load new weights, and return the version that every later row carries.
-
-        Args:
-            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
-            version: the label of these weights; None counts up from the last label.
-            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
-                engine that can. Either way no answer mixes two sets of weights.
-            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
-                the backend compares the engine with it before any other call is served.
-
-        Raises:
-            InvalidRequestError: the weights do not fit; the old ones are still in force.
-            CapabilityError: the engine cannot load them; the old ones are still in force.
-            StaleWeightsError: the canary disagrees; as after the next error.
-            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
-                rows that follow get a label that no weights had before, until an update succeeds.
-        """
-        return self.engine.update_weights(weights, version, drain, expect)
-
-    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
-        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
-
-        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
-
-        Args:
-            version: the label of these weights; None counts up from the last label.
-            expect: as for `update_weights`.
-
-        Raises:
-            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
-        """
-        return self.engine.weights_changed(version, expect)
-
-    def health(self) -> bool:
-        """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
-        return self.engine.health()
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
-
-        Raises:
-            CapabilityError: the engine cannot abort.
-        """
-        log_abort(self.name, len(request_ids))
-        self.engine.abort(request_ids)
+    # Closing ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine.

@@ -97,6 +97,8 @@ class OpenEngine:
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
         self.canary: Canary | None = None
+        # An update that the canary could not ask about, because the engine slept.
+        self._not_asked: WeightUpdate | None = None
         _open.add(self)
 
     @property
@@ -203,7 +205,11 @@ class OpenEngine:
             # The state that the weights have now belongs to this label. Otherwise the canary's calls would count a
             # change by the owner.
             weights.put(unused)
-            self.canary.after_update(replace(update, version=label))
+            update = replace(update, version=label)
+            if self.hooks.sleep_state.answers:
+                self.canary.after_update(update)
+            else:
+                self._not_asked = update
         weights.put(label)
         if label != unused:
             weights.release(unused)
@@ -238,6 +244,7 @@ class OpenEngine:
         def finish(done: Any) -> str:
             if done is not True:
                 raise self.hooks.fault("update_weights")(f"returned {shown(done)}: the new weights are not in force")
+            self.hooks.sleep_state.without_weights = False
             self._put(unused, label, request)
             return label
 
@@ -256,6 +263,27 @@ class OpenEngine:
             raise
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
+
+    def ask_canary_awake(self) -> None:
+        """Have the canary ask an engine that was woken. No other call is in it.
+
+        Raises:
+            StaleWeightsError: the engine does not answer as its weights should. They get a label that none had before.
+            EngineError: the engine failed.
+        """
+        update, self._not_asked = self._not_asked, None
+        if self.canary is None:
+            return
+        if update is None:
+            self.canary.look()
+            return
+        try:
+            self.canary.after_update(update)
+        except BaseException:
+            unused = self.hooks.weights.next_label()
+            self.hooks.weights.put(unused)
+            self._distrust(unused)
+            raise
 
     def require(self, capability: str, why: str) -> None:
         """Refuse a call that needs a capability which the engine does not have.

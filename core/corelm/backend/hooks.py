@@ -19,9 +19,11 @@ import tenacity
 
 from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
+from corelm.backend.hook_kinds import ALONE, OUT_OF_TURN, READ_WEIGHTS, RETRIED
 from corelm.backend.registering import registered
 from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
+from corelm.backend.sleep_state import SleepState
 from corelm.backend.waits import call_for
 from corelm.backend.weights import CHANGED, Weights
 from corelm.errors import (
@@ -40,12 +42,6 @@ from corelm.tensors.modes import no_inference_mode
 
 T = TypeVar("T")
 
-#: Hooks that may be repeated: repeating them changes nothing but the time taken.
-RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
-#: Hooks that do not wait for the calls under way: `abort` ends one of them, and `health` must answer at any time.
-OUT_OF_TURN = frozenset({"abort", "health"})
-#: Hooks whose results depend on the weights.
-READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
 
@@ -69,6 +65,7 @@ class EngineHooks:
     Attributes:
         capabilities: what the engine can do, as it declared when it was opened.
         weights: the label of the weights in force.
+        sleep_state: what of the engine sleeps.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
@@ -98,6 +95,7 @@ class EngineHooks:
         }
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
+        self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:
         """Return whether the engine, core or a wrapper implements the hook."""
@@ -172,6 +170,7 @@ class EngineHooks:
 
         Raises:
             BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
+            BackendAsleepError: the hook needs a part of the engine that sleeps, or weights that it has not got.
             CapabilityError: the engine has no such hook.
             BackendTimeoutError: waiting for a turn and the engine's work together took longer than ``request.timeout``.
             EngineError: the hook raised another exception (chained), or returned None or what `finish` cannot read.
@@ -260,11 +259,11 @@ class EngineHooks:
             with self._own_turns[hook]:
                 self.require_open()
                 return serve()
-        aborts = hook == "update_weights" and not request.drain
+        aborts = hook in ALONE and not getattr(request, "drain", True)
         if aborts:
             self._abort_answers()
         visit = self._lock.visit(
-            exclusive=hook == "update_weights" or not self.capabilities.concurrent_calls,
+            exclusive=hook in ALONE or not self.capabilities.concurrent_calls,
             hook=hook,
             names=request.request_ids if hook in READ_WEIGHTS else (),
             attended=attended,
@@ -330,6 +329,7 @@ class EngineHooks:
         end: float | None,
     ) -> Any:
         with no_inference_mode():
+            self.sleep_state.require(hook)
             request = fill(request)
             watch = self.weights.watch() if hook in READ_WEIGHTS else None
             if end is not None:

@@ -84,8 +84,8 @@ class DynamicBatcher(Backend):
 
     Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
     settings belong to a thread.
-    `update_weights` and `weights_changed` wait for the requests before them, and later requests wait for them; with
-    ``update_weights(drain=False)`` nothing waits in the queue.
+    `update_weights`, `weights_changed` and `sleep` wait for the requests before them, and later requests wait for
+    them; with ``drain=False`` nothing waits in the queue. Requests that come while the engine sleeps are refused.
 
     A request's timeout starts when the request is made. A shared call gets the time of the request that has most left,
     and each request fails when its own time is over. ``get_backend(retry=…)`` repeats a shared call as a whole.
@@ -192,6 +192,13 @@ class DynamicBatcher(Backend):
         """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
         change = super().weights_changed
         return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))
+
+    def sleep(self, level: int = 1, drain: bool = True) -> None:
+        """Put the engine to sleep as `Backend.sleep` does; with `drain`, in its turn among the requests."""
+        if not drain:
+            return super().sleep(level, drain)
+        put = super().sleep
+        return self.dispatcher.in_turn(self._barrier(), lambda: put(level, drain))
 
     def _barrier(self) -> QueuedCall:
         return QueuedCall(prepared=None, owner=self, rows=1, tokens=0, barrier=True)

@@ -10,6 +10,7 @@ from typing import Any
 from corelm.backend.backend import Backend
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.spec.capabilities import Capabilities, Range
+from corelm.spec.sleeping import SLEEP_LEVELS
 from corelm.validate import invalid, shown
 
 #: What tokenizers are compared by: words, digits, bytes above 127, spaces and a newline.
@@ -33,6 +34,10 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         "gradients": False,
         "native_samples": False,
         "concurrent_calls": True,
+        "without_weights": can["update_weights"] and any(one.without_weights for one in given),
+        "sleep_levels": frozenset.intersection(
+            *(one.sleep_levels for one in given), SLEEP_LEVELS if can["update_weights"] else SLEEP_LEVELS[:1]
+        ),
         # What one engine does slowly is left out where it can be.
         "seeds_are_costly": can["per_answer_seeds"] and any(one.seeds_are_costly for one in given),
     }

@@ -119,7 +119,7 @@ class _Good:
 
 
 def watch(backend: Backend, options: Canary | None = None) -> Watch:
-    """Put a canary in front of the backend's engine, and look for the first time.
+    """Put a canary in front of the backend's engine, and look for the first time, if the engine has weights.
 
     Raises:
         CapabilityError: the engine can neither score nor sample greedily with raw log-probs.
@@ -127,7 +127,8 @@ def watch(backend: Backend, options: Canary | None = None) -> Watch:
         EngineError: the engine failed.
     """
     made = Watch(backend, options or Canary())
-    made.look()
+    if backend.engine.hooks.sleep_state.answers:
+        made.look()
     backend.engine.canary = made
     return made
 
@@ -214,7 +215,7 @@ class Watch:
             BackendTimeoutError: the engine did not answer in time.
         """
         self._require_comparable(update.expect)
-        if not update.by_owner:
+        if not update.by_owner and self._engine.hooks.sleep_state.answers:
             try:
                 self._questions.warm_up()
             except (BackendClosedError, BackendTimeoutError):

@@ -23,6 +23,7 @@ from corelm.fleet.records import FleetLimits, State, UpdateFailed
 from corelm.fleet.replica import Member, OpenReplica
 from corelm.fleet.routing import LeastWork, Policy
 from corelm.fleet.runner import FleetRunner
+from corelm.fleet.sleeping import sleep_all, wake_all
 from corelm.fleet.status import ReplicaStatus
 from corelm.fleet.weights import own_copy
 from corelm.spec.capabilities import Capabilities
@@ -39,6 +40,7 @@ from corelm.spec.records import (
     TokenizeResult,
     WeightUpdate,
 )
+from corelm.spec.sleeping import SleepRequest, WakeRequest
 from corelm.support.waiting import next_item
 from corelm.validate import invalid, shown
 
@@ -57,7 +59,7 @@ class FleetEngine:
     Every row is answered exactly once, or fails with an error that names it. When an engine dies, the rows that it has
     not answered are sent to another one with their own seeds, and it is started again. New weights are loaded into all
     engines before one of them serves again. An engine serves only after its canary has agreed: it answers as the others
-    do.
+    do. While the fleet sleeps, no engine is started again.
 
     `weights_state` is not carried: the weights of a fleet change with `update_weights`, or with `weights_changed`. Rows
     of an engine whose weights were changed otherwise are not returned. `to_containers` is core's own: an engine that
@@ -134,6 +136,7 @@ class FleetEngine:
 
         Raises:
             BackendClosedError: the fleet is closed.
+            BackendAsleepError: the fleet sleeps.
             InvalidRequestError: an engine of this name has not left.
         """
         self._runner.join(member)
@@ -187,6 +190,16 @@ class FleetEngine:
             raise EngineError("no engine of the fleet is left", usable=False)
         kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
         raise kind(f"no engine of the fleet has the new weights, and the old ones are in force: {reasons}")
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        sleep_all(self._runner, request)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        wake_all(self._runner, request)
+        return True
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:

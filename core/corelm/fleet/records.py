@@ -40,7 +40,7 @@ TRANSITIONS: dict[tuple[State, State], str] = {
     (State.STALE, State.HEALTHY): "its canary agreed, or no replica took an update and it has kept its weights",
     (State.STALE, State.DEAD): "it died, did not load the weights, or its canary disagreed",
     (State.STALE, State.GONE): "it was told to leave",
-    (State.HEALTHY, State.STALE): "an update has begun, and its last row is answered",
+    (State.HEALTHY, State.STALE): "an update has begun, and its last row is answered; or it has slept",
     (State.HEALTHY, State.SUSPECT): "it missed health checks",
     (State.HEALTHY, State.DRAINING): "it was told to leave",
     (State.HEALTHY, State.DEAD): "it died, or failed several calls in a row",

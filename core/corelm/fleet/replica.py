@@ -151,7 +151,7 @@ class OpenReplica:
             self._label = self._engine.update_weights(weights, update.version, update.drain, update.expect)
 
     def look(self, expected: Said | None) -> Said | None:
-        """Have the canary ask the engine, and return what it said; None if nothing shows its weights.
+        """Have the canary ask the engine, and return what it said; None if it sleeps or nothing shows its weights.
 
         Args:
             expected: what another replica with the same weights said.
@@ -160,7 +160,7 @@ class OpenReplica:
             StaleWeightsError: the canary disagrees.
             CoreLMError: the engine failed.
         """
-        if self.watch is None:
+        if self.watch is None or not self._engine.hooks.sleep_state.answers:
             return None
         scores = expected.scores if expected is not None and self.capabilities.score else None
         self.watch.look(scores)
@@ -178,8 +178,8 @@ class OpenReplica:
         Raises:
             CoreLMError: the engine failed, so that this is not known.
         """
-        if self.watch is None or self._member.ended is not None:
-            # The end of a process does not go unnoticed.
+        if self.watch is None or self._member.ended is not None or not self._engine.hooks.sleep_state.answers:
+            # The end of a process does not go unnoticed. An engine that sleeps is asked when it wakes.
             return ""
         with self._looking:
             if time.monotonic() - self._agreed_at < _TRUST:

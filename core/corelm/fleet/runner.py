@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from corelm.backend.futures import join, uninterrupted
-from corelm.errors import BackendClosedError, brief, message
+from corelm.errors import BackendAsleepError, BackendClosedError, brief, message
 from corelm.fleet.canary import Canary
 from corelm.fleet.flights import NO_THREAD, Flights, Flying
 from corelm.fleet.lives import Lives
@@ -64,6 +64,7 @@ class FleetRunner(Flights):
         state: the state machine.
         lives: the engines.
         closed: whether the fleet was closed.
+        asleep: whether the engines sleep, so that none is started.
 
     Raises:
         InvalidRequestError: two replicas would not answer alike.
@@ -82,6 +83,7 @@ class FleetRunner(Flights):
         self.lives = Lives(members, opened, canary, self.state, self._lock, self.do)
         self._checks: dict[Life, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
+        self.asleep = False
         for name, replica in opened.items():
             self._speeds[name] = Throughput(time.monotonic())
             most = None if replica.capabilities.concurrent_calls else 1
@@ -160,11 +162,14 @@ class FleetRunner(Flights):
 
         Raises:
             BackendClosedError: the fleet is closed.
+            BackendAsleepError: the fleet sleeps.
             InvalidRequestError: a replica of this name has not left.
         """
         with self._lock:
             if self.closed:
                 raise BackendClosedError("the fleet is closed")
+            if self.asleep:
+                raise BackendAsleepError("an engine cannot join a fleet that sleeps; call backend.wake() first")
             one_call = any(not each.capabilities.concurrent_calls for each in self.lives.replicas())
             now = time.monotonic()
             decisions = self.state.join(member.name, now, 1 if one_call else None)
@@ -208,7 +213,7 @@ class FleetRunner(Flights):
                 self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
             elif now - since > _HEALTH:
                 self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
-        self.do(self.state.tick)
+        self.do(self.state.tick, restart=not self.asleep)
 
     # Decisions --------------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,15 @@ class FleetState(FleetSteps):
             self._advance(replica, now)
         return self._decided(now)
 
+    def woken(self, now: float) -> list[Decision]:
+        """Note that the replicas have slept and are awake: their canaries have to agree again."""
+        for replica in self.replicas.values():
+            if replica.state is State.HEALTHY and not replica.flights:
+                replica.agreed = None
+                self._move(replica, State.STALE, now)
+                self._advance(replica, now)
+        return self._decided(now)
+
     # Rows -------------------------------------------------------------------------------------------------------------
 
     def add(self, rows: Iterable[int], now: float) -> list[Decision]:
@@ -291,12 +300,17 @@ class FleetState(FleetSteps):
 
     # Time -------------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Decision]:
-        """Restart replicas whose backoff is over, and end what takes too long. Call this about once a second."""
+    def tick(self, now: float, restart: bool = True) -> list[Decision]:
+        """Restart replicas whose backoff is over, and end what takes too long. Call this about once a second.
+
+        Args:
+            now: the time.
+            restart: False starts none: the memory that it would take is used by others.
+        """
         limits = self.limits
         for replica in self.replicas.values():
             waited = now - replica.since
-            if replica.state is State.DEAD and now >= replica.retry_at:
+            if replica.state is State.DEAD and now >= replica.retry_at and restart:
                 replica.life = Life(replica.name, replica.life.number + 1)
                 self._move(replica, State.RESTARTING, now)
                 self._decisions.append(Start(replica.life))

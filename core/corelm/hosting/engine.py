@@ -31,6 +31,7 @@ from corelm.spec.records import (
     ScoreResult,
     WeightUpdate,
 )
+from corelm.spec.sleeping import SleepRequest, WakeRequest
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
 
@@ -120,6 +121,16 @@ class HostedEngine:
     def update_weights(self, request: WeightUpdate) -> bool:
         loaded: bool = self._call("update_weights", request)
         return loaded
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        slept: bool = self._call("sleep", request)
+        return slept
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        awake: bool = self._call("wake", request)
+        return awake
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:

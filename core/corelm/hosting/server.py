@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.hooks import OUT_OF_TURN
+from corelm.backend.hook_kinds import OUT_OF_TURN
 from corelm.backend.registering import registered
 from corelm.backend.registry import open_plugin
 from corelm.errors import CapabilityError

@@ -34,3 +34,7 @@ from .records import WeightUpdate as WeightUpdate
 from .sampling import ALIASES as ALIASES
 from .sampling import FIELDS as FIELDS
 from .sampling import SamplingParams as SamplingParams
+from .sleeping import SLEEP_LEVELS as SLEEP_LEVELS
+from .sleeping import SLEEP_TAGS as SLEEP_TAGS
+from .sleeping import SleepRequest as SleepRequest
+from .sleeping import WakeRequest as WakeRequest

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS
+from corelm.spec.sleeping import SLEEP_LEVELS
 from corelm.validate import did_you_mean, flag, invalid, is_bool, shown
 
 Range = tuple[float, float]
@@ -59,6 +60,9 @@ class Capabilities:
         streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
             core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
+        without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
+            loaded some.
+        sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
         abort: the optional hook `abort` works.
 
     Raises:
@@ -84,6 +88,8 @@ class Capabilities:
     stops_at_timeout: bool = False
     streaming: bool = False
     update_weights: bool = False
+    without_weights: bool = False
+    sleep_levels: frozenset[int] = frozenset()
     abort: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +103,7 @@ class Capabilities:
             put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
         put("sampling", _parameters(self.sampling))
         put("generation_modes", _modes(self.generation_modes))
+        put("sleep_levels", _levels(self.sleep_levels))
         for each in fields(self):
             if isinstance(each.default, bool):
                 flag(each.name, getattr(self, each.name))
@@ -106,6 +113,9 @@ class Capabilities:
         for name in ("length_penalty", "early_stopping"):
             if name in self.sampling and "num_beams" not in self.sampling:
                 raise invalid("sampling", f"{name} belongs to beam search; declare num_beams as well")
+        for name, given in (("without_weights", self.without_weights), ("sleep_levels", 2 in self.sleep_levels)):
+            if given and not self.update_weights:
+                raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 
@@ -170,6 +180,13 @@ def _modes(given: Any) -> frozenset[GenerationMode]:
             hint = did_you_mean(mode, known) or f"; known modes: {', '.join(map(repr, known))}"
             raise invalid("generation_modes", f"unknown mode {shown(mode)}{hint}")
     return frozenset(given)
+
+
+def _levels(given: Any) -> frozenset[int]:
+    for level in _members("sleep_levels", given, "a set, as in frozenset({1, 2})"):
+        if _integer(level) not in SLEEP_LEVELS:
+            raise invalid("sleep_levels", f"expected levels out of {shown(SLEEP_LEVELS)}, got {shown(level)}")
+    return frozenset(operator.index(level) for level in given)
 
 
 def _members(name: str, given: Any, expected: str) -> Iterable[Any]:

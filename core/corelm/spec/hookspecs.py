@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         WeightsStateRequest,
         WeightUpdate,
     )
+    from corelm.spec.sleeping import SleepRequest, WakeRequest
 
 API_VERSION = "1.1"
 PROJECT = "corelm"
@@ -120,6 +121,22 @@ class BackendSpec:
 
         For an engine whose model other code can change in place. Core asks before and after every call, so it must be
         cheap. New in 1.1.
+        """
+
+    @hookspec(firstresult=True)
+    def sleep(self, request: SleepRequest) -> bool:
+        """Free the accelerator's memory, at one of the levels that ``capabilities.sleep_levels`` declares.
+
+        Return True. The engine's processes go on, and `health` and `tokenize` still work. Raise `InvalidRequestError`
+        or `CapabilityError` only if nothing was changed. New in 1.1.
+        """
+
+    @hookspec(firstresult=True)
+    def wake(self, request: WakeRequest) -> bool:
+        """Take the memory of the named parts again. Weights that level 1 kept are the same as before.
+
+        Return True. Core calls `update_weights` while the weights are awake and the KV cache is not, if the user does:
+        the hook must not need the cache then. New in 1.1.
         """
 
     @hookspec(firstresult=True)

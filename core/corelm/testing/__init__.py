@@ -31,7 +31,7 @@ from corelm.testing.base import ConformanceBase, needs, not_applicable
 
 THEMES = (
     *("tokens", "logprobs", "sampled_logprobs", "distribution", "seeds", "stopping", "parameters", "provenance"),
-    *("fields", "scored_fields", "chat", "streaming", "weights", "faults", "bad_results", "lifecycle"),
+    *("fields", "scored_fields", "chat", "streaming", "weights", "sleeping", "faults", "bad_results", "lifecycle"),
 )
 
 # Makes failed assertions show both sides. It must run before these modules are imported.

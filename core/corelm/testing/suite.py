@@ -14,6 +14,7 @@ from corelm.testing.provenance import ProvenancePromises
 from corelm.testing.sampled_logprobs import SampledLogProbPromises
 from corelm.testing.scored_fields import ScoredFieldPromises
 from corelm.testing.seeds import SeedPromises
+from corelm.testing.sleeping import SleepPromises
 from corelm.testing.stopping import StoppingPromises
 from corelm.testing.streaming import StreamingPromises
 from corelm.testing.tokens import TokenPromises
@@ -34,6 +35,7 @@ class BackendConformance(
     ChatPromises,
     StreamingPromises,
     WeightPromises,
+    SleepPromises,
     FaultPromises,
     BadResultPromises,
     LifecyclePromises,

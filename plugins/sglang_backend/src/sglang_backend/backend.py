@@ -17,6 +17,8 @@ from corelm.spec import (
     HealthRequest,
     ScoreRequest,
     ScoreResult,
+    SleepRequest,
+    WakeRequest,
     WeightUpdate,
     hookimpl,
 )
@@ -172,6 +174,18 @@ class SGLangBackend:
     def update_weights(self, request: WeightUpdate) -> bool:
         self._require_running()
         weights.load(self.engine, request)
+        return True
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self._require_running()
+        self.engine.sleep(request)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        self._require_running()
+        self.engine.wake(request)
         return True
 
     @hookimpl

@@ -89,9 +89,17 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # Such a server sends deltas and not, as others do, the whole answer so far.
         streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
+        sleep_levels=_sleep_levels(settings),
         abort=True,
     )
     return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+
+
+def _sleep_levels(settings: Mapping[str, Any]) -> frozenset[int]:
+    """Return the levels at which the server can sleep. Unless it was told to, it keeps no copy of the weights."""
+    if not settings.get("enable_memory_saver"):
+        return frozenset()
+    return frozenset({1, 2} if settings.get("enable_weights_cpu_backup") else {2})
 
 
 def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:

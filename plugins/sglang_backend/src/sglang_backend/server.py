@@ -18,6 +18,8 @@ from corelm.spec import (
     GenerateResult,
     ScoreRequest,
     ScoreResult,
+    SleepRequest,
+    WakeRequest,
     WeightUpdate,
 )
 from corelm.support import Deadline, HttpClient, InFlight, Streamed, local_checkpoint, raise_if_none_was_served
@@ -29,6 +31,9 @@ from sglang_backend.protocol import Payload
 _ABORT_TIMEOUT = 10.0
 #: Seconds that the server may take to say that it is healthy.
 _HEALTH_TIMEOUT = 5.0
+
+#: What the server calls the parts that wake. Its CUDA graphs are of use only with the cache.
+_MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 
 
 class SGLangServer:
@@ -105,6 +110,21 @@ class SGLangServer:
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise EngineError(self._client.secrets.masked(f"the server did not take the name of the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
+
+    def sleep(self, request: SleepRequest) -> None:
+        """Free the memory of the server's GPUs: weights, cache and CUDA graphs.
+
+        Raises:
+            EngineError: the server works on requests of other clients, or failed.
+        """
+        # A server that is not idle would end itself; this refuses instead.
+        self._client.post("/flush_cache", {}, expect_json=False)
+        self._client.post("/release_memory_occupation", {}, expect_json=False)
+
+    def wake(self, request: WakeRequest) -> None:
+        """Take the memory again."""
+        tags = [name for tag in sorted(request.tags) for name in _MEMORY[tag]]
+        self._client.post("/resume_memory_occupation", {"tags": tags}, expect_json=False)
 
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from corelm.spec import (
     HealthRequest,
     ScoreRequest,
     ScoreResult,
+    SleepRequest,
+    WakeRequest,
     WeightsStateRequest,
     WeightUpdate,
     hookimpl,
@@ -32,6 +35,7 @@ from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_ba
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
+from transformers_backend.sleeping import SleepingWeights, sleep_levels
 from transformers_backend.weights_state import WeightsState
 from transformers_backend.wrapped import refuse_sharded, unwrapped
 
@@ -68,8 +72,10 @@ class TransformersBackend:
         self.calls = Calls()
         self.owns_model = owns_model
         self._weights_state = WeightsState(engine.module)
+        self._sleeping = SleepingWeights(engine.module)
         self.tokenizer = tokenizer
-        self.capabilities = read_capabilities(engine, tokenizer)
+        levels = sleep_levels(engine.module, owns_model)
+        self.capabilities = replace(read_capabilities(engine, tokenizer), sleep_levels=levels)
 
     @classmethod
     def open(
@@ -165,6 +171,21 @@ class TransformersBackend:
         return True
 
     @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        # What was prepared from the weights takes memory, too.
+        self.scorer.weights_changed()
+        self._sleeping.sleep(request.level)
+        give_back(self.engine.device)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        # There is no KV cache between two calls.
+        if "weights" in request.tags:
+            self._sleeping.wake()
+        return True
+
+    @hookimpl
     def weights_state(self, request: WeightsStateRequest) -> Hashable:
         return self._weights_state()
 
@@ -182,7 +203,7 @@ class TransformersBackend:
     def close(self, request: CloseRequest) -> bool:
         # Core calls no other hook after this one; without these references the model's memory can be freed.
         device = self.engine.device
-        del self.engine, self.self_test, self.decoder, self.scorer, self._weights_state
+        del self.engine, self.self_test, self.decoder, self.scorer, self._weights_state, self._sleeping
         if self.owns_model:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)

@@ -17,6 +17,8 @@ from corelm.spec import (
     HealthRequest,
     ScoreRequest,
     ScoreResult,
+    SleepRequest,
+    WakeRequest,
     WeightUpdate,
     hookimpl,
 )
@@ -129,6 +131,16 @@ class VLLMBackend:
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         weights.load(self.engine, request)
+        return True
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self.engine.sleep(request)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        self.engine.wake(request)
         return True
 
     @hookimpl

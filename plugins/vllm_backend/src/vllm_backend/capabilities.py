@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import Capabilities, GenerationMode
+from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
 from vllm_backend.sampling import HONOURED
 
@@ -35,6 +35,9 @@ SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
 WEIGHT_ROUTES = frozenset(
     {"/collective_rpc", "/pause", "/reset_prefix_cache", "/resume", "/update_weight_version", "/weight_info"}
 )
+
+#: The routes of a server that can sleep, also of its development mode.
+SLEEP_ROUTES = frozenset({"/sleep", "/wake_up", "/server_info"})
 
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
@@ -102,9 +105,15 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
+        sleep_levels=_sleep_levels(model.enable_sleep_mode, checkpoint is not None),
         abort=abort,
     )
     return ModelInfo(capabilities, tokenizer, checkpoint, speculative)
+
+
+def _sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
+    """Return the levels at which vLLM can sleep; level 2 needs weights afterwards."""
+    return frozenset(level for level in SLEEP_LEVELS if enabled and (level == 1 or takes_weights))
 
 
 def _seeds_are_costly() -> bool:
@@ -245,6 +254,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=routes >= WEIGHT_ROUTES,
+        sleep_levels=_sleep_levels(_sleep_mode(client, routes, deadline), routes >= WEIGHT_ROUTES),
         abort=True,
     )
     return ServerInfo(
@@ -347,3 +357,13 @@ def _generation_config(model: str) -> Any:
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {why}; pass {field}=", field=field)
+
+
+def _sleep_mode(client: HttpClient, routes: frozenset[str], deadline: Deadline) -> bool:
+    """Return whether the server was started with ``--enable-sleep-mode``. Without it, sleeping frees nothing."""
+    if not routes >= SLEEP_ROUTES:
+        return False
+    page = client.get("/server_info?config_format=json", timeout=deadline.left())
+    config = page.get("vllm_config") if isinstance(page, dict) else None
+    model = config.get("model_config") if isinstance(config, dict) else None
+    return isinstance(model, dict) and model.get("enable_sleep_mode") is True

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm.spec import (
+    AbortRequest,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    SleepRequest,
+    WakeRequest,
+    WeightUpdate,
+)
 from corelm.support import EventLoopThread, RowFailure
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.capabilities import ModelInfo, read_model
@@ -51,6 +60,7 @@ class InProcessEngine(ABC):
         self._info = info
         self._closed = False
         self._broken = False
+        self._asleep = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         requests = protocol.generation_requests(request, self._info)
@@ -79,6 +89,18 @@ class InProcessEngine(ABC):
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
         self._load(None)
+
+    def sleep(self, request: SleepRequest) -> None:
+        """Free the GPU's memory; the prefix cache is emptied."""
+        self._require_usable()
+        self._asleep = True
+        self._sleep(request.level)
+
+    def wake(self, request: WakeRequest) -> None:
+        """Take the memory again. When all of it is back, vLLM goes on to schedule requests."""
+        self._require_usable()
+        self._wake(sorted(request.tags))
+        self._asleep = not request.last
 
     def _load(self, folder: Path | None) -> None:
         self._require_usable()
@@ -124,6 +146,12 @@ class InProcessEngine(ABC):
     @abstractmethod
     def _load_folder(self, folder: Path | None) -> None:
         """Load the safetensors in `folder`, if there is one, and empty vLLM's caches."""
+
+    @abstractmethod
+    def _sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    def _wake(self, tags: list[str]) -> None: ...
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -256,7 +284,15 @@ class AsyncEngine(InProcessEngine):
             await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
-        await self.llm.resume_generation()
+        if not self._asleep:
+            # Otherwise there is no cache to run with; waking it resumes vLLM.
+            await self.llm.resume_generation()
+
+    def _sleep(self, level: int) -> None:
+        self.loop.run(self.llm.sleep(level))
+
+    def _wake(self, tags: list[str]) -> None:
+        self.loop.run(self.llm.wake_up(tags))
 
 
 def timeout_error(timeout: float | None) -> TimeoutError:

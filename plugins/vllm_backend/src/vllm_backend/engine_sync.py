@@ -126,6 +126,12 @@ class SyncEngine(InProcessEngine):
             raise EngineError(f"{type(error).__name__}: {error}. {DEAD}", usable=False) from error
         return outputs
 
+    def _sleep(self, level: int) -> None:
+        self.thread.submit(self.llm.sleep, level).result()
+
+    def _wake(self, tags: list[str]) -> None:
+        self.thread.submit(self.llm.wake_up, tags).result()
+
     def _load_folder(self, folder: Path | None) -> None:
         self.thread.submit(self._load_on_thread, folder).result()
 

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm.spec import (
+    AbortRequest,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    SleepRequest,
+    WakeRequest,
+    WeightUpdate,
+)
 from corelm.support import Deadline, InFlight, Streamed, local_checkpoint, opening_within, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
@@ -49,6 +58,7 @@ class VLLMServer:
         self._in_flight = InFlight()
         self._initial_version = self._weight_version(deadline.left())
         self._loaded_version: str | None = None
+        self._asleep = False
 
     @classmethod
     def connect(
@@ -172,6 +182,17 @@ class VLLMServer:
                 raise EngineError(f"the server kept its prefix cache, which belongs to the old weights: {reply}")
             self._set_weight_version(request.version)
 
+    def sleep(self, request: SleepRequest) -> None:
+        """Free the memory of the server's GPUs. Requests of other clients wait until it is awake."""
+        self._asleep = True
+        mode = "wait" if request.drain else "abort"
+        self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
+
+    def wake(self, request: WakeRequest) -> None:
+        """Take the memory again."""
+        self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in sorted(request.tags)), {})
+        self._asleep = not request.last
+
     def health(self, timeout: float | None = None) -> bool:
         """Return whether the server answers within `timeout` seconds, and within five."""
         return self._client.answers("/health", min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
@@ -262,7 +283,9 @@ class VLLMServer:
         try:
             yield
         finally:
-            self._client.post("/resume", {}, retry=True)
+            # A server without its KV cache has nothing to run requests with; waking it resumes them.
+            if not self._asleep:
+                self._client.post("/resume", {}, retry=True)
 
     def _set_weight_version(self, version: str) -> None:
         self._client.post("/update_weight_version", {"new_version": version}, retry=True)

@@ -1,0 +1,119 @@
+"""`EngineControls`: what a `Backend` does besides answering. Weights, sleep, health, and the end of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from corelm.backend import sleeping
+from corelm.backend.call_log import log_abort
+from corelm.backend.engine import OpenEngine
+from corelm.backend.trained_model import NewWeights
+from corelm.spec.probes import ProbeScores
+
+
+class EngineControls:
+    """Controls an open engine.
+
+    Attributes:
+        engine: the engine.
+    """
+
+    engine: OpenEngine
+
+    def update_weights(
+        self,
+        weights: NewWeights,
+        version: str | None = None,
+        drain: bool = True,
+        expect: ProbeScores | Mapping[str, Any] | None = None,
+    ) -> str:
+        """Load new weights, and return the version that every later row carries.
+
+        Args:
+            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
+            version: the label of these weights; None counts up from the last label.
+            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
+                engine that can. Either way no answer mixes two sets of weights.
+            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
+                the backend compares the engine with it before any other call is served.
+
+        Raises:
+            InvalidRequestError: the weights do not fit; the old ones are still in force.
+            CapabilityError: the engine cannot load them; the old ones are still in force.
+            StaleWeightsError: the canary disagrees; as after the next error.
+            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
+                rows that follow get a label that no weights had before, until an update succeeds.
+        """
+        return self.engine.update_weights(weights, version, drain, expect)
+
+    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
+        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
+
+        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
+
+        Args:
+            version: the label of these weights; None counts up from the last label.
+            expect: as for `update_weights`.
+
+        Raises:
+            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
+        """
+        return self.engine.weights_changed(version, expect)
+
+    def sleep(self, level: int = 1, drain: bool = True) -> None:
+        """Free the memory of the engine's accelerator until `wake`, for example for a step of the optimizer.
+
+        It waits for calls under way. Calls that come later, until the engine is awake, are refused. If this raises
+        another error than the first three, part of the engine may sleep: `wake` it, or close it.
+
+        Args:
+            level: 1 keeps the weights in the memory of the machine. 2 drops them, for an update that follows anyway:
+                the engine answers again after `wake` and `update_weights`.
+            drain: let answers in flight finish first; False ends them with the reason `abort`, in an engine that can.
+
+        Raises:
+            InvalidRequestError: no such level, or none at which this engine can sleep.
+            CapabilityError: the engine cannot sleep.
+            BackendAsleepError: part of it sleeps already.
+            EngineError: the engine failed.
+        """
+        sleeping.sleep(self.engine, level, drain)
+
+    def wake(self, tags: str | Iterable[str] | None = None) -> None:
+        """Wake what sleeps of the engine; nothing happens to what does not.
+
+        Wake the weights first, update them, and then wake the KV cache, if the trainer's weights, those of the engine
+        and the cache do not fit next to one another::
+
+            backend.sleep(level=2)
+            ...                                    # the optimizer's step
+            backend.wake(["weights"])
+            backend.update_weights(model)
+            backend.wake(["kv_cache"])
+
+        When all of it is awake and has weights, the canary, if there is one, asks the engine before any other call.
+
+        Args:
+            tags: which parts: "weights", "kv_cache" or both; None for all.
+
+        Raises:
+            InvalidRequestError: an unknown part.
+            StaleWeightsError: the canary disagrees: the weights came back as others. Rows get a label that no weights
+                had before.
+            EngineError: the engine failed. It counts as asleep, and `wake` can be called again.
+        """
+        sleeping.wake(self.engine, tags)
+
+    def health(self) -> bool:
+        """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
+        return self.engine.health()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
+
+        Raises:
+            CapabilityError: the engine cannot abort.
+        """
+        log_abort(self.engine.name, len(request_ids))
+        self.engine.abort(request_ids)

@@ -1,0 +1,71 @@
+"""Putting an engine to sleep, and waking it: the memory of a GPU goes to the trainer beside it and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from corelm.backend.engine import OpenEngine
+from corelm.backend.sleep_state import sleep_level, sleep_tags
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm.spec.sleeping import SleepRequest, WakeRequest
+from corelm.validate import flag, shown
+
+
+def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
+    """Put an engine to sleep. Arguments and errors are those of `Backend.sleep`."""
+    engine.require("sleep_levels", "it cannot sleep as it was opened; its README says how an engine that can is opened")
+    hooks = engine.hooks
+    request = SleepRequest(level=sleep_level(level, engine.capabilities.sleep_levels), drain=flag("drain", drain))
+    state = hooks.sleep_state
+    before = state.saved()
+
+    def fill(request: SleepRequest) -> SleepRequest:
+        nonlocal before
+        # A change by the owner until now is noticed now: later on, the weights are where nobody looks.
+        hooks.weights.look()
+        before = state.saved()
+        state.fall_asleep(request.level)
+        return request
+
+    def finish(done: Any) -> None:
+        _require_done(engine, "sleep", done)
+        # Weights that were moved are no weights that their owner has changed.
+        hooks.weights.put(hooks.weights.label)
+
+    def failed(error: CoreLMError) -> CoreLMError:
+        if isinstance(error, (InvalidRequestError, CapabilityError)):
+            state.restore(before)
+        return error
+
+    hooks.call("sleep", request, finish, fill, failed=failed)
+
+
+def wake(engine: OpenEngine, tags: str | Iterable[str] | None) -> None:
+    """Wake an engine, or a part of it. Arguments and errors are those of `Backend.wake`."""
+    wanted = sleep_tags(tags)
+    hooks, state = engine.hooks, engine.hooks.sleep_state
+    if not wanted & state.asleep:
+        hooks.require_open()
+        return
+    engine.require("sleep_levels", "it cannot sleep")
+    woken = frozenset[str]()
+
+    def fill(request: WakeRequest) -> WakeRequest:
+        nonlocal woken
+        woken = wanted & state.asleep
+        return WakeRequest(tags=woken, last=woken == state.asleep)
+
+    def finish(done: Any) -> None:
+        _require_done(engine, "wake", done)
+        state.asleep -= woken
+        hooks.weights.put(hooks.weights.label)
+        if state.answers:
+            engine.ask_canary_awake()
+
+    hooks.call("wake", WakeRequest(tags=wanted, last=False), finish, fill)
+
+
+def _require_done(engine: OpenEngine, hook: str, done: Any) -> None:
+    if done is not True:
+        raise EngineError(f"backend {engine.name!r}, hook {hook}: returned {shown(done)} instead of True", usable=True)

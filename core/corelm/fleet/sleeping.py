@@ -1,0 +1,79 @@
+"""How a fleet sleeps: all of its engines do, none is started in the meantime, and each is asked when it is awake."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from corelm.backend.futures import in_thread, unfinished
+from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few, message
+from corelm.fleet.records import STARTING, Life, State
+from corelm.fleet.replica import OpenReplica
+from corelm.spec.sleeping import SleepRequest, WakeRequest
+
+if TYPE_CHECKING:
+    from corelm.fleet.runner import FleetRunner
+
+#: Seconds between two looks whether all engines have started.
+_LOOK = 0.05
+
+
+def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
+    """Put every engine to sleep. One that does not fall asleep is ended, so that its memory is free nevertheless.
+
+    Raises:
+        EngineError: no engine is left.
+    """
+    # From now on, nothing is started. What is being started finishes first: it could not be put to sleep half-way.
+    runner.asleep = True
+    try:
+        _await_started(runner)
+        _each(runner, lambda replica: replica.backend.sleep(request.level), "it did not fall asleep")
+    except BaseException:
+        runner.asleep = False
+        raise
+
+
+def wake_all(runner: FleetRunner, request: WakeRequest) -> None:
+    """Wake a part of every engine, or all of it. One that does not wake is ended, and started again like after a death.
+
+    Raises:
+        StaleWeightsError: no engine woke with the weights that it had.
+        EngineError: no engine is left.
+    """
+    try:
+        _each(runner, lambda replica: replica.backend.wake(request.tags), "it did not wake")
+    finally:
+        if request.last:
+            runner.asleep = False
+            runner.do(runner.state.woken)
+
+
+def _await_started(runner: FleetRunner) -> None:
+    """Wait until no engine is being started or loads weights. The limits of the fleet bound this."""
+    busy = (*STARTING, State.STALE)
+    while not runner.closed and any(each.state in busy for each in list(runner.state.replicas.values())):
+        runner.do(runner.state.tick, restart=False)
+        time.sleep(_LOOK)
+
+
+def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) -> None:
+    """Do a job with every engine that runs, at once. End those that fail or take longer than loading weights may."""
+    running = dict(runner.lives.running)
+    futures = {life: in_thread(partial(job, each), f"corelm-fleet-{life.replica}") for life, each in running.items()}
+    late = unfinished(futures.values(), runner.state.limits.load)
+    failures: dict[Life, BaseException] = {}
+    for life, future in futures.items():
+        error = TimeoutError(f"not within {runner.state.limits.load:g} s") if future in late else future.exception()
+        if error is not None:
+            failures[life] = error
+            runner.do(runner.state.died, life, why=f"{what}: {message(error)}")
+    if failures and len(failures) == len(futures):
+        reasons = first_few([f"{life.replica}: {brief(message(error))}" for life, error in failures.items()])
+        stale = all(isinstance(error, StaleWeightsError) for error in failures.values())
+        raise (StaleWeightsError if stale else EngineError)(f"no engine of the fleet is left: {reasons}", usable=None)
+    for error in failures.values():
+        if not isinstance(error, (CoreLMError, TimeoutError)):
+            raise error
