@@ -10,6 +10,9 @@ from .checkpoints import whole_tensor as whole_tensor
 from .checkpoints import without_tied_copies as without_tied_copies
 from .deadline import Deadline as Deadline
 from .deadline import opening_within as opening_within
+from .devices import VISIBLE_DEVICES as VISIBLE_DEVICES
+from .devices import device_numbers as device_numbers
+from .devices import visible_devices as visible_devices
 from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
 from .hints import did_you_mean as did_you_mean

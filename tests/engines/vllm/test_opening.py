@@ -96,3 +96,24 @@ def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_
         assert "stop" not in backend.capabilities.sampling
         assert backend.tokenizer.get_vocab() == tokenizer.get_vocab()
         assert backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True}).ids.lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_gpus_that_were_named_reach_vllm(tiny_folder: Path, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM's own rule is that they count the devices which this process sees; on a CPU they are nodes of memory.
+    with pytest.raises(InvalidRequestError, match="numbers of GPUs"):
+        corelm.get_backend("vllm", tiny_folder, devices=[0, 0], engine=mode)
+    with corelm.get_backend("vllm", tiny_folder, **SMALL, devices="0", engine=mode) as backend:
+        llm = backend.engine.plugin.engine.llm
+        assert llm.vllm_config.parallel_config.assigned_physical_gpu_ids == [0]
+        assert backend.generate([[5]], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
+
+
+def test_a_cpu_offers_no_sleep_and_says_so(tiny_folder: Path) -> None:
+    with pytest.raises(EngineError, match="Sleep mode is not supported"):
+        corelm.get_backend("vllm", tiny_folder, **SMALL, enable_sleep_mode=True)
+    with (
+        corelm.get_backend("vllm", tiny_folder, **SMALL) as backend,
+        pytest.raises(CapabilityError, match="lacks sleep_levels"),
+    ):
+        backend.sleep()

@@ -197,6 +197,7 @@ for name in ("--config", "--api-key", "--model-path", "--host", "--port", "--num
 parser.add_argument("--flag", action="store_true")
 # Like the real server, turn the configuration into command-line words.
 key = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["api-key"]
+print("the GPUs are", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 options = parser.parse_args(["--api-key", key, *sys.argv[1:]])
 print("the key is", key, flush=True)
 open(os.environ["PID_FILE"], "w").write(str(os.getpid()))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import corelm
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.support import HttpClient
 from helpers.http_clients import echo
 from helpers.http_server import FaultServer
@@ -277,3 +277,13 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path):
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) != 0 and not runs(pid)
+
+
+def test_the_server_sees_the_gpus_that_were_named_and_no_others(folder, fake_launch_env, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(EngineError, match="the GPUs are 6,4"):
+        corelm.get_backend("sglang", folder, devices=[2, 0], no_such_thing=1, env=fake_launch_env, progress=False)
+    with pytest.raises(InvalidRequestError, match="this process sees 3 GPUs"):
+        corelm.get_backend("sglang", folder, devices=3, env=fake_launch_env, progress=False)
+    with pytest.raises(InvalidRequestError, match="only for a launched server"):
+        corelm.get_backend("sglang", base_url="http://127.0.0.1:9", devices=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import HttpClient, opening_within, refuse_missing_path
+from corelm.support import VISIBLE_DEVICES, HttpClient, opening_within, refuse_missing_path, visible_devices
 from sglang_backend import weights
 from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
 from sglang_backend.probing import probe_server
@@ -81,6 +81,7 @@ class SGLangBackend:
         open_timeout: float = OPEN_TIMEOUT,
         startup_timeout: float = STARTUP_TIMEOUT,
         env: Mapping[str, str] | None = None,
+        devices: int | str | Sequence[int] | None = None,
         progress: bool = True,
         **server_args: Any,
     ) -> SGLangBackend:
@@ -104,6 +105,7 @@ class SGLangBackend:
             open_timeout: seconds for all requests that find out what the server can do.
             startup_timeout: seconds that a launched server may take to start, before those requests.
             env: added to the environment of a launched server.
+            devices: the numbers of the GPUs that a launched server uses, as torch counts them here; None for the first.
             progress: show on standard error how long a launched server has been starting.
             server_args: the launched server's own arguments in Python spelling: ``mem_fraction_static=0.3`` is
                 ``--mem-fraction-static 0.3``, and True is a flag.
@@ -118,6 +120,7 @@ class SGLangBackend:
         launching = {
             **server_args,
             "env": env,
+            "devices": devices,
             "startup_timeout": None if startup_timeout == STARTUP_TIMEOUT else startup_timeout,
             "progress": None if progress else progress,
         }
@@ -138,7 +141,8 @@ class SGLangBackend:
                 from sglang_backend.launch import LaunchedServer
 
                 refuse_missing_path("model", model)
-                launched = LaunchedServer(os.fspath(model), server_args, env or {})
+                chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
+                launched = LaunchedServer(os.fspath(model), server_args, dict(env or {}) | chosen)
                 cleanup.callback(launched.close)
                 base_url, api_key = launched.base_url, launched.api_key
             client = HttpClient(

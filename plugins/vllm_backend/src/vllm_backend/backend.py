@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from corelm.errors import CapabilityError, InvalidRequestError
@@ -22,7 +22,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import refuse_missing_path
+from corelm.support import device_numbers, refuse_missing_path
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import AsyncEngine, InProcessEngine
@@ -49,6 +49,7 @@ class VLLMBackend:
         trust_remote_code: bool = False,
         logprobs_mode: str | None = None,
         engine: Literal["async", "sync"] | None = None,
+        devices: int | str | Sequence[int] | None = None,
         base_url: str | None = None,
         vocab_size: int | None = None,
         max_context: int | None = None,
@@ -71,6 +72,8 @@ class VLLMBackend:
             logprobs_mode: vLLM's "raw_logprobs" (its default) or "processed_logprobs"; with `base_url` "raw" or
                 "processed", or None to find out.
             engine: "async" (the default) for many calls at once; "sync" for quick tests.
+            devices: the numbers of the GPUs that vLLM uses, as torch counts them here; None for the first. A rank of
+                torchrun gives its own.
             base_url: ``http(s)://host:port`` of a server. The options below belong to it; see `VLLMServer.connect`.
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer; None for the server's limit.
@@ -101,11 +104,13 @@ class VLLMBackend:
             "open_timeout": open_timeout,
         }
         if base_url is not None:
-            _refuse_engine_options({"engine": engine, **engine_args}, server_options)
+            _refuse_engine_options({"engine": engine, "devices": devices, **engine_args}, server_options)
             options = _without_none(common | server_options)
             return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
         refuse_missing_path("model", model)
         arguments = _without_none(common) | engine_args
+        if devices is not None:
+            arguments["device_ids"] = device_numbers(devices)
         _check_engine_arguments(arguments)
         _refuse_server_options(server_options)
         if not isinstance(model, (str, os.PathLike)):
@@ -167,6 +172,12 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in arguments:
+        if name == "device_ids" not in known:
+            raise CapabilityError(
+                "devices: this vLLM cannot be told its GPUs; open it in a process that sees no others, with "
+                "python=sys.executable and env={'CUDA_VISIBLE_DEVICES': '1'}",
+                capability="devices",
+            )
         if name not in known:
             hint = _did_you_mean(name, known)
             raise InvalidRequestError(
