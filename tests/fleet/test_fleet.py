@@ -252,14 +252,17 @@ def test_capabilities_are_the_intersection() -> None:
         without = dict.fromkeys(flags, True) | {name: False}
         if name == "score":
             without |= dict.fromkeys(("score_temperature", "logits", "argmax", "gradients"), False)
+        if name == "update_weights":
+            without["without_weights"] = False
         if name == "per_answer_seeds":
             without["seeds_are_costly"] = False
         less = Capabilities(vocab_size=9, max_context=4, **without)
         common = capabilities_of_all([everything, less])
         if name == "concurrent_calls":
             assert common.concurrent_calls
-        elif name == "seeds_are_costly":
-            assert common.seeds_are_costly
+        elif name in ("seeds_are_costly", "without_weights"):
+            # It holds for all if it holds for one.
+            assert getattr(common, name)
         else:
             assert not getattr(common, name), name
         assert common.max_context == 4
@@ -268,6 +271,8 @@ def test_capabilities_are_the_intersection() -> None:
         vocab_size=9, max_context=None, sampling={"temperature": (0.0, 2.0), "top_k": None, "stop": None}
     )
     two = Capabilities(vocab_size=9, max_context=None, sampling={"temperature": (0.5, 9.0), "top_k": (1, 5)})
+    deep, light = (replace(one, update_weights=True, sleep_levels=frozenset(levels)) for levels in ({1, 2}, {1}))
+    assert capabilities_of_all([deep, light]).sleep_levels == {1} and not capabilities_of_all([deep, one]).sleep_levels
     assert dict(capabilities_of_all([one, two]).sampling) == {"temperature": (0.5, 2.0), "top_k": (1, 5)}
 
 

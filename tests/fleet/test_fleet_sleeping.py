@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corelm.errors import BackendAsleepError, EngineError, StaleWeightsError
+from corelm.errors import BackendAsleepError, CapabilityError, EngineError, StaleWeightsError
 from fleet.conftest import PROMPTS, SAMPLING, assert_same
 from helpers.mortal_toys import LIMITS, OTHER, MortalToy, Toys, one_engine
 
@@ -140,3 +140,15 @@ def test_a_fleet_whose_engines_all_fail_to_sleep_raises() -> None:
         toys.backend.wake()
         toys.settle()
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_a_fleet_of_which_one_engine_refuses_is_awake_as_a_whole() -> None:
+    def before(engine: MortalToy, asked: str, request: Any) -> None:
+        if asked == "sleep" and engine is toys.made[0]:
+            raise CapabilityError("others use it", capability="sleep_levels")
+
+    with Toys("a", "b", before=before) as toys:
+        with pytest.raises(CapabilityError, match="others use it"):
+            toys.backend.sleep()
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}

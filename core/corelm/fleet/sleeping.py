@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from corelm.backend.futures import in_thread, unfinished
-from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few, message
+from corelm.errors import CapabilityError, EngineError, StaleWeightsError, brief, first_few, message
 from corelm.fleet.records import STARTING, Life, State
 from corelm.fleet.replica import OpenReplica
 from corelm.spec.sleeping import SleepRequest, WakeRequest
@@ -24,6 +24,7 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
     """Put every engine to sleep. One that does not fall asleep is ended, so that its memory is free nevertheless.
 
     Raises:
+        CapabilityError: an engine refused, and all are awake.
         EngineError: no engine is left.
     """
     # From now on, nothing is started. What is being started finishes first: it could not be put to sleep half-way.
@@ -31,8 +32,10 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
     try:
         _await_started(runner)
         _each(runner, lambda replica: replica.backend.sleep(request.level), "it did not fall asleep")
-    except BaseException:
+    except BaseException as error:
         runner.asleep = False
+        if isinstance(error, CapabilityError):
+            _each(runner, lambda replica: replica.backend.wake(), "it did not wake")
         raise
 
 
@@ -60,20 +63,27 @@ def _await_started(runner: FleetRunner) -> None:
 
 
 def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) -> None:
-    """Do a job with every engine that runs, at once. End those that fail or take longer than loading weights may."""
+    """Do a job with every engine that runs, at once. End those that fail or take longer than loading weights may.
+
+    Raises:
+        CapabilityError: an engine refused.
+        EngineError: all failed.
+    """
     running = dict(runner.lives.running)
     futures = {life: in_thread(partial(job, each), f"corelm-fleet-{life.replica}") for life, each in running.items()}
     late = unfinished(futures.values(), runner.state.limits.load)
     failures: dict[Life, BaseException] = {}
+    refusals: list[CapabilityError] = []
     for life, future in futures.items():
         error = TimeoutError(f"not within {runner.state.limits.load:g} s") if future in late else future.exception()
-        if error is not None:
+        if isinstance(error, CapabilityError):
+            refusals.append(error)
+        elif error is not None:
             failures[life] = error
             runner.do(runner.state.died, life, why=f"{what}: {message(error)}")
     if failures and len(failures) == len(futures):
         reasons = first_few([f"{life.replica}: {brief(message(error))}" for life, error in failures.items()])
         stale = all(isinstance(error, StaleWeightsError) for error in failures.values())
         raise (StaleWeightsError if stale else EngineError)(f"no engine of the fleet is left: {reasons}", usable=None)
-    for error in failures.values():
-        if not isinstance(error, (CoreLMError, TimeoutError)):
-            raise error
+    if refusals:
+        raise refusals[0]

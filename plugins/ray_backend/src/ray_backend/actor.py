@@ -142,7 +142,9 @@ class EngineActor:
                     error = EngineError(f"{len(self._sessions)} drivers use the actor, and it can serve no more")
                     return pack((self._facts, Failure.of(error), ""))[0]
                 if facts is not None and self._meter.changed and self._sessions.keys() - {driver}:
-                    error = EngineError("its weights were changed after it was opened; no other driver may join it")
+                    error = EngineError(
+                        "its weights were changed after it was opened, or it sleeps; no other driver may join it"
+                    )
                     return pack((self._facts, Failure.of(error), ""))[0]
                 outbox = _Outbox()
                 self._sessions[driver] = Session(self._server, outbox), outbox

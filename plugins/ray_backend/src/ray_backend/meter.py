@@ -9,7 +9,16 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.fleet import Throughput
-from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate, hookimpl
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    ScoreResult,
+    SleepRequest,
+    WakeRequest,
+    WeightUpdate,
+    hookimpl,
+)
 
 
 class Meter:
@@ -21,12 +30,13 @@ class Meter:
     Attributes:
         starts: how often the replica was started, this time included.
         epoch: how often its weights were changed.
-        changed: whether its weights are other ones than it was opened with, or are being changed.
+        changed: whether its weights are other ones than it was opened with, or are being changed, or it sleeps. No
+            other driver may join it then.
     """
 
     def __init__(self, claim: Callable[[], int]) -> None:
         self._claim = claim
-        self.changed = False
+        self.changed = self._woken_as = False
         self.starts = 1
         self.epoch = 0
         self._rows = 0
@@ -54,13 +64,8 @@ class Meter:
 
     @hookimpl(wrapper=True)
     def update_weights(self, request: WeightUpdate) -> Generator[None, bool, bool]:
-        before, drivers = self.changed, self._claim()
-        if drivers > 1:
-            raise CapabilityError(
-                f"{drivers} drivers use the actor, and the others would get answers of new weights under the "
-                "label of the old ones; close their backends first, or give them another actor_name",
-                capability="update_weights",
-            )
+        before = self.changed
+        self._claim_alone("update_weights", "get answers of new weights under the label of the old ones")
         try:
             loaded = yield
         except (InvalidRequestError, CapabilityError):
@@ -69,6 +74,20 @@ class Meter:
             raise
         self.epoch += 1
         return loaded
+
+    @hookimpl(wrapper=True)
+    def sleep(self, request: SleepRequest) -> Generator[None, bool, bool]:
+        # A driver that joins now would find an engine that does not answer.
+        self._woken_as = self.changed or request.level > 1
+        self._claim_alone("sleep_levels", "get no answers while it sleeps")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def wake(self, request: WakeRequest) -> Generator[None, bool, bool]:
+        awake = yield
+        if request.last and self.epoch == 0:
+            self.changed = self._woken_as
+        return awake
 
     def figures(self) -> dict[str, Any]:
         """Return the rows in work, the tokens per second of the last minute, the epoch and the number of starts."""
@@ -79,6 +98,15 @@ class Meter:
                 "epoch": self.epoch,
                 "starts": self.starts,
             }
+
+    def _claim_alone(self, capability: str, what: str) -> None:
+        drivers = self._claim()
+        if drivers > 1:
+            raise CapabilityError(
+                f"{drivers} drivers use the actor, and the others would {what}; close their backends first, or give "
+                "them another actor_name",
+                capability=capability,
+            )
 
     def _add(self, rows: int) -> None:
         with self._lock:
