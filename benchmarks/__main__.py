@@ -34,6 +34,7 @@ PARTS = (
     "callers",
     "in_flight",
     "hosting",
+    "weights",
     "fleet",
     "ray",
     "vllm_overhead",
