@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities, GenerationMode
 from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
+from vllm_backend.cpu_reload import answers_wrongly_afterwards
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         concurrent_calls=True,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
-        update_weights=routes >= WEIGHT_ROUTES,
+        update_weights=routes >= WEIGHT_ROUTES and not answers_wrongly_afterwards(config, client, routes, deadline),
         abort=True,
     )
     return ServerInfo(
