@@ -34,6 +34,7 @@ PARTS = (
     "callers",
     "in_flight",
     "hosting",
+    "weights",
     "fleet",
     "ray",
     "vllm_overhead",
@@ -54,20 +55,21 @@ def main() -> None:
     path = given.out / ("quick.json" if given.quick else "full.json")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in given.only:
-        if (figures := measured(part, given.quick)) is None:
+        if (result := measured(part, given.quick)) is None:
             continue
-        found[part] = {**surroundings(), "figures": [figure.as_dict() for figure in figures]}
+        found[part] = result
         # Save at once, because the next part may fail.
         path.write_text(json.dumps(found, indent=1) + "\n")
         if find_spec("matplotlib") is None:
             # This is the environment of an engine: the process that started it draws the picture.
             continue
+        figures = [Figure.from_dict(each) for each in result["figures"]]
         picture(f"{part}{' (quick)' if given.quick else ''}", figures, path.with_name(f"{path.stem}-{part}.png"))
     print(f"\nwritten to {path}")
 
 
-def measured(part: str, quick: bool) -> list[Figure] | None:
-    """Measure a part and print its figures; return None if the part cannot be measured here."""
+def measured(part: str, quick: bool) -> dict[str, Any] | None:
+    """Measure a part and print its figures; return what is saved, or None if the part cannot be measured here."""
     engine, python = ELSEWHERE.get(part, (None, None))
     if engine is not None and python is not None and find_spec(engine) is None:
         if not python.exists():
@@ -76,14 +78,18 @@ def measured(part: str, quick: bool) -> list[Figure] | None:
         with tempfile.TemporaryDirectory() as folder:
             options = ["--quick"] if quick else []
             subprocess.run([python, "-m", "benchmarks", "--only", part, "--out", folder, *options], check=True)
-            (result,) = Path(folder).glob("*.json")
-            return [Figure.from_dict(each) for each in json.loads(result.read_text())[part]["figures"]]
+            (path,) = Path(folder).glob("*.json")
+            # With the versions in the engine's environment, which are not those in this one.
+            result: dict[str, Any] = json.loads(path.read_text())[part]
+            return result
     print(f"\n{part}", file=sys.stderr)
+    # Before the work, which is a load itself.
+    where = surroundings()
     figures: list[Figure] = []
     for some in tqdm(importlib.import_module(f"benchmarks.{part}").figures(quick), desc=part, unit="work"):
         tqdm.write(table(some))
         figures += some
-    return figures
+    return {**where, "figures": [figure.as_dict() for figure in figures]}
 
 
 if __name__ == "__main__":

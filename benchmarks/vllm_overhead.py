@@ -1,13 +1,15 @@
-"""The cost of calling vLLM through corelm, compared with calling it directly.
+"""vLLM through corelm, compared with ``vllm.LLM``, the class that a user of vLLM would call.
 
-One engine gives the same answers of 64 tokens, with their log-probs, in several ways:
+Two engines of the same model answer with 64 tokens and their log-probs, in several ways:
 
-    vllm             AsyncLLM itself, one request per prompt, with its fastest options (no text, flat log-probs)
-    vllm, as usual   the same with vLLM's defaults, which also make the text and an object for every token
+    LLM              ``vllm.LLM(...).generate`` with its own defaults and its fastest options (no text, flat log-probs)
+    LLM, as usual    the same, but it also makes the text and an object for every token, as vLLM's examples do
+    AsyncLLM         corelm's engine itself, one request per prompt: what is left of the ratio is the cost of corelm
     backend          `Backend.generate`: records of ids
     policy           `LLMPolicy` on tokens: TensorDicts
 
-Wall-clock time is measured, because the engine is another process.
+Both engines are processes that only work when they are asked, so the ways can take turns. Wall-clock time is measured,
+because the work is done in other processes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +41,26 @@ from corelm import Backend, LLMPolicy
 NEW = 64
 #: Numbers of prompts.
 GOALS = {8: 1.05, 64: 1.05}
+#: The engine arguments of both. Everything else is left to vLLM and to corelm.
+ENGINE: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
-        with corelm.get_backend("vllm", small(Path(folder)), **options) as backend:
-            for count in (8,) if quick else (1, 8, 32, 64, 128):
-                yield compare(
-                    f"vLLM: {count} prompt{'s' if count > 1 else ''}, {NEW} new tokens with log-probs",
-                    ways(backend, count, NEW),
-                    baseline="vllm",
-                    repeats=3 if quick else 15,
-                    longest=LONGER if count in GOALS else LONGEST,
-                    goals={"policy": GOALS[count]} if count in GOALS else {},
-                    clock=time.perf_counter,
-                )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened_llm(small(Path(folder))) as llm,
+        corelm.get_backend("vllm", folder, **ENGINE) as backend,
+    ):
+        for count in (8,) if quick else (1, 8, 32, 64, 128):
+            yield compare(
+                f"vLLM: {count} prompt{'s' if count > 1 else ''}, {NEW} new tokens with log-probs",
+                ways(llm, backend, count, NEW),
+                baseline="LLM",
+                repeats=3 if quick else 15,
+                longest=LONGER if count in GOALS else LONGEST,
+                goals={"policy": GOALS[count]} if count in GOALS else {},
+                clock=time.perf_counter,
+            )
 
 
 def small(folder: Path) -> Path:
@@ -64,7 +71,19 @@ def small(folder: Path) -> Path:
     return folder
 
 
-def ways(backend: Backend, count: int, new: int) -> dict[str, Way]:
+@contextmanager
+def opened_llm(model: Path) -> Iterator[Any]:
+    """Yield ``vllm.LLM`` of this model, whose engine is a process, as corelm's is."""
+    from vllm import LLM
+
+    llm = LLM(str(model), **ENGINE)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def ways(llm: Any, backend: Backend, count: int, new: int) -> dict[str, Way]:
     """Return the ways: each answers `count` prompts, with other ids in every call."""
     fresh = itertools.count()
     vocab = len(backend.tokenizer)
@@ -76,25 +95,40 @@ def ways(backend: Backend, count: int, new: int) -> dict[str, Way]:
     sampling = {"max_new_tokens": new, "ignore_eos": True}
     policy = LLMPolicy(backend, input_mode="tokens", sampling_params=sampling, return_text=False)
     return {
-        "vllm": lambda: directly(backend, prompts().tolist(), new, detokenize=False, flat_logprobs=True),
-        "vllm, as usual": lambda: directly(backend, prompts().tolist(), new),
+        "LLM": lambda: offline(llm, prompts().tolist(), new, detokenize=False, flat_logprobs=True),
+        "LLM, as usual": lambda: offline(llm, prompts().tolist(), new),
+        "AsyncLLM": lambda: directly(backend, prompts().tolist(), new),
         "backend": lambda: backend.generate(prompts(), sampling),
         "policy": lambda: policy(TensorDict(tokens=prompts(), batch_size=[count])),
     }
 
 
-def directly(backend: Backend, prompts: list[list[int]], new: int, **options: Any) -> list[Any]:
+def offline(llm: Any, prompts: list[list[int]], new: int, **options: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, **options)
+    found: list[Any] = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return found
+
+
+def directly(backend: Backend, prompts: list[list[int]], new: int) -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine = backend.engine.plugin.engine
+    params = SamplingParams(
+        max_tokens=new,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
     async def one(row: int, prompt: list[int]) -> Any:
-        params = SamplingParams(
-            max_tokens=new, ignore_eos=True, seed=row, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **options
-        )
         final = None
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, f"direct-{time.monotonic_ns()}"):
+        request_id = f"direct-{row}-{time.monotonic_ns()}"
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, request_id):
             final = output
         return final
 

@@ -276,3 +276,13 @@ def wait_until_running(server: VLLMServerProcess, requests: int) -> None:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     assert wait_until(lambda: running() >= requests, PATIENCE)
+
+
+def test_a_server_on_a_cpu_does_not_replace_experts(tmp_path: Path) -> None:
+    """vLLM 0.32 answers with neither the old weights nor the new ones afterwards."""
+    tiny_model("qwen3-moe", hidden_size=128).save_pretrained(tmp_path / "moe")
+    tiny_tokenizer().save_pretrained(tmp_path / "moe")
+    with VLLMServerProcess(tmp_path / "moe", tmp_path / "log.txt") as server, connect(server) as backend:
+        with pytest.raises(CapabilityError):
+            backend.update_weights(tmp_path / "moe")
+        assert backend.weight_version == "0"

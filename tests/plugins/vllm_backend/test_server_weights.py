@@ -9,7 +9,7 @@ import pytest
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
-from helpers.http_server import Reply, Request, json_reply
+from helpers.http_server import FaultServer, Reply, Request, json_reply
 from helpers.tiny_models import tiny_model
 
 
@@ -59,6 +59,46 @@ def test_a_server_without_the_routes_takes_no_weights(connect: Connect, checkpoi
     assert not backend.capabilities.update_weights
     with pytest.raises(CapabilityError):
         backend.update_weights(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "taken"),
+    [
+        ("qwen3-moe", "cpu", False),
+        ("qwen2-tied", "cpu", False),
+        ("qwen2", "cpu", True),
+        ("qwen3-moe", "cuda", True),
+        ("qwen2-tied", "cuda", True),
+        ("qwen3-moe", None, True),
+    ],
+)
+def test_a_server_on_a_cpu_takes_no_weights_that_it_cannot_load_again(
+    connect: Connect, fake: FakeVLLM, routes: WeightRoutes, tmp_path: Path, family: str, device: str | None, taken: bool
+) -> None:
+    """The page is vLLM 0.32's; a page without the device says nothing."""
+    tiny_model(family, hidden_size=128).save_pretrained(tmp_path)
+    fake.pages["/v1/models"]["data"][0]["root"] = str(tmp_path)
+    fake.pages["/openapi.json"]["paths"]["/server_info"] = {}
+    fake.pages["/server_info?config_format=json"] = {
+        "vllm_config": {} if device is None else {"device_config": {"device": device}}
+    }
+    backend = connect()
+    assert backend.capabilities.update_weights is taken
+    if not taken:
+        with pytest.raises(CapabilityError):
+            backend.update_weights(tmp_path)
+        assert not routes.calls
+
+
+def test_a_server_that_does_not_tell_what_it_runs_with_opens(
+    connect: Connect, server: FaultServer, fake: FakeVLLM, routes: WeightRoutes, tmp_path: Path
+) -> None:
+    tiny_model("qwen3-moe", hidden_size=128).save_pretrained(tmp_path)
+    fake.pages["/v1/models"]["data"][0]["root"] = str(tmp_path)
+    fake.pages["/openapi.json"]["paths"]["/server_info"] = {}
+    assert connect().capabilities.update_weights
+    # vLLM collects the page for some seconds, so it is read once.
+    assert server.paths().count("/server_info?config_format=json") == 1
 
 
 def test_weights_are_loaded_while_the_server_is_paused_and_the_cache_is_emptied(

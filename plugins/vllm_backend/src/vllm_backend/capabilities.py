@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
+from vllm_backend.cpu_reload import answers_wrongly_afterwards
 from vllm_backend.sampling import HONOURED
+from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
     from corelm.support import Deadline, HttpClient
@@ -37,7 +39,7 @@ WEIGHT_ROUTES = frozenset(
 )
 
 #: The routes of a server that can sleep, also of its development mode.
-SLEEP_ROUTES = frozenset({"/sleep", "/wake_up", "/server_info"})
+SLEEP_ROUTES = frozenset({"/sleep", "/wake_up"})
 
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
@@ -242,6 +244,11 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
     tokenizer = _tokenizer(hints, files, trusted)
     scores = fields is None or fields >= SCORING_FIELDS
+    running = running_config(client, routes, deadline)
+    reloads = not answers_wrongly_afterwards(config, setting(running, "device_config", "device"))
+    takes_weights = routes >= WEIGHT_ROUTES and reloads
+    # Without this mode, a server that is told to sleep frees nothing.
+    may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=_max_context(card.get("max_model_len") or parent.get("max_model_len"), hints.max_context),
@@ -253,8 +260,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         concurrent_calls=True,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
-        update_weights=routes >= WEIGHT_ROUTES,
-        sleep_levels=_sleep_levels(_sleep_mode(client, routes, deadline), routes >= WEIGHT_ROUTES),
+        update_weights=takes_weights,
+        sleep_levels=_sleep_levels(may_sleep, takes_weights),
         abort=True,
     )
     return ServerInfo(
@@ -357,13 +364,3 @@ def _generation_config(model: str) -> Any:
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {why}; pass {field}=", field=field)
-
-
-def _sleep_mode(client: HttpClient, routes: frozenset[str], deadline: Deadline) -> bool:
-    """Return whether the server was started with ``--enable-sleep-mode``. Without it, sleeping frees nothing."""
-    if not routes >= SLEEP_ROUTES:
-        return False
-    page = client.get("/server_info?config_format=json", timeout=deadline.left())
-    config = page.get("vllm_config") if isinstance(page, dict) else None
-    model = config.get("model_config") if isinstance(config, dict) else None
-    return isinstance(model, dict) and model.get("enable_sleep_mode") is True
