@@ -20,17 +20,16 @@ from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, pr
 from corelm.backend.provenance import provenance_of
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.backend.trained_model import NewWeights
+from corelm.backend.updates import WeightUpdates
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.probes import ProbeScores
-from corelm.spec.provenance import Provenance
+from corelm.spec.provenance import Adapter, Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
 
 
-class Backend(AnswerStreams):
+class Backend(WeightUpdates, AnswerStreams):
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
     If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine can.
@@ -189,6 +188,7 @@ class Backend(AnswerStreams):
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
+        adapter: Adapter = None,
     ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
@@ -203,6 +203,8 @@ class Backend(AnswerStreams):
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other rows; a bad
                 row comes back empty, with the finish reason `error` and its message in `errors`.
             problems: rows that the caller already knows to be bad, and why.
+            adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
+                leaves the model as it is: without an adapter, or with those active in a PEFT model object.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
@@ -222,6 +224,7 @@ class Backend(AnswerStreams):
                 timeout=timeout,
                 on_error=on_error,
                 problems=problems,
+                adapter=adapter,
             )
         )
 
@@ -255,6 +258,7 @@ class Backend(AnswerStreams):
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
+        adapter: Adapter = None,
     ) -> ScoreResult:
         """Return the log-probability of every token but the first of each sequence.
 
@@ -271,6 +275,8 @@ class Backend(AnswerStreams):
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
                 of a bad row is scored, and `errors` says why.
             problems: rows that the caller already knows to be bad, and why.
+            adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
+                from.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.
@@ -293,6 +299,7 @@ class Backend(AnswerStreams):
                 timeout=timeout,
                 on_error=on_error,
                 problems=problems,
+                adapter=adapter,
             )
         )
 
@@ -315,47 +322,7 @@ class Backend(AnswerStreams):
         """
         return provenance_of(self.engine, batch, sampling)
 
-    # Weights, health, closing ----------------------------------------------------------------------------------------
-
-    def update_weights(
-        self,
-        weights: NewWeights,
-        version: str | None = None,
-        drain: bool = True,
-        expect: ProbeScores | Mapping[str, Any] | None = None,
-    ) -> str:
-        """Load new weights, and return the version that every later row carries.
-
-        Args:
-            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
-            version: the label of these weights; None counts up from the last label.
-            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
-                engine that can. Either way no answer mixes two sets of weights.
-            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
-                the backend compares the engine with it before any other call is served.
-
-        Raises:
-            InvalidRequestError: the weights do not fit; the old ones are still in force.
-            CapabilityError: the engine cannot load them; the old ones are still in force.
-            StaleWeightsError: the canary disagrees; as after the next error.
-            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
-                rows that follow get a label that no weights had before, until an update succeeds.
-        """
-        return self.engine.update_weights(weights, version, drain, expect)
-
-    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
-        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
-
-        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
-
-        Args:
-            version: the label of these weights; None counts up from the last label.
-            expect: as for `update_weights`.
-
-        Raises:
-            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
-        """
-        return self.engine.weights_changed(version, expect)
+    # Health, closing -------------------------------------------------------------------------------------------------
 
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""

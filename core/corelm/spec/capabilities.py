@@ -59,6 +59,8 @@ class Capabilities:
         streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
             core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
+        adapters: requests may name an adapter (LoRA, for example), and the optional hook `update_weights` loads and
+            unloads adapters, even if `update_weights` is not declared, which is about the base weights.
         abort: the optional hook `abort` works.
 
     Raises:
@@ -84,6 +86,7 @@ class Capabilities:
     stops_at_timeout: bool = False
     streaming: bool = False
     update_weights: bool = False
+    adapters: bool = False
     abort: bool = False
 
     def __post_init__(self) -> None:
