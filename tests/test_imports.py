@@ -97,6 +97,8 @@ THIRD_PARTY = {
     "transformers_backend: _backward_pre_hooks": "as _forward_hooks",
     "transformers_backend: _attn_implementation": "transformers has no public name for the attention in use",
     "transformers_backend: _attn_implementation_internal": "as _attn_implementation",
+    "transformers_backend: _active_adapter": "peft's set_adapter also changes what is trained",
+    "transformers_backend: _disable_adapters": "as _active_adapter, of enable_adapters",
     "transformers_backend: _checkpoint_wrapped_module": "torch has no public mark of activation checkpointing",
 }
 #: Known uses of another package's private names, as "file: name". Each is to be removed; add none.

@@ -14,6 +14,7 @@ from corelm import Backend, DynamicBatcher, get_backend, hookimpl
 from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.canary import watch
 from corelm.spec import SleepRequest, WakeRequest
+from helpers.adapter_toys import ADD, CONFIG, AdapterToy
 from helpers.capable_plugins import Abortable, Sleeper
 
 ROWS = [[10, 20, 30], [40, 50]]
@@ -226,4 +227,17 @@ def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> Non
         backend.sleep(drain=False)
         assert future.result().finish_reasons == ("abort",)
         backend.wake()
+        assert scores(backend)
+
+
+def test_level_2_is_refused_while_adapters_are_loaded() -> None:
+    class Both(Sleeper, AdapterToy):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
+
+    with sleeper(Both) as backend:
+        backend.load_adapter("policy", {"added": ADD}, config=CONFIG)
+        with pytest.raises(InvalidRequestError, match=r"unload them first \(policy\)"):
+            backend.sleep(level=2)
         assert scores(backend)

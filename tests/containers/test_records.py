@@ -47,6 +47,7 @@ def test_a_row_is_a_plain_dict(pad_output: bool) -> None:
         **{name: value for name, value in RAW.to_dict().items() if name != "penalties"},
         "penalties": [],
     }
+    assert record.pop("adapter") is None
     assert {type(value) for value in record.values()} <= {int, str, float, list}
 
 

@@ -11,11 +11,17 @@ import torch
 from toy_backend import ToyBackend
 
 import corelm
+from corelm import Backend
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.replica import Member
 from corelm.fleet.weights import KeptWeights
 from corelm.spec import WeightUpdate
 from fleet.conftest import PROMPTS, SAMPLING
-from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
+from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
+from helpers.adapter_toys import TABLE as ADAPTER_TABLE
+from helpers.mortal_toys import LIMITS, OTHER, TABLE, MortalToy, Toys, one_engine
+from helpers.processes import PATIENCE, wait_until
 
 OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 
@@ -207,18 +213,74 @@ def test_what_leads_to_an_epoch_is_kept(tmp_path: Any) -> None:
             kept.to(epoch, held)
 
 
+def test_adapters_are_kept_next_to_the_base_weights(tmp_path: Any) -> None:
+    def adapter(name: str, **source: Any) -> WeightUpdate:
+        return WeightUpdate(version="", drain=True, adapter=name, **source)
+
+    one, two, again = (adapter(name, path=tmp_path / name) for name in ("one", "two", "one"))
+    tensors = [WeightUpdate(version="", drain=True, state_dict={name: torch.zeros(1)}) for name in "ab"]
+    folder = WeightUpdate(version="", drain=True, path=tmp_path)
+    kept = KeptWeights()
+
+    def after(*updates: WeightUpdate) -> list[Any]:
+        for update in updates:
+            epoch = next(epochs)
+            kept.begin(epoch, epoch - 1, update)
+            kept.end(epoch)
+        return list(kept.to(epoch, 0))
+
+    epochs = iter(range(1, 20))
+    found = after(one, tensors[0], two, tensors[1])
+    assert sorted(found[0].state_dict) == ["a", "b"] and found[1:] == [one, two]
+    assert after(folder, again) == [folder, two, again]
+    gone = adapter("two")
+    # An engine that is started later loads it, and then unloads it.
+    assert after(gone) == [folder, two, again, gone]
+
+
 def test_every_field_of_an_update_reaches_the_engines() -> None:
     update = WeightUpdate(
         version="x", drain=False, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(OTHER))
     )
-    with Toys("a", "b") as toys:
-        assert toys.fleet.update_weights(update)
-        for engine in toys.made:
-            ((_, got),) = [each for each in engine.asked if each[0] == "update_weights"]
-            for each in fields(WeightUpdate):
-                given, found = getattr(update, each.name), getattr(got, each.name)
-                if each.name == "state_dict":
-                    assert torch.equal(found["table"], given["table"])
-                else:
-                    assert given != each.default or each.name == "path", f"{each.name}: give it another value"
-                    assert found == given, each.name
+    # These weights are those that the engines have: the toys do not know adapters.
+    adapter = WeightUpdate(
+        version="y", drain=False, state_dict={"table": TABLE}, adapter="policy", adapter_config={"r": 4}
+    )
+    carried = {"path"}
+    for whole in (update, adapter):
+        with Toys("a", "b", adapters=True) as toys:
+            assert toys.fleet.update_weights(whole)
+            for engine in toys.made:
+                ((_, got),) = [each for each in engine.asked if each[0] == "update_weights"]
+                for each in fields(WeightUpdate):
+                    given, found = getattr(whole, each.name), getattr(got, each.name)
+                    if each.name == "state_dict":
+                        assert torch.equal(found["table"], given["table"])
+                    else:
+                        assert found == given, each.name
+                    if given != each.default:
+                        carried.add(each.name)
+    assert carried == {each.name for each in fields(WeightUpdate)}, "give the others another value"
+
+
+def test_engines_of_a_fleet_have_the_same_adapters() -> None:
+    made: list[AdapterToy] = []
+
+    def open_it() -> AdapterToy:
+        made.append(AdapterToy.of_table())
+        return made[-1]
+
+    fleet = FleetEngine([Member("a", open_it), Member("b", open_it)], limits=LIMITS)
+    rows = [[one, one + 1, 7] for one in range(8)]
+    with Backend.from_plugin(fleet, "toys") as backend:
+        assert backend.load_adapter("policy", {"added": ADD}, config=CONFIG) == "1"
+        fleet.join(Member("c", open_it))
+        assert wait_until(lambda: len(made) == 3 and "policy" in made[2].added, PATIENCE)
+        for adapter, added, label in (("policy", ADD, "0+policy@1"), (False, 0.0, "0+none"), (None, 0.0, "0")):
+            found = backend.score_logprobs(rows, adapter=adapter)
+            for row, scores in zip(rows, found.logprobs.tolist(), strict=True):
+                assert scores[1:] == pytest.approx(true_scores(row, added, ADAPTER_TABLE), abs=1e-4)
+            assert found.weight_versions == (label,) * 8
+        backend.unload_adapter("policy")
+        with pytest.raises(InvalidRequestError, match="there is no 'policy'"):
+            backend.score_logprobs(rows, adapter="policy")

@@ -28,6 +28,7 @@ def generate_request() -> GenerateRequest:
         timeout=50.0,
         on_tokens=lambda chunk: None,
         on_answer=told.append_answer,
+        adapter="policy",
     )
 
 
@@ -42,6 +43,7 @@ def score_request() -> ScoreRequest:
         device=torch.device("cpu"),
         request_ids=("a", "b", "c", "d"),
         timeout=50.0,
+        adapter=False,
     )
 
 
@@ -89,6 +91,7 @@ def whole_answers() -> GenerateResult:
         texts=("p", "q", "r", "s"),
         weight_versions=("1", "2", "3", "4"),
         errors=("", "", "odd", ""),
+        adapter="policy",
     )
 
 
@@ -105,6 +108,7 @@ def whole_scores() -> ScoreResult:
         support="full",
         weight_versions=("1", "2", "3", "4"),
         errors=("", "odd", "", ""),
+        adapter=False,
     )
 
 

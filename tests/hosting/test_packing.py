@@ -106,6 +106,8 @@ def sample(annotation: str) -> Any:
         "Literal['none', 'raw', 'processed']": "processed",
         "Mapping[str, Tensor] | None": {"w": torch.ones(3)},
         "Path | None": Path("/somewhere"),
+        "Adapter": "policy",
+        "Mapping[str, Any] | None": {"r": 4},
         "ProbeScores | None": ProbeScores(((1, 2, 3),), ((-0.5, -0.25),), "float32"),
     }
     return values[annotation]

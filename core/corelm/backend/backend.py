@@ -23,7 +23,7 @@ from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.provenance import Provenance
+from corelm.spec.provenance import Adapter, Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
@@ -188,6 +188,7 @@ class Backend(EngineControls, AnswerStreams):
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
+        adapter: Adapter = None,
     ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
@@ -202,6 +203,8 @@ class Backend(EngineControls, AnswerStreams):
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other rows; a bad
                 row comes back empty, with the finish reason `error` and its message in `errors`.
             problems: rows that the caller already knows to be bad, and why.
+            adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
+                leaves the model as it is: without an adapter, or with those active in a PEFT model object.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
@@ -221,6 +224,7 @@ class Backend(EngineControls, AnswerStreams):
                 timeout=timeout,
                 on_error=on_error,
                 problems=problems,
+                adapter=adapter,
             )
         )
 
@@ -254,6 +258,7 @@ class Backend(EngineControls, AnswerStreams):
         timeout: float | None = None,
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
+        adapter: Adapter = None,
     ) -> ScoreResult:
         """Return the log-probability of every token but the first of each sequence.
 
@@ -270,6 +275,8 @@ class Backend(EngineControls, AnswerStreams):
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
                 of a bad row is scored, and `errors` says why.
             problems: rows that the caller already knows to be bad, and why.
+            adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
+                from.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.
@@ -292,6 +299,7 @@ class Backend(EngineControls, AnswerStreams):
                 timeout=timeout,
                 on_error=on_error,
                 problems=problems,
+                adapter=adapter,
             )
         )
 

@@ -1,65 +1,20 @@
-"""`EngineControls`: what a `Backend` does besides answering. Weights, sleep, health, and the end of requests."""
+"""`EngineControls`: what a `Backend` does besides answering: weights, sleep, health, and the end of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from corelm.backend import sleeping
 from corelm.backend.call_log import log_abort
-from corelm.backend.engine import OpenEngine
-from corelm.backend.trained_model import NewWeights
-from corelm.spec.probes import ProbeScores
+from corelm.backend.updates import WeightUpdates
 
 
-class EngineControls:
+class EngineControls(WeightUpdates):
     """Controls an open engine.
 
     Attributes:
         engine: the engine.
     """
-
-    engine: OpenEngine
-
-    def update_weights(
-        self,
-        weights: NewWeights,
-        version: str | None = None,
-        drain: bool = True,
-        expect: ProbeScores | Mapping[str, Any] | None = None,
-    ) -> str:
-        """Load new weights, and return the version that every later row carries.
-
-        Args:
-            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
-            version: the label of these weights; None counts up from the last label.
-            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
-                engine that can. Either way no answer mixes two sets of weights.
-            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
-                the backend compares the engine with it before any other call is served.
-
-        Raises:
-            InvalidRequestError: the weights do not fit; the old ones are still in force.
-            CapabilityError: the engine cannot load them; the old ones are still in force.
-            StaleWeightsError: the canary disagrees; as after the next error.
-            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
-                rows that follow get a label that no weights had before, until an update succeeds.
-        """
-        return self.engine.update_weights(weights, version, drain, expect)
-
-    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
-        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
-
-        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
-
-        Args:
-            version: the label of these weights; None counts up from the last label.
-            expect: as for `update_weights`.
-
-        Raises:
-            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
-        """
-        return self.engine.weights_changed(version, expect)
 
     def sleep(self, level: int = 1, drain: bool = True) -> None:
         """Free the memory of the engine's accelerator until `wake`, for example for a step of the optimizer.
@@ -73,7 +28,7 @@ class EngineControls:
             drain: let answers in flight finish first; False ends them with the reason `abort`, in an engine that can.
 
         Raises:
-            InvalidRequestError: no such level, or none at which this engine can sleep.
+            InvalidRequestError: no such level, or none at which this engine can sleep now.
             CapabilityError: the engine cannot sleep.
             BackendAsleepError: part of it sleeps already.
             EngineError: the engine failed.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tenacity
 from torch import nn
 
+from corelm.backend.adapters import Adapters, NewAdapter, checked_name, update_adapter
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted
 from corelm.backend.trained_model import NewWeights, collected, weights_of
@@ -21,6 +22,7 @@ from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.probes import ProbeScores
+from corelm.spec.provenance import Adapter
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
 from corelm.validate import invalid, shown
 
@@ -73,6 +75,7 @@ class OpenEngine:
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
+        adapters: the adapters that were loaded, and their versions.
         weight_version: the label of the weights in force, "0" until they first change. Assigning it gives the weights
             that label.
 
@@ -96,6 +99,7 @@ class OpenEngine:
         self.model_name = model_name
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
+        self.adapters = Adapters()
         self.canary: Canary | None = None
         # An update that the canary could not ask about, because the engine slept.
         self._not_asked: WeightUpdate | None = None
@@ -157,6 +161,25 @@ class OpenEngine:
             "weights",
             f"expected a state dict, a model, a path, or an iterator of (name, tensor), got {type(weights).__name__}",
         )
+
+    def version_with(self, adapter: Adapter) -> str:
+        """Return the label of rows that are made with this adapter and the weights in force."""
+        return self.adapters.version_with(adapter, self.weight_version)
+
+    def load_adapter(self, name: str, weights: NewAdapter, config: Any, version: str | None, drain: bool) -> str:
+        """Load an adapter and return its version. Arguments and errors are those of `Backend.load_adapter`."""
+        name = checked_name(name)
+        self.require("adapters", "it runs its base weights only; its README says which options make it take adapters")
+        _check_label(version)
+        source = self.adapters.source(name, weights, config)
+        update = WeightUpdate(version="", drain=drain, adapter=name, **source)
+        return update_adapter(self.hooks, self.adapters, update, version)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. See `Backend.unload_adapter`."""
+        name = checked_name(name)
+        self.require("adapters", "it has none to unload")
+        update_adapter(self.hooks, self.adapters, WeightUpdate(version="", drain=True, adapter=name), None)
 
     def weights_changed(self, version: str | None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
+from corelm.backend.adapters import checked_adapter
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.seeds import seeds_of_call
@@ -29,6 +30,7 @@ from corelm.backend.skipping import (
     spread_scores,
 )
 from corelm.errors import BackendClosedError
+from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import no_inference_mode
@@ -124,6 +126,7 @@ def prepare_generation(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
+    adapter: Adapter = None,
     on_tokens: Listener | None = None,
     on_answer: Callable[[int, int], None] | None = None,
 ) -> PreparedCall[GenerateResult]:
@@ -141,6 +144,7 @@ def prepare_generation(
     check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
     check_requests.stop_strings_can_match(sampling, engine.tokenizer)
     mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name)
+    adapter = _adapter(engine, adapter)
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
@@ -165,6 +169,7 @@ def prepare_generation(
         timeout=engine.time_limit(timeout),
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,
+        adapter=adapter,
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:
@@ -179,9 +184,11 @@ def prepare_generation(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
-            weight_versions=batch.weight_versions or (engine.weight_version,) * len(answers),
+            weight_versions=_versions(engine, batch, len(answers), adapter),
+            adapter=adapter,
         )
-        batch = spread_answers(batch, answers, samples, problems, engine.weight_version) if problems else batch
+        if problems:
+            batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
         if delivery is not None:
             delivery.complete(batch)
         return batch
@@ -217,6 +224,7 @@ def prepare_scoring(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
+    adapter: Adapter = None,
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
     engine.hooks.require_open()
@@ -233,6 +241,7 @@ def prepare_scoring(
         engine.require("argmax", "it does not say which ids are the most probable; leave out return_argmax=True")
     if grad:
         engine.require("gradients", "its scores carry no gradients")
+    adapter = _adapter(engine, adapter)
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
     found = check_requests.sequence_problems(sequences, capabilities)
     problems = {**found, **(problems or {})}
@@ -249,6 +258,7 @@ def prepare_scoring(
         device=validate.device(device),
         request_ids=tuple(names[row] for row in served.index.tolist()),
         timeout=engine.time_limit(timeout),
+        adapter=adapter,
     )
 
     def check(batch: ScoreResult, asked: ScoreRequest) -> None:
@@ -257,12 +267,12 @@ def prepare_scoring(
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
             check_results.every_row_was_served(batch, 1, engine.name)
-        return spread(replace(batch, weight_versions=batch.weight_versions or (engine.weight_version,) * len(served)))
+        return spread(replace(batch, weight_versions=_versions(engine, batch, len(served), adapter), adapter=adapter))
 
     def spread(batch: ScoreResult) -> ScoreResult:
         if not problems:
             return batch
-        return spread_scores(batch, served, lengths, problems, engine.weight_version)
+        return spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
 
     def nothing() -> ScoreResult:
         return spread(no_scores(temperature, capabilities.vocab_size, argmax=return_argmax))
@@ -279,3 +289,18 @@ def prepare_scoring(
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
     )
+
+
+def _adapter(engine: OpenEngine, given: Any) -> Adapter:
+    """Return the adapter of a call, which only an engine with the capability `adapters` may be asked for."""
+    adapter = checked_adapter(given)
+    if adapter is not None:
+        engine.require("adapters", f"leave out adapter={adapter!r}, or open it with adapters, as its README says")
+    return adapter
+
+
+def _versions(engine: OpenEngine, batch: Any, rows: int, adapter: Adapter) -> tuple[str, ...]:
+    """Return the labels of the weights of each row, the adapter included."""
+    if batch.weight_versions is None:
+        return (engine.version_with(adapter),) * rows
+    return tuple(engine.adapters.version_with(adapter, each) for each in batch.weight_versions)

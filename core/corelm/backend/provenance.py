@@ -13,7 +13,7 @@ def provenance_of(
 ) -> Provenance | tuple[Provenance, ...]:
     """Return the provenance of what the engine returned; see `Backend.provenance`."""
     processed = batch.mode == "processed"
-    versions = batch.weight_versions or (engine.weight_version,)
+    versions = batch.weight_versions or (engine.version_with(batch.adapter),)
     made = {
         version: Provenance(
             backend=engine.name,
@@ -23,6 +23,7 @@ def provenance_of(
             temperature=batch.temperature if processed else 1.0,
             support=batch.support if processed else "full",
             penalties=sampling.penalties if processed and sampling is not None else (),
+            adapter=batch.adapter,
         )
         for version in {*versions}
     }

@@ -9,7 +9,7 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.sleep_state import sleep_level, sleep_tags
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec.sleeping import SleepRequest, WakeRequest
-from corelm.validate import flag, shown
+from corelm.validate import flag, invalid, shown
 
 
 def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
@@ -25,6 +25,11 @@ def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
         # A change by the owner until now is noticed now: later on, the weights are where nobody looks.
         hooks.weights.look()
         before = state.saved()
+        if request.level > 1 and engine.adapters.versions:
+            names = ", ".join(engine.adapters.versions)
+            raise invalid(
+                "level", f"2 drops the adapters as well; unload them first ({names}), or sleep at level 1"
+            )
         state.fall_asleep(request.level)
         return request
 

@@ -42,7 +42,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         InvalidRequestError: the adapters cannot be merged, or a tensor has no values; `field` is ``weights``.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     with torch.no_grad():
         if getattr(model, "peft_config", None):
             model = _merged(model)
@@ -83,7 +83,8 @@ def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in `torch.compile`, DDP and the like."""
     while True:
         children = dict(model.named_children())
         if len(children) != 1 or not children.keys() & set(_WRAPPED_AS):

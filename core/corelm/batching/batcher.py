@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from corelm.backend.adapters import NewAdapter
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
 from corelm.backend.futures import settle
@@ -199,6 +201,17 @@ class DynamicBatcher(Backend):
             return super().sleep(level, drain)
         put = super().sleep
         return self.dispatcher.in_turn(self._barrier(), lambda: put(level, drain))
+
+    def load_adapter(
+        self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, drain: bool = True
+    ) -> str:
+        """Load an adapter as `Backend.load_adapter` does; with `drain`, in its turn among the requests."""
+        load = partial(super().load_adapter, name, weights, config=config, version=version, drain=drain)
+        return self.dispatcher.in_turn(self._barrier(), load) if drain else load()
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter as `Backend.unload_adapter` does, in its turn among the requests."""
+        self.dispatcher.in_turn(self._barrier(), partial(super().unload_adapter, name))
 
     def _barrier(self) -> QueuedCall:
         return QueuedCall(prepared=None, owner=self, rows=1, tokens=0, barrier=True)

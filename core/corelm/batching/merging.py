@@ -31,18 +31,19 @@ def sharing_key(call: PreparedCall[Any], modes: CallerModes) -> Hashable | None:
 
     Autocast and the like change an engine's numbers, so requests that were made under different torch modes go apart.
     Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits
-    belong to one caller. Only the engine knows what `engine_kwargs` mean and whether two of them are the same, so
-    requests with `engine_kwargs` go alone.
+    belong to one caller. A request has one adapter for all its rows. Only the engine knows what `engine_kwargs` mean
+    and whether two of them are the same, so requests with `engine_kwargs` go alone.
     """
     request = call.request
     if call.on_caller_thread:
         return None
     if isinstance(request, ScoreRequest):
-        return ("score", modes.key, request.temperature, request.device, request.return_argmax)
+        return ("score", modes.key, request.temperature, request.device, request.return_argmax, request.adapter)
     if request.sampling.engine_kwargs:
         return None
     sampling = _unseeded(request.sampling)
-    return ("generate", modes.key, sampling, request.logprobs, request.stop_ids, request.seeds is None)
+    seeded = request.seeds is not None
+    return ("generate", modes.key, sampling, request.logprobs, request.stop_ids, seeded, request.adapter)
 
 
 def ask_together(

@@ -58,7 +58,7 @@ def to_records(
     log_probs_sum, log_probs_mean            over the scored ones of them; None if none is scored
     log_probs_prompt                         of the prompt, if one of its tokens is scored in any row
     backend, model, weight_version, mode,    the provenance of ``log_probs``
-    temperature, support, penalties
+    temperature, support, penalties, adapter
     assistant_mask                           as long as all ids: which tokens are the assistant's
     =======================================  =============================================================
 

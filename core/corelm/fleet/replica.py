@@ -14,6 +14,7 @@ import torch
 
 from corelm.backend import check_results
 from corelm.backend.aborts import Aborts
+from corelm.backend.adapters import update_adapter
 from corelm.backend.backend import Backend
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.fleet.agreement import require_plain
@@ -144,7 +145,10 @@ class OpenReplica:
             CapabilityError: as above.
             CoreLMError: loading failed, or the canary disagrees.
         """
-        if update.by_owner:
+        if update.adapter is not None:
+            # The base weights keep their label.
+            update_adapter(self._engine.hooks, self._engine.adapters, update, update.version)
+        elif update.by_owner:
             self._label = self._engine.weights_changed(update.version, update.expect)
         else:
             weights: Any = update.path if update.state_dict is None else update.state_dict

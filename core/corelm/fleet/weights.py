@@ -16,7 +16,8 @@ class KeptWeights:
     """The updates that lead from the weights that every engine is opened with to those of an epoch.
 
     A state dict may hold only some of the parameters. So the state dicts since the last path are kept as one, with the
-    latest tensor of each name. A path holds all weights: the updates before it are forgotten.
+    latest tensor of each name. A path holds all base weights: the updates before it are forgotten, except those of
+    adapters. Of each adapter, the last is kept.
     """
 
     def __init__(self) -> None:
@@ -74,9 +75,16 @@ def own_copy(update: WeightUpdate) -> WeightUpdate:
 
 
 def _joined(earlier: tuple[WeightUpdate, ...], update: WeightUpdate) -> tuple[WeightUpdate, ...]:
-    if update.state_dict is None:
-        return (update,)
-    last = earlier[-1].state_dict if earlier else None
-    if last is None:
+    if update.unloads:
+        # An engine that is started later has to have an adapter before it can unload it.
         return (*earlier, update)
-    return (*earlier[:-1], replace(update, state_dict={**last, **update.state_dict}))
+    if update.adapter is not None:
+        return (*(each for each in earlier if each.adapter != update.adapter), update)
+    base = tuple(each for each in earlier if each.adapter is None)
+    adapters = tuple(each for each in earlier if each.adapter is not None)
+    if update.state_dict is None:
+        return (update, *adapters)
+    last = base[-1].state_dict if base else None
+    if last is None:
+        return (*base, update, *adapters)
+    return (*base[:-1], replace(update, state_dict={**last, **update.state_dict}), *adapters)

@@ -12,12 +12,13 @@ import torch
 from tensordict import NestedKey
 
 from corelm import validate
+from corelm.backend.adapters import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.outputs import ResponseParser
 from corelm.rendering.completions import Boundary
-from corelm.spec.provenance import Mode
+from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
 
 Inplace = bool | Literal["empty"]
@@ -93,6 +94,9 @@ class PolicyOptions:
             text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
             refuses a conversation that ends with an assistant turn; None samples a new turn after it, as environments
             need whose rows end at different times.
+        adapter: the adapter that answers or scores: the name of one that ``backend.load_adapter`` has loaded, or False
+            for the base weights alone. So ``policy.replace(adapter=False)`` is the reference of a policy with an
+            adapter, in the same engine. None leaves the model as it is.
         tools_key: where the tools of each conversation are, if the TensorDict has this key: for each conversation a
             list of dicts, or None for those of `template_kwargs`. None reads none.
 
@@ -129,6 +133,7 @@ class PolicyOptions:
     response_parser: ResponseParser | None = None
     continue_final_message: bool | None = False
     tools_key: NestedKey | None = "tools"
+    adapter: Adapter = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, Keys):
@@ -165,6 +170,7 @@ class PolicyOptions:
             if name in self.template_kwargs:
                 raise validate.invalid("template_kwargs", f"{name} is not a variable of the template; {instead}")
         self._set("device", validate.device(self.device))
+        self._set("adapter", checked_adapter(self.adapter))
         self._settle_samples(SamplingParams.make(self.sampling_params))
 
     def _settle_log_probs_key(self) -> None:

@@ -188,6 +188,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             timeout=timeout,
             on_error=options.on_error,
             problems=rows.problems,
+            adapter=options.adapter,
             on_tokens=on_tokens,
             on_answer=bar,
         )
@@ -237,6 +238,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             "score_from": rows.prompt_lengths if rows.only_response else None,
             "on_error": self.options.on_error,
             "problems": rows.problems,
+            "adapter": self.options.adapter,
         }
 
     @property
@@ -244,7 +246,9 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         """The label of the log-probs that this policy scores, with the weights that are in force."""
         processed = self.options.log_probs_mode == "processed"
         label = Provenance.label_of_scores(self._sampling.temperature if processed else 1.0)
-        return Provenance(self.backend.name, self.backend.model_name, self.backend.weight_version, **label)
+        adapter = self.options.adapter
+        version = self.backend.engine.version_with(adapter)
+        return Provenance(self.backend.name, self.backend.model_name, version, **label, adapter=adapter)
 
     # Distributions ---------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ class Capabilities:
         without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
             loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
+        adapters: requests may name an adapter (LoRA, for example), and the optional hook `update_weights` loads and
+            unloads adapters, even if `update_weights` is not declared, which is about the base weights.
         abort: the optional hook `abort` works.
 
     Raises:
@@ -90,6 +92,7 @@ class Capabilities:
     update_weights: bool = False
     without_weights: bool = False
     sleep_levels: frozenset[int] = frozenset()
+    adapters: bool = False
     abort: bool = False
 
     def __post_init__(self) -> None:

@@ -108,7 +108,8 @@ class BackendSpec:
     def update_weights(self, request: WeightUpdate) -> bool:
         """Load new weights and drop everything computed with the old ones.
 
-        An update without weights says that the owner has changed them: there is only something to drop.
+        An update without weights says that the owner has changed them: there is only something to drop. One with an
+        ``adapter`` loads or unloads that adapter, and leaves the base weights alone.
 
         Return True if every later result uses the new weights. Raise `InvalidRequestError` or `CapabilityError` only if
         nothing was changed: core then keeps the label of the old weights. After any other exception it takes the

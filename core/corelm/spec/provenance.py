@@ -8,6 +8,9 @@ from typing import Any, Literal, TypedDict
 from corelm.spec.sampling import SamplingParams
 
 Mode = Literal["raw", "processed"]
+#: The adapter (LoRA, for example) of a call: its name, False for the base weights alone, None for the engine's own
+#: default. That is no adapter, except in a PEFT model object, whose active adapters stay on.
+Adapter = str | Literal[False] | None
 Support = Literal["full", "truncated"]
 
 
@@ -30,12 +33,15 @@ class Provenance:
     Attributes:
         backend: the backend's name. A label: it may differ between two numbers that belong together.
         model: the model's name. A label, as above.
-        weight_version: the version of the weights. A label, as above.
+        weight_version: the version of the weights. A label, as above. With an adapter it also names the adapter and its
+            version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
         mode: `raw` or `processed`. This and the following attributes are the distribution: they must agree before two
             numbers are compared.
         temperature: what the logits were divided by.
         support: `truncated` if some ids may have lost their probability, else `full`.
         penalties: (name, value) of each penalty in force.
+        adapter: the adapter that the call asked for. A label, like the first three: so a policy with its adapter and a
+            reference without it may be compared.
     """
 
     backend: str
@@ -45,6 +51,7 @@ class Provenance:
     temperature: float = 1.0
     support: Support = "full"
     penalties: tuple[tuple[str, float], ...] = ()
+    adapter: Adapter = None
 
     @staticmethod
     def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:

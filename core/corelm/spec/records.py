@@ -19,22 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, device
 
-from corelm.spec.provenance import Mode, Provenance, Support
-
 # Re-exported for plugins, which import them from `corelm.spec`.
+from corelm.spec.container_request import Columns as Columns
+from corelm.spec.container_request import ContainerRequest as ContainerRequest
+from corelm.spec.container_request import Parts as Parts
+from corelm.spec.provenance import Adapter, Mode, Support
 from corelm.tensors.ragged import Ragged as Ragged
 from corelm.tensors.ragged import Side as Side
 
 if TYPE_CHECKING:
-    from corelm.spec.message import Message
     from corelm.spec.probes import ProbeScores
     from corelm.spec.sampling import SamplingParams
-
-T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -118,6 +117,8 @@ class GenerateRequest:
             the caller shows no bar. Calling it is optional. It never raises, may be called on any thread, and may be
             called again for the same row. It must not change how the request is served: a request that is repeated
             without it is repeated with it.
+        adapter: the adapter that answers: its name, or False for none. None, the engine's default, unless the backend
+            declares `adapters`.
     """
 
     prompts: Ragged
@@ -129,6 +130,7 @@ class GenerateRequest:
     timeout: float | None
     on_tokens: Callable[[TokenChunk], None] | None = None
     on_answer: Callable[[int, int], None] | None = None
+    adapter: Adapter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,6 +156,7 @@ class GenerateResult:
         texts: one per row, from an engine whose text differs from what its tokenizer decodes; None otherwise.
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
+        adapter: leave it None. Core sets it to that of the request.
     """
 
     ids: Ragged
@@ -165,6 +168,7 @@ class GenerateResult:
     texts: tuple[str, ...] | None = None
     weight_versions: tuple[str, ...] | None = None
     errors: tuple[str, ...] | None = None
+    adapter: Adapter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,6 +185,7 @@ class ScoreRequest:
         device: where to put the results; None lets the plugin choose.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
+        adapter: as in `GenerateRequest`.
     """
 
     sequences: Ragged
@@ -192,6 +197,7 @@ class ScoreRequest:
     request_ids: tuple[str, ...]
     timeout: float | None
     return_argmax: bool = False
+    adapter: Adapter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,6 +224,7 @@ class ScoreResult:
         support: always `full`.
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
+        adapter: leave it None. Core sets it to that of the request.
     """
 
     logprobs: Ragged
@@ -229,109 +236,7 @@ class ScoreResult:
     support: Support = "full"
     weight_versions: tuple[str, ...] | None = None
     errors: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Parts(Generic[T]):
-    """A value for the prompt, the response and both together.
-
-    Attributes:
-        prompt: None if the input does not tell prompt and response apart.
-        response: None if the input does not tell prompt and response apart.
-        full: the prompt followed by the response.
-    """
-
-    prompt: T | None
-    response: T | None
-    full: T
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
-    """Where the tokens of ``tokens.full`` are in a dense tensor.
-
-    By default prompts are padded on the left and responses on the right (``prompt_width=3`` in the example). Rows that
-    are not split are padded on the right (``prompt_width=None``)::
-
-        split   .  5  6 | 11   2   .      mask   [[False, True, True,   True, True, False],
-                7  8  9 | 12  13  14              [True,  True, True,   True, True, True ]]
-
-        whole   5  6  11   2   .   .      mask   [[True,  True, True,   True, False, False],
-                7  8   9  12  13  14              [True,  True, True,   True, True,  True ]]
-
-    Attributes:
-        mask: bool[rows, width]: True where there is a token.
-        prompt_width: the number of columns that belong to the prompt; None if rows are not split.
-    """
-
-    mask: Tensor
-    prompt_width: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ContainerRequest:
-    """Everything known about a batch of rows, to be wrapped in containers for the user.
-
-    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch. The example gives::
-
-        tokens.prompt               [ 5, 6 ]                    [ 7, 8, 9 ]
-        tokens.response             [ 11, 2 ]                   [ 12, 13, 14 ]
-        tokens.full                 [ 5, 6, 11, 2 ]             [ 7, 8, 9, 12, 13, 14 ]
-        log_probs.full              [ 0.0, 0.0, -0.5, -0.1 ]    [ 0.0, 0.0, 0.0, -1.2, -0.3, -0.7 ]
-        masks.all_response_mask     [ no, no, yes, yes ]        [ no, no, no, yes, yes, yes ]
-
-    With ``pad_output=True`` each field is one tensor. Pads are `pad_id` in tokens, 0.0 in log-probs, False in masks::
-
-        tokens.prompt               .    5    6              tokens.response     11    2    .
-                                    7    8    9                                  12   13   14
-
-        tokens.full                 .    5    6     11     2     .
-                                    7    8    9     12    13    14
-
-        log_probs.full              .    0.0  0.0   -0.5  -0.1   .
-                                    0.0  0.0  0.0   -1.2  -0.3  -0.7
-
-        masks.all_attention_mask    .    yes  yes   yes   yes    .
-                                    yes  yes  yes   yes   yes   yes
-
-    Attributes:
-        batch_size: the shape of the result; its product is the number of rows, in C order.
-        fields: which of `text`, `tokens`, `masks`, `log_probs` and `history` to build.
-        tokens: the ids.
-        texts: one str per row.
-        chats: one conversation per row.
-        logprobs: float32, as long as ``tokens.full``.
-        scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
-        argmax: int64, as long as ``tokens.full``: the most probable id at each position, -1 where `scored` is False.
-        greedy: one per row: whether every token that counts is the most probable one.
-        provenance: one per row, or one for all rows.
-        assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
-        finish_reasons: one per row.
-        errors: one message per row, "" for a row without an error.
-        retokenized: per row, whether its sampled turns were rendered from their text and lost their ids; None if all
-            ids were kept.
-        pad_output: True for dense tensors, False for one tensor per row.
-        pad_id: the id in the pads of dense tokens.
-        columns: the dense layout to keep; None chooses the default layout of `Columns`.
-    """
-
-    batch_size: tuple[int, ...]
-    fields: frozenset[str]
-    tokens: Parts[Ragged]
-    texts: Parts[tuple[str, ...]] | None = None
-    chats: Parts[tuple[tuple[Message, ...], ...]] | None = None
-    logprobs: Ragged | None = None
-    scored: Ragged | None = None
-    argmax: Ragged | None = None
-    greedy: tuple[bool, ...] | None = None
-    provenance: Provenance | tuple[Provenance, ...] | None = None
-    assistant: Ragged | None = None
-    finish_reasons: tuple[str, ...] | None = None
-    errors: tuple[str, ...] | None = None
-    retokenized: tuple[bool, ...] | None = None
-    pad_output: bool = False
-    pad_id: int = 0
-    columns: Columns | None = None
+    adapter: Adapter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -347,6 +252,11 @@ class WeightUpdate:
         path: where the weights are saved, or None.
         expect: what a canary should find with these weights, or None. A plugin that only loads weights ignores it; one
             with engines behind it hands it on to their canaries.
+        adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with neither
+            `state_dict` nor `path`, the one to unload. The base weights stay. None unless the backend declares
+            `adapters`.
+        adapter_config: what the ``adapter_config.json`` of PEFT says of the adapter in `state_dict`; None for a folder,
+            which has that file.
     """
 
     version: str
@@ -354,11 +264,18 @@ class WeightUpdate:
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
     expect: ProbeScores | None = None
+    adapter: str | None = None
+    adapter_config: Mapping[str, Any] | None = None
 
     @property
     def by_owner(self) -> bool:
         """Whether the owner has changed the weights, so that there is nothing to load."""
-        return self.state_dict is None and self.path is None
+        return self.state_dict is None and self.path is None and self.adapter is None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether an adapter is to be unloaded."""
+        return self.state_dict is None and self.path is None and self.adapter is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,9 @@ from corelm.spec import (
     hookimpl,
 )
 from transformers_backend import loading, weights
+from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search
-from transformers_backend.calls import Aborted, Calls
+from transformers_backend.calls import Aborted, Call, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM
@@ -48,6 +50,7 @@ class TransformersBackend:
         self_test: knows which ways of running the model are right.
         decoder: makes the answers.
         scorer: makes the scores.
+        adapters: the adapters that were loaded, and the one that a call runs with.
         calls: the requests under way.
         owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
@@ -69,13 +72,15 @@ class TransformersBackend:
         self.self_test = SelfTest(engine, tokenizer)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
+        self.adapters = Adapters(engine)
         self.calls = Calls()
         self.owns_model = owns_model
         self._weights_state = WeightsState(engine.module)
         self._sleeping = SleepingWeights(engine.module)
         self.tokenizer = tokenizer
+        adapters = may_have_adapters(engine, owns_model=owns_model)
         levels = sleep_levels(engine.module, owns_model)
-        self.capabilities = replace(read_capabilities(engine, tokenizer), sleep_levels=levels)
+        self.capabilities = replace(read_capabilities(engine, tokenizer, adapters=adapters), sleep_levels=levels)
 
     @classmethod
     def open(
@@ -148,7 +153,7 @@ class TransformersBackend:
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         refuse_sharded(self.engine.module)
-        with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
+        with self._serving(request) as call:
             try:
                 if request.sampling.num_beams > 1:
                     return beam_search(self.engine, request, call, use_cache=self.decoder.may_use_cache(request, call))
@@ -159,13 +164,21 @@ class TransformersBackend:
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         refuse_sharded(self.engine.module)
-        with naming_max_batch_tokens(self.engine), self.calls.start(request) as call:
+        with self._serving(request) as call:
             return self.scorer.score(request, call)
+
+    @contextmanager
+    def _serving(self, request: GenerateRequest | ScoreRequest) -> Iterator[Call]:
+        with naming_max_batch_tokens(self.engine), self.adapters.switched(request), self.calls.start(request) as call:
+            yield call
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         refuse_sharded(self.engine.module)
-        weights.load(self.engine, request)
+        if request.adapter is None:
+            weights.load(self.engine, request)
+        else:
+            self.adapters.update(request)
         self.self_test.forget()
         self.scorer.weights_changed()
         return True
@@ -203,7 +216,9 @@ class TransformersBackend:
     def close(self, request: CloseRequest) -> bool:
         # Core calls no other hook after this one; without these references the model's memory can be freed.
         device = self.engine.device
-        del self.engine, self.self_test, self.decoder, self.scorer, self._weights_state, self._sleeping
+        if not self.owns_model:
+            self.adapters.close()
+        del self.engine, self.adapters, self.self_test, self.decoder, self.scorer, self._weights_state, self._sleeping
         if self.owns_model:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)

@@ -26,7 +26,7 @@ HONOURED = (
 )
 
 
-def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
+def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
     return Capabilities(
         vocab_size=engine.vocab_size,
         max_context=engine.max_context,
@@ -42,5 +42,6 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         stops_at_timeout=True,
         streaming=True,
         update_weights=True,
+        adapters=adapters,
         abort=True,
     )

@@ -191,6 +191,15 @@ def is_device_failure(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("CUDA", "CUBLAS", "cuDNN", "HIP"))
 
 
+def runs_layers_again(module: nn.Module) -> bool:
+    """Return whether layers are checkpointed: in the backward pass, they run again as they are switched then."""
+    return any(
+        hasattr(part, "_checkpoint_wrapped_module")
+        or (part.training and getattr(part, "gradient_checkpointing", False))
+        for part in module.modules()
+    )
+
+
 def _forward_parameters(base: Any) -> frozenset[str]:
     """Return the names of the arguments that the model's forward takes.
 

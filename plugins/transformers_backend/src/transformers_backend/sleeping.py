@@ -50,4 +50,7 @@ def sleep_levels(module: nn.Module, owns_model: bool) -> frozenset[int]:
     """
     weights = list(module.parameters())
     plain = all(type(each) is nn.Parameter and each.is_floating_point() and not each.is_meta for each in weights)
-    return frozenset(SLEEP_LEVELS if owns_model and weights and plain else ())
+    if not (owns_model and weights and plain):
+        return frozenset()
+    # An update of the base weights would leave the adapters of a PEFT model without theirs.
+    return frozenset({1} if getattr(module, "peft_config", None) else SLEEP_LEVELS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
 from corelm.support import refuse_weights, shape_problems, shapes_of, whole_tensor
+from transformers_backend.adapters import PREFIX
 from transformers_backend.engine import CausalLM
 
 
@@ -119,7 +120,8 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
 
 def _namings(engine: CausalLM) -> list[dict[str, Tensor]]:
     """Return the complete sets of names by which the model's tensors are known."""
-    own: dict[str, Tensor] = dict(engine.module.state_dict())
+    # Adapters that were loaded by name have updates of their own.
+    own = {name: tensor for name, tensor in engine.module.state_dict().items() if f".{PREFIX}" not in name}
     if engine.module is engine.base:
         return [own]
     wrapper: Any = engine.module

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformers_backend.engine import runs_layers_again
+
 #: The name under which the attention is registered with transformers.
 _NAME = "corelm_segments"
 
@@ -143,15 +145,8 @@ def may_pack(base: Any) -> bool:
     text = base.config.get_text_config()
     # The mask of chunked attention looks like that of a window here.
     chunked = getattr(text, "attention_chunk_size", None)
-    return text._attn_implementation == "sdpa" and not chunked and not _runs_again_in_backward(base)
-
-
-def _runs_again_in_backward(base: Any) -> bool:
-    """Return whether layers are checkpointed: those run again after the attention has been restored."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(
-        hasattr(module, "_checkpoint_wrapped_module")
-        or (module.training and getattr(module, "gradient_checkpointing", False))
-        for module in base.modules()
+    return (
+        text._attn_implementation == "sdpa"
+        and not chunked
+        and not (torch.is_grad_enabled() and runs_layers_again(base))
     )

@@ -1,0 +1,93 @@
+"""`WeightUpdates`: the methods of a `Backend` that change its weights and load its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from corelm.backend.adapters import NewAdapter
+from corelm.backend.engine import OpenEngine
+from corelm.backend.trained_model import NewWeights
+from corelm.spec.probes import ProbeScores
+
+
+class WeightUpdates:
+    engine: OpenEngine
+
+    def update_weights(
+        self,
+        weights: NewWeights,
+        version: str | None = None,
+        drain: bool = True,
+        expect: ProbeScores | Mapping[str, Any] | None = None,
+    ) -> str:
+        """Load new weights, and return the version that every later row carries.
+
+        Args:
+            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
+            version: the label of these weights; None counts up from the last label.
+            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
+                engine that can. Either way no answer mixes two sets of weights.
+            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
+                the backend compares the engine with it before any other call is served.
+
+        Raises:
+            InvalidRequestError: the weights do not fit; the old ones are still in force.
+            CapabilityError: the engine cannot load them; the old ones are still in force.
+            StaleWeightsError: the canary disagrees; as after the next error.
+            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
+                rows that follow get a label that no weights had before, until an update succeeds.
+        """
+        return self.engine.update_weights(weights, version, drain, expect)
+
+    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
+        """Say that the owner of the model has changed its weights, and return the version that later rows carry.
+
+        Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
+
+        Args:
+            version: the label of these weights; None counts up from the last label.
+            expect: as for `update_weights`.
+
+        Raises:
+            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
+        """
+        return self.engine.weights_changed(version, expect)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The version of each adapter that `load_adapter` has loaded, by name."""
+        return self.engine.adapters.versions
+
+    def load_adapter(
+        self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, drain: bool = True
+    ) -> str:
+        """Load an adapter (LoRA, for example), or replace the one of this name, and return its version.
+
+        Calls name it with ``adapter=name``. Their rows carry a label such as ``"0+policy@3"``: the version of the base
+        weights, the adapter, and its version. The base weights and their version stay as they are.
+
+        Args:
+            name: the name; without any of ``@ + / \\``.
+            weights: a PEFT model, of which the adapter of this name is read, or else the active one; a folder that PEFT
+                wrote; or a state dict with the names that ``peft.get_peft_model_state_dict`` gives.
+            config: PEFT's configuration of the adapter in a state dict, such as a ``LoraConfig`` or its dict. None for
+                that of the adapter that is replaced.
+            version: the label of this adapter; None counts up from the last one of this name, from "1".
+            drain: as for `update_weights`.
+
+        Raises:
+            InvalidRequestError: the adapter does not fit the model or the engine; what was loaded before stays.
+            CapabilityError: the engine takes no adapters, or none of this kind; what was loaded before stays.
+            EngineError: loading failed. The adapter gets a version that none had before, until it is loaded again.
+        """
+        return self.engine.load_adapter(name, weights, config, version, drain)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that `load_adapter` has loaded.
+
+        Raises:
+            InvalidRequestError: no adapter of this name was loaded.
+            CapabilityError: the engine takes no adapters.
+        """
+        self.engine.unload_adapter(name)
