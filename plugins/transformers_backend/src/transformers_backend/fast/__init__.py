@@ -10,6 +10,8 @@ file             what it saves
 `split.py`       runs a model's body without its head, and its head without its body
 `layouts.py`     rows without padding; the start that rows have in common is read once
 `packing.py`     attention over such rows
+`segments.py`    which of their tokens attend to which
+`varlen.py`      on GPUs, attention in many of them by one kernel
 `reading.py`     the body's hidden states of packed or padded rows
 `cache.py`       decoding writes keys and values into buffers instead of copying all of them at every token
 `onednn.py`      the head of a decoding step on a CPU, with another library
