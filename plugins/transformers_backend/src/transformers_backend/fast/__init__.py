@@ -6,6 +6,8 @@ It plugs in at two places: `FastDecoder` overrides two methods of `Decoder`, `Fa
 file             what it saves
 ================ ======================================================================================================
 `tiles.py`       log-probabilities without logits: no tensor is as wide as the vocabulary
+`reductions.py`  on GPUs, how a tile is reduced to a number a row
+`triton_head.py` kernels for that, opt-in
 `head.py`        decides whether a model's head can be computed in tiles
 `split.py`       runs a model's body without its head, and its head without its body
 `layouts.py`     rows without padding; the start that rows have in common is read once
