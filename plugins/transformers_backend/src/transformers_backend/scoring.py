@@ -20,9 +20,12 @@ from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
 HeadPath = Literal["tiled", "sliced", "whole"]
-#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.reading`), padded to
-#: the longest, with rows of the same length only, or not at all.
-RowLayout = Literal["packed", "padded", "equal", "alone"]
+#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.reading`), attending
+#: many at once or each by itself; padded to the longest; with rows of the same length only; or not at all.
+RowLayout = Literal["fused", "packed", "padded", "equal", "alone"]
+
+#: The layouts without padding.
+PACKED: tuple[RowLayout, ...] = ("fused", "packed")
 
 #: The layouts of the plain backend.
 PLAIN_LAYOUTS: tuple[RowLayout, ...] = ("padded", "equal", "alone")
@@ -153,7 +156,7 @@ class Scorer:
 
 def grouping_of(layout: RowLayout) -> Grouping:
     """Return which rows may share a forward pass that pads."""
-    return "padded" if layout == "packed" else layout
+    return "padded" if layout == "fused" or layout == "packed" else layout
 
 
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:

@@ -38,7 +38,7 @@ TAIL = 16
 _SHORT = 1e-6
 OTHER_NUMBERS = "get other numbers than the model's own forward of one row"
 #: Many architectures cannot be packed: that is told at a lower level.
-_USUAL = frozenset({"packed"})
+_USUAL = frozenset({"fused", "packed"})
 #: How many states of the model's structure are remembered.
 _REMEMBERED = 4
 

@@ -8,7 +8,7 @@ import torch
 from corelm.tensors.ragged import Ragged
 from transformers_backend.batches import micro_batches
 from transformers_backend.fast.layouts import packed_batches, padded_batches
-from transformers_backend.fast.packing import PackedSegment
+from transformers_backend.fast.segments import PackedSegment
 
 
 def always(shared: int, rest: int) -> bool:

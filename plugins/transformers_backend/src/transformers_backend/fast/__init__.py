@@ -6,10 +6,14 @@ It plugs in at two places: `FastDecoder` overrides two methods of `Decoder`, `Fa
 file             what it saves
 ================ ======================================================================================================
 `tiles.py`       log-probabilities without logits: no tensor is as wide as the vocabulary
+`reductions.py`  on GPUs, how a tile is reduced to a number a row
+`triton_head.py` kernels for that, opt-in
 `head.py`        decides whether a model's head can be computed in tiles
 `split.py`       runs a model's body without its head, and its head without its body
 `layouts.py`     rows without padding; the start that rows have in common is read once
 `packing.py`     attention over such rows
+`segments.py`    which of their tokens attend to which
+`varlen.py`      on GPUs, attention in many of them by one kernel
 `reading.py`     the body's hidden states of packed or padded rows
 `cache.py`       decoding writes keys and values into buffers instead of copying all of them at every token
 `onednn.py`      the head of a decoding step on a CPU, with another library

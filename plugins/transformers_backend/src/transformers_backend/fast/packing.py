@@ -2,7 +2,8 @@
 
 A segment is a run of tokens that attend to one another and to the tokens before them in their row, which may lie
 elsewhere in the pack: the answers to one prompt share the prompt's keys and values. transformers lets another function
-replace its attention (`AttentionInterface`); the one here hands every segment to transformers' own.
+replace its attention (`AttentionInterface`); the one here hands every segment to transformers' own, or many of them at
+once to a kernel (`varlen`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformers_backend.engine import runs_layers_again
+from transformers_backend.fast.segments import PackedSegment, VarlenCall, varlen_calls
+from transformers_backend.fast.varlen import JointAttention
 
 #: The name under which the attention is registered with transformers.
 _NAME = "corelm_segments"
@@ -26,29 +28,22 @@ class CannotPack(Exception):
     """The model's attention cannot run per segment."""
 
 
-@dataclass(frozen=True)
-class PackedSegment:
-    """Tokens ``start <= t < stop`` of a pack.
+class _SegmentAttention:
+    """Runs the segments of one pack.
 
-    Attributes:
-        before: where the earlier tokens of the same row are, as ranges of the same kind.
+    Args:
+        segments: the segments.
+        attend: transformers' own attention for one of them.
+        joint: attends in many of them at once, where it fits; None for one after another.
     """
 
-    start: int
-    stop: int
-    before: tuple[tuple[int, int], ...] = ()
-
-
-class _SegmentAttention:
-    """Runs the segments of one pack."""
-
-    def __init__(self, segments: Sequence[PackedSegment]) -> None:
-        from transformers import AttentionInterface
-
+    def __init__(self, segments: Sequence[PackedSegment], attend: Any, joint: JointAttention | None) -> None:
         self._segments = segments
-        self._attend = AttentionInterface()["sdpa"]
-        # Every layer needs the same few masks.
+        self._attend = attend
+        self._joint = joint
+        # Every layer needs the same few masks, and the same places of segments.
         self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._calls: dict[torch.device, list[VarlenCall]] = {}
 
     def __call__(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -62,6 +57,8 @@ class _SegmentAttention:
         if not getattr(layer, "is_causal", True) or kwargs.get("is_causal") is False:
             raise CannotPack("the model's attention is not causal")
         window = int(mask) if mask is not None and int(mask) else None
+        if self._joint is not None and self._joint.fits(layer, query, key, value, window, **kwargs):
+            return self._together(self._joint, layer, query, key, value, window, kwargs), None
         outputs = []
         for segment in self._segments:
             own = (segment.start, segment.stop)
@@ -70,6 +67,22 @@ class _SegmentAttention:
             allowed = self._allowed(queries.shape[2], keys.shape[2], window, query.device)
             outputs.append(self._attend(layer, queries, keys, values, allowed, **kwargs)[0])
         return torch.cat(outputs, dim=1), None
+
+    def _together(
+        self,
+        joint: JointAttention,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        calls = self._calls.get(query.device)
+        if calls is None:
+            calls = self._calls[query.device] = [call.to(query.device) for call in varlen_calls(self._segments)]
+        outputs = [joint(layer, *call.of(query, key, value), call, window, **kwargs) for call in calls]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _allowed(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return bool[1, 1, queries, keys], where the queries are the last of the positions; None if plain causal
@@ -113,40 +126,48 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def attention_per_segment(base: Any, segments: Sequence[PackedSegment]) -> Iterator[_SegmentAttention]:
-    """Let `base` read one row of ``[1, total]`` ids as these segments inside; restore it afterwards."""
+def attention_per_segment(
+    base: Any, segments: Sequence[PackedSegment], joint: JointAttention | None = None
+) -> Iterator[None]:
+    """Let `base` read one row of ``[1, total]`` ids as these segments inside; restore it afterwards.
+
+    Args:
+        base: a transformers model.
+        segments: the segments.
+        joint: attends in many of them at once, where it fits; None for one after another.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    attention = _SegmentAttention(segments)
-    configs = _configs(base)
-    before = [config._attn_implementation_internal for config in configs]
-    token = _CURRENT.set(attention)
+    own = _implementation(base)
+    configs = [config for config in _configs(base) if getattr(config, "_attn_implementation", None) == own]
+    token = _CURRENT.set(_SegmentAttention(segments, AttentionInterface()[own], joint))
     try:
         for config in configs:
             config._attn_implementation_internal = _NAME
-        yield attention
+        yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+        for config in configs:
+            config._attn_implementation_internal = own
         _CURRENT.reset(token)
 
 
 def _configs(base: Any) -> list[Any]:
     """Return the distinct configurations that the model's parts look at."""
     found = {id(config): config for module in base.modules() if (config := getattr(module, "config", None)) is not None}
-    return [config for config in found.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
+    return list(found.values())
 
 
-def may_pack(base: Any) -> bool:
-    """Return whether packing may work: the attention is transformers' SDPA, and no layer will run again later."""
-    text = base.config.get_text_config()
+def _implementation(base: Any) -> str:
+    name: str = base.config.get_text_config()._attn_implementation
+    return name
+
+
+def may_pack(base: Any) -> str | None:
+    """Return the attention that the model runs with, if it may be packed: no layer will run again later; else None."""
     # The mask of chunked attention looks like that of a window here.
-    chunked = getattr(text, "attention_chunk_size", None)
-    return (
-        text._attn_implementation == "sdpa"
-        and not chunked
-        and not (torch.is_grad_enabled() and runs_layers_again(base))
-    )
+    chunked = getattr(base.config.get_text_config(), "attention_chunk_size", None)
+    runs_again = torch.is_grad_enabled() and runs_layers_again(base)
+    return None if chunked or runs_again else _implementation(base)

@@ -14,6 +14,7 @@ from transformers_backend.engine import CausalLM
 from transformers_backend.fast.layouts import ReadBatch
 from transformers_backend.fast.packing import attention_per_segment
 from transformers_backend.fast.split import SplitForward
+from transformers_backend.fast.varlen import JointAttention
 
 
 class BodyReader:
@@ -21,12 +22,18 @@ class BodyReader:
         self._engine = engine
         self._split = split
 
-    def read(self, rows: Ragged, batch: ReadBatch) -> Tensor:
-        """Return ``[slots, hidden]``; ``batch.index`` says in which slots the states of its rows are."""
+    def read(self, rows: Ragged, batch: ReadBatch, joint: JointAttention | None = None) -> Tensor:
+        """Return ``[slots, hidden]``; ``batch.index`` says in which slots the states of its rows are.
+
+        Args:
+            rows: the ids of all rows.
+            batch: those to read.
+            joint: attends in many rows of a pack at once, where it fits; None for one after another.
+        """
         if batch.packed is None:
             return self._split.hidden(**self._engine.inputs(rows.select(batch.rows), "right")).flatten(0, 1)
         device, packed = self._engine.device, batch.packed
-        with attention_per_segment(self._engine.base, packed.segments):
+        with attention_per_segment(self._engine.base, packed.segments, joint):
             states = self._split.hidden(
                 input_ids=packed.ids[None].to(device),
                 position_ids=packed.positions[None].to(device),

@@ -7,9 +7,10 @@ steps, that step runs as in the plain `Scorer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
+import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
@@ -21,8 +22,10 @@ from transformers_backend.fast.packing import may_pack
 from transformers_backend.fast.probing import body_drops_out
 from transformers_backend.fast.reading import BodyReader
 from transformers_backend.fast.split import SplitForward
+from transformers_backend.fast.varlen import JointAttention, TransformersFlash, torch_varlen
 from transformers_backend.protocol import ScoredTokens, SequenceBatch
 from transformers_backend.scoring import (
+    PACKED,
     PLAIN_LAYOUTS,
     HeadPath,
     RowLayout,
@@ -40,11 +43,28 @@ _CPU_PACK = 1024
 _COMPARED = 4
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
+#: Where transformers runs the model with one of these, rows are packed for it, and for nothing else.
+_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 class FastScorer(Scorer):
-    def __init__(self, engine: CausalLM, self_test: SelfTest, max_batch_tokens: int) -> None:
+    """
+    Args:
+        engine, self_test, max_batch_tokens: see `Scorer`.
+        joint: returns what attends in many rows of a pack at once on a device, for a model that runs with PyTorch's own
+            attention; None where there is nothing.
+    """
+
+    def __init__(
+        self,
+        engine: CausalLM,
+        self_test: SelfTest,
+        max_batch_tokens: int,
+        joint: Callable[[torch.device], JointAttention | None] = torch_varlen,
+    ) -> None:
         super().__init__(engine, self_test, max_batch_tokens)
+        # The object remembers what became of its trials.
+        self._joint = cache(joint)
         self._split = SplitForward(engine)
         self._head = ScoringHead(engine, self._split, self_test)
         self._reader = BodyReader(engine, self._split)
@@ -59,8 +79,9 @@ class FastScorer(Scorer):
             return
         if head == "tiled" and request.return_logits:
             head = "sliced"
-        packed = self._engine.passes_positions and may_pack(self._engine.base)
-        layouts: tuple[RowLayout, ...] = ("packed", *PLAIN_LAYOUTS) if packed else PLAIN_LAYOUTS
+        joint = self._joint_attention()
+        may = {"fused": joint is not None, "packed": self._packs_one_by_one()}
+        layouts: tuple[RowLayout, ...] = (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
         # Rows that share their start would also share its dropout.
         pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
 
@@ -69,12 +90,12 @@ class FastScorer(Scorer):
             return list(self._read_batches(batch.inputs, layout, pays))
 
         def widest(layout: RowLayout) -> tuple[int, Ragged] | None:
-            if layout != "packed":
+            if layout not in PACKED:
                 return None
             part = max(parts(layout), key=lambda part: part.slots)
             return part.slots, batch.inputs.select(part.rows)
 
-        layout = self._self_test.choose(layouts, batch.inputs, partial(self._tails, pays=pays), widest)
+        layout = self._self_test.choose(layouts, batch.inputs, partial(self._tails, pays=pays, joint=joint), widest)
         if layout == "alone":
             yield from super()._score_batch(batch, request, call)
             return
@@ -86,7 +107,7 @@ class FastScorer(Scorer):
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
             slots = part.index.values[wanted]
-            states = self._reader.read(batch.inputs, part)
+            states = self._reader.read(batch.inputs, part, joint if layout == "fused" else None)
             yield ScoredTokens(index, *self._logprobs(head, states, slots, targets, request, part.shared > 0))
         self.path = ScoringPath(head, layout, shared)
 
@@ -123,7 +144,19 @@ class FastScorer(Scorer):
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
-    def _tails(self, layout: RowLayout, pays: SharingPays) -> TailLogits:
+    def _packs_one_by_one(self) -> bool:
+        return self._engine.passes_positions and may_pack(self._engine.base) == "sdpa"
+
+    def _joint_attention(self) -> JointAttention | None:
+        """Return what attends in many rows of a pack at once; None if nothing does in this model, on this device."""
+        if not self._engine.passes_positions:
+            return None
+        name = may_pack(self._engine.base)
+        if name in _FLASH:
+            return TransformersFlash(name)
+        return self._joint(self._engine.device) if name == "sdpa" else None
+
+    def _tails(self, layout: RowLayout, pays: SharingPays, joint: JointAttention | None) -> TailLogits:
         """Return a function that makes the last logits of rows in that layout, from the body's hidden states.
 
         Of a pass that many rows share, those are the first row, the last and the longest.
@@ -135,7 +168,7 @@ class FastScorer(Scorer):
 
         def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
             for part in self._read_batches(rows, layout, shares):
-                states = self._reader.read(rows, part)
+                states = self._reader.read(rows, part, joint if layout == "fused" else None)
                 slots = part.index.split()
                 last = len(slots) - 1
                 places = range(len(slots)) if last < _COMPARED else (0, int(part.index.lengths.argmax()), last)
@@ -147,7 +180,7 @@ class FastScorer(Scorer):
 
     def _read_batches(self, rows: Ragged, layout: RowLayout, pays: SharingPays) -> Iterator[ReadBatch]:
         with_shared = limit = tokens_per_pass(self._engine, self._max_batch_tokens)
-        if layout != "packed":
+        if layout not in PACKED:
             return padded_batches(rows.lengths, self._row_batches(rows.lengths, layout))
         if self._engine.device.type == "cpu":
             limit = min(limit, _CPU_PACK)

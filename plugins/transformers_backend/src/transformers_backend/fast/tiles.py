@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from transformers_backend.fast.reductions import TileReduction, reduction_for
+
 #: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
 #: enough to do with each tile.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
@@ -34,6 +36,7 @@ class TiledHead:
         dtype: of the matrix product, to which hidden states, weight and bias are cast a tile at a time, as autocast
             casts them; None for that of the hidden states.
         natural: whether tiles are exponentiated with `exp` and not with `exp2`; None for what is faster on the device.
+        reduction: how tiles are reduced if there is neither a bias nor a cap; None for what is used on the device.
     """
 
     weight: Tensor
@@ -42,6 +45,7 @@ class TiledHead:
     cap: float | None = None
     dtype: torch.dtype | None = None
     natural: bool | None = None
+    reduction: TileReduction | None = None
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits over `temperature`.
@@ -62,7 +66,10 @@ class TiledHead:
 
     def _apply(self, hidden: Tensor, tokens: Tensor, temperature: float, argmax: bool) -> tuple[Tensor, Tensor]:
         natural = hidden.device.type != "cpu" if self.natural is None else self.natural
-        form = _Form(self.scale, self.cap, temperature, self.dtype or hidden.dtype, natural)
+        dtype, reduction = self.dtype or hidden.dtype, None
+        if self.bias is None and self.cap is None:
+            reduction = self.reduction or reduction_for(hidden.device, dtype)
+        form = _Form(self.scale, self.cap, temperature, dtype, natural, reduction)
         out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, form, argmax)
         return out
 
@@ -76,6 +83,7 @@ class _Form:
     temperature: float
     dtype: torch.dtype
     natural: bool
+    reduction: TileReduction | None
 
 
 class _LogitTiles:
@@ -97,7 +105,9 @@ class _LogitTiles:
         height, width = _CPU_TILE if hidden.device.type == "cpu" else _TILE
         self.height, self.width = min(height, len(hidden)), min(width, len(weight))
         self._product = self.hidden.new_empty(self.height * self.width)
-        self._tile = self._product if form.dtype == self.dtype else self._product.to(self.dtype)
+        self._direct = form.dtype == self.dtype
+        # Made when it is needed.
+        self._tile: Tensor | None = None
 
     def rows(self) -> Iterator[slice]:
         return (slice(start, start + self.height) for start in range(0, len(self.hidden), self.height or 1))
@@ -109,17 +119,27 @@ class _LogitTiles:
         """Return these rows of the weight in the dtype of the product. All of them would be a copy of the head."""
         return self.weight[entries].to(self.hidden.dtype)
 
-    def __call__(self, rows: slice, entries: slice) -> Tensor:
-        """Return ``[rows, entries]`` of logits over temperature. The next call overwrites them."""
+    def product(self, rows: slice, entries: slice) -> tuple[Tensor, float]:
+        """Return ``[rows, entries]`` in the dtype of the head, and the factor that is still missing in logits over
+        temperature, or in the arguments of a cap. The next call overwrites them.
+        """
         hidden, weight = self.hidden[rows], self.part(entries)
         product = _part(self._product, hidden, weight)
-        direct = self._tile is self._product
         # The product can include the factor, unless it is first rounded to a shorter type.
         factor = self._scale * (self._inverse_temperature if self.cap is None else 1.0 / self.cap)
-        now, later = (factor, 1.0) if direct else (1.0, factor)
+        now, later = (factor, 1.0) if self._direct else (1.0, factor)
         bias, beta = (product, 0.0) if self.bias is None else (self.bias[entries], now)
         torch.addmm(bias, hidden, weight.T, beta=beta, alpha=now, out=product)
-        tile = product if direct else _part(self._tile, hidden, weight).copy_(product)
+        return product, later
+
+    def __call__(self, rows: slice, entries: slice) -> Tensor:
+        """Return ``[rows, entries]`` of logits over temperature. The next call overwrites them."""
+        product, later = self.product(rows, entries)
+        tile = product
+        if not self._direct:
+            if self._tile is None:
+                self._tile = torch.empty_like(self._product, dtype=self.dtype)
+            tile = self._tile[: product.numel()].view(product.shape).copy_(product)
         if later != 1.0:
             # On a GPU, every pass over a tile costs a good part of its product.
             tile.mul_(later)
@@ -164,8 +184,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
         largest = torch.full_like(chosen, torch.finfo(tiles.dtype).min)
         best = torch.zeros(len(hidden) if wants_argmax else 0, dtype=torch.int64, device=hidden.device)
+        reduction = None if wants_argmax else form.reduction
         for rows in tiles.rows():
             for entries in tiles.entries():
+                if reduction is not None:
+                    columns = tokens[rows] - entries.start
+                    reduction.fold(*tiles.product(rows, entries), columns, largest[rows], total[rows], chosen[rows])
+                    continue
                 tile = tiles(rows, entries)
                 column, inside = tiles.columns(tokens[rows], entries)
                 chosen[rows] = torch.where(inside, tile.gather(1, column)[:, 0], chosen[rows])
@@ -195,24 +220,14 @@ class _ChosenLogprobs(torch.autograd.Function):
         by_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if wants_hidden else None
         by_weight = torch.empty_like(weight) if wants_weight else None
         by_bias = torch.empty_like(bias) if wants_bias else None
-        upstream = upstream[:, None] * tiles.rate
+        upstream = upstream * tiles.rate
         # Vocabulary in the outer loop: each sum over tokens is then finished before the next, and rounded once.
         for entries in tiles.entries():
             part = tiles.part(entries)
             weight_sum = torch.zeros_like(part, dtype=tiles.dtype) if wants_weight else None
             bias_sum = torch.zeros(len(part), dtype=tiles.dtype, device=part.device) if wants_bias else None
             for rows in tiles.rows():
-                tile = tiles(rows, entries)
-                slope = tiles.slope(tile)
-                column, inside = tiles.columns(tokens[rows], entries)
-                # The derivative of a log-softmax: one-hot minus softmax.
-                tiles.exp_(tile.sub_(normalizer[rows, None])).neg_().scatter_add_(
-                    1, column, inside[:, None].to(tile.dtype)
-                )
-                tile.mul_(upstream[rows])
-                if slope is not None:
-                    tile.mul_(slope)
-                product = tile.to(hidden.dtype)
+                tile, product = _gradient(tiles, rows, entries, tokens, normalizer, upstream, ctx.form)
                 if by_hidden is not None:
                     _add_product(by_hidden[rows], product, part)
                 if weight_sum is not None:
@@ -224,6 +239,32 @@ class _ChosenLogprobs(torch.autograd.Function):
             if by_bias is not None and bias_sum is not None:
                 by_bias[entries] = bias_sum
         return None if by_hidden is None else by_hidden.to(ctx.hidden_dtype), by_weight, by_bias, None, None, None
+
+
+def _gradient(
+    tiles: _LogitTiles,
+    rows: slice,
+    entries: slice,
+    tokens: Tensor,
+    normalizer: Tensor,
+    upstream: Tensor,
+    form: _Form,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the bare products of a tile: for the sum over tokens, and in the dtype of the head."""
+    tokens, normalizer, upstream = tokens[rows], normalizer[rows], upstream[rows]
+    if form.reduction is not None and form.reduction.makes_gradients:
+        product, factor = tiles.product(rows, entries)
+        form.reduction.gradient_(product, factor, tokens - entries.start, normalizer, upstream)
+        return product, product
+    tile = tiles(rows, entries)
+    slope = tiles.slope(tile)
+    column, inside = tiles.columns(tokens, entries)
+    # The derivative of a log-softmax: one-hot minus softmax.
+    tiles.exp_(tile.sub_(normalizer[:, None])).mul_(-upstream[:, None])
+    tile.scatter_add_(1, column, (inside * upstream)[:, None])
+    if slope is not None:
+        tile.mul_(slope)
+    return tile, tile.to(form.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

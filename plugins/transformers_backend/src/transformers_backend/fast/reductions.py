@@ -1,0 +1,132 @@
+"""How a tile of logits is reduced on a GPU, where every pass over a tile costs a good part of its matrix product.
+
+log_softmax   PyTorch's own kernel replaces the passes for the maximum, the difference, the exponentials and their sum
+triton        one kernel reads the product once, and another turns it into its gradient (`triton_head`). Opt-in: it has
+              run in Triton's interpreter only
+
+Both are for heads without a bias and without a cap. All others, and every head on a CPU, are reduced in `tiles`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+#: Set to 1 to use the kernels of `triton_head` on a GPU.
+VARIABLE = "CORELM_TRITON_HEAD"
+#: How far the kernels may be from plain PyTorch: in log-probs, and in gradients as a share of the largest.
+_NEAR, _NEAR_GRADIENT = 1e-4, 0.02
+
+
+class TileReduction(Protocol):
+    """Reduces the product of hidden states and some of the head's rows.
+
+    In all methods `product` is ``[rows, width]`` in the dtype of the head, and a logit is ``factor · product``;
+    `columns` is int64[rows], the column of each row's token, which may lie outside the tile; other tensors are
+    float32[rows], or float64 if the product is.
+
+    Attributes:
+        makes_gradients: whether `gradient_` is there.
+    """
+
+    makes_gradients: bool
+
+    def fold(
+        self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
+    ) -> None:
+        """Take a tile into what is known of its rows, in place.
+
+        Args:
+            largest, total: the exponentials so far sum to ``total · exp(largest)``.
+            chosen: the logit of each row's token, if it was seen.
+        """
+
+    def gradient_(self, product: Tensor, factor: float, columns: Tensor, normalizer: Tensor, upstream: Tensor) -> None:
+        """Overwrite `product` with ``upstream · (one-hot - softmax)``.
+
+        Args:
+            normalizer: the log of each row's sum of exponentials.
+            upstream: the gradient of each log-prob, times the factor.
+        """
+
+
+class ByLogSoftmax:
+    """Reduces with PyTorch's log-softmax. It holds two tiles of float32 at once."""
+
+    makes_gradients = False
+
+    def fold(
+        self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
+    ) -> None:
+        first = product[:, 0].to(total.dtype)
+        if factor != 1.0:
+            product, first = product.to(total.dtype, copy=True).mul_(factor), first * factor
+        # The first logit less its log-softmax: no other pass over the tile is needed.
+        normalizer = first - product.log_softmax(-1, dtype=total.dtype)[:, 0]
+        inside = (columns >= 0) & (columns < product.shape[1])
+        found = product.gather(1, columns.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
+        chosen.copy_(torch.where(inside, found.to(chosen.dtype), chosen))
+        larger = torch.maximum(largest, normalizer)
+        total.mul_((largest - larger).exp()).add_((normalizer - larger).exp())
+        largest.copy_(larger)
+
+    def gradient_(self, product: Tensor, factor: float, columns: Tensor, normalizer: Tensor, upstream: Tensor) -> None:
+        raise NotImplementedError("there is no kernel for it")
+
+
+@cache
+def reduction_for(device: torch.device, dtype: torch.dtype) -> TileReduction | None:
+    """Return how products of this dtype are reduced on a device; None for the plain passes."""
+    if device.type != "cuda":
+        return None
+    if os.environ.get(VARIABLE) == "1" and dtype != torch.float64:
+        try:
+            from transformers_backend.fast.triton_head import ByTriton
+        except ImportError as error:
+            _log.warning("%s=1 is set, but Triton cannot be imported: %s", VARIABLE, error)
+        else:
+            if agrees(ByTriton(), device, dtype):
+                return ByTriton()
+    return ByLogSoftmax()
+
+
+def agrees(kernels: TileReduction, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels and float64 give the same log-probs and gradients on random numbers, in two tiles."""
+    rows, widths, factor = 5, (3000, 37), 0.7
+    generator = torch.Generator().manual_seed(0)
+    tiles = [(4 * torch.randn(rows, width, generator=generator)).to(device, dtype) for width in widths]
+    tokens = torch.tensor([0, 2999, 3000, 3036, 1500], device=device)
+    upstream = torch.tensor([1.0, -2.0, 0.5, 1.0, 0.0], device=device)
+    logits = (torch.cat(tiles, 1).double() * factor).requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        wanted = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        (gradient,) = torch.autograd.grad(wanted, logits, upstream.double())
+        wanted = wanted.detach()
+    total, chosen = torch.zeros(2, rows, device=device)
+    largest = torch.full_like(total, torch.finfo(total.dtype).min)
+    try:
+        for tile, start in zip(tiles, (0, widths[0]), strict=True):
+            kernels.fold(tile, factor, tokens - start, largest, total, chosen)
+        normalizer = largest + total.log()
+        apart = float((chosen - normalizer - wanted).abs().max())
+        if kernels.makes_gradients:
+            for tile, start in zip(tiles, (0, widths[0]), strict=True):
+                kernels.gradient_(tile, factor, tokens - start, normalizer, upstream)
+            share = float((torch.cat(tiles, 1) - gradient).abs().max() / gradient.abs().max())
+            apart = max(apart, share * _NEAR / _NEAR_GRADIENT)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        # A compiler may fail in any way.
+        _log.warning("the head's kernels are not used: %s: %s", type(error).__name__, error)
+        return False
+    if not apart <= _NEAR:
+        _log.warning("the head's kernels are not used: they are off by %.2g", apart)
+    return apart <= _NEAR

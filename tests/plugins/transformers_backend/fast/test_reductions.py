@@ -1,0 +1,158 @@
+"""A tile reduced by PyTorch's log-softmax, or by the Triton kernels, gives what the plain passes give.
+
+The Triton kernels run in Triton's interpreter here, in another process because that is chosen when Triton is imported.
+They are compiled for a GPU, and have not yet been run on one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformers_backend.fast.reductions import VARIABLE, ByLogSoftmax, agrees, reduction_for
+from transformers_backend.fast.tiles import TiledHead
+
+CPU = torch.device("cpu")
+
+_IN_INTERPRETER = """
+import sys
+import torch
+from transformers_backend.fast import triton_head
+from transformers_backend.fast.reductions import agrees
+from transformers_backend.fast.tiles import TiledHead
+
+triton_head._BLOCK = 64
+kernels, cpu = triton_head.ByTriton(), torch.device("cpu")
+for dtype in (torch.float32, torch.bfloat16):
+    assert agrees(kernels, cpu, dtype), dtype
+torch.manual_seed(0)
+# More rows and entries than a tile, and not a multiple of either.
+for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
+    hidden, weight = torch.randn(40, 24, dtype=dtype), torch.randn(1100, 24, dtype=dtype)
+    tokens, upstream = torch.randint(1100, (40,)), torch.linspace(-1, 2, 40)
+    tokens[:4] = torch.tensor([0, 1023, 1024, 1099])
+    found = []
+    for reduction in (None, kernels):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        out = TiledHead(leaves[1], None, 0.5, reduction=reduction).logprobs(leaves[0], tokens, 0.7)
+        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    for plain, other in zip(*found):
+        scale = float(plain.float().abs().max())
+        assert float((plain.float() - other.float()).abs().max()) <= atol * scale, (dtype, plain.shape)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=2e-5)
+print("right")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
+    environment = dict(os.environ, TRITON_INTERPRET="1")
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_INTERPRETER], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("right\n"), done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_triton_kernels_compile_for_hopper(dtype: str) -> None:
+    """Triton brings the compiler that it needs for that; no GPU is asked."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from transformers_backend.fast.triton_head import _fold, _gradient
+
+    rest = {"width": "i32", "factor": "fp32", "BLOCK": "constexpr"}
+    states = {_fold: ("largest", "total", "chosen"), _gradient: ("normalizer", "upstream")}
+    for kernel, names in states.items():
+        signature = {"product": f"*{dtype}", "columns": "*i64"} | dict.fromkeys(names, "*fp32") | rest
+        made = compile(ASTSource(kernel, signature, constexprs={"BLOCK": 4096}), target=GPUTarget("cuda", 90, 32))
+        assert len(made.asm["cubin"]) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_cuda_the_reductions_are_right(dtype: torch.dtype) -> None:
+    assert agrees(ByLogSoftmax(), torch.device("cuda"), dtype)
+    if importlib.util.find_spec("triton") is not None:
+        from transformers_backend.fast.triton_head import ByTriton
+
+        assert agrees(ByTriton(), torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_softmax_agrees_with_float64(dtype: torch.dtype) -> None:
+    assert agrees(ByLogSoftmax(), CPU, dtype)
+
+
+# The first case has more tokens and entries than a tile, and not a multiple of either.
+@pytest.mark.parametrize(("n", "vocab"), [(1100, 5000), (1024, 1024), (1, 3), (0, 10)])
+@pytest.mark.parametrize(("scale", "heat"), [(1.0, 1.0), (2.5, 0.7)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_softmax_gives_log_probs_and_gradients(
+    n: int, vocab: int, scale: float, heat: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((n, 24), (vocab, 24))]
+    tokens, upstream = torch.randint(vocab, (n,), generator=generator), torch.linspace(-1, 2, n)
+
+    def of(head: TiledHead) -> list[Tensor]:
+        out = head.logprobs(leaves[0], tokens, heat)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+    found = of(TiledHead(leaves[1], None, scale, reduction=ByLogSoftmax()))
+    # The product is rounded to the dtype of the head before the factor, as the plain passes round it.
+    logits = (leaves[0] @ leaves[1].T).detach().double() * (scale / heat)
+    expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-5
+    torch.testing.assert_close(found[0].double(), expected, rtol=5e-7, atol=tolerance)
+    for gradient, wanted in zip(found[1:], of(TiledHead(leaves[1], None, scale))[1:], strict=True):
+        largest = float(wanted.abs().max()) if wanted.numel() else 1.0
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=largest * (1e-5 if dtype != torch.bfloat16 else 0.01))
+
+
+def test_heads_with_a_bias_or_a_cap_are_reduced_by_the_plain_passes() -> None:
+    class Never(ByLogSoftmax):
+        def fold(self, *args: object, **kwargs: object) -> None:
+            raise AssertionError("called")
+
+    hidden, weight, tokens = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
+    for head in (
+        TiledHead(weight, torch.zeros(5), reduction=Never()),
+        TiledHead(weight, None, cap=3.0, reduction=Never()),
+    ):
+        head.logprobs(hidden, tokens)
+    # Nor is the argmax taken by a kernel.
+    TiledHead(weight, None, reduction=Never()).logprobs_and_argmax(hidden, tokens)
+    with pytest.raises(AssertionError, match="called"):
+        TiledHead(weight, None, reduction=Never()).logprobs(hidden, tokens)
+
+
+def test_kernels_that_are_wrong_or_fail_are_not_used() -> None:
+    class WrongSum(ByLogSoftmax):
+        def fold(self, product: Tensor, factor: float, columns: Tensor, *state: Tensor) -> None:
+            super().fold(product[:, :-1], factor, columns, *state)
+
+    class WrongGradient(ByLogSoftmax):
+        makes_gradients = True
+
+        def gradient_(self, product: Tensor, *args: object) -> None:
+            product.zero_()
+
+    class Failing(ByLogSoftmax):
+        makes_gradients = True
+
+    for kernels in (WrongSum(), WrongGradient(), Failing()):
+        assert not agrees(kernels, CPU, torch.float32)
+
+
+def test_a_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    assert reduction_for(CPU, torch.float32) is None

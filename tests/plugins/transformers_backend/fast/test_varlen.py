@@ -1,0 +1,314 @@
+"""Many segments of a pack attend in one call, and the numbers stay those of each row alone.
+
+The kernels run on GPUs only. Here `reference` stands for PyTorch's, and an imitation of its package for FlashAttention,
+so these tests show that the kernels are asked for the right thing. They have not yet been run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from corelm import Backend
+from helpers import oracle
+from helpers.fake_flash import fake_flash_attention
+from helpers.scoring_path import scoring_path
+from helpers.tiny_models import random_rows, tiny_model
+from transformers_backend.fast.scoring import FastScorer
+from transformers_backend.fast.segments import PackedSegment, varlen_calls
+from transformers_backend.fast.varlen import TorchVarlen, reference, torch_varlen
+from transformers_backend.scoring import ScoringPath
+
+Open = Callable[..., Backend]
+FLOAT = frozenset({torch.float32})
+
+
+class Counted:
+    """A kernel that notes how many sequences each call had."""
+
+    def __init__(self, kernel: Callable[..., Tensor] = reference) -> None:
+        self.kernel, self.calls = kernel, list[int]()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, *args: Any, **kw: Any) -> Tensor:
+        self.calls.append(len(cu_seq_q) - 1)
+        return self.kernel(query, key, value, cu_seq_q, *args, **kw)
+
+
+def use(backend: Backend, kernel: Callable[..., Tensor], dtypes: frozenset[torch.dtype] = FLOAT) -> None:
+    """Let a backend score with this kernel on the CPU."""
+    plugin, joint = backend.engine.plugin, TorchVarlen(kernel, dtypes)
+    plugin.scorer = FastScorer(plugin.engine, plugin.self_test, 32768, lambda device: joint)
+
+
+def rows_with_common_starts() -> list[list[int]]:
+    (start,) = random_rows(40, seed=7)
+    return [*random_rows(30, 2, 70), *(start + answer for answer in random_rows(5, 9, 20, seed=8))]
+
+
+def assert_right(backend: Backend, model: Any, rows: list[list[int]], atol: float = 1e-5) -> None:
+    for ids, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=atol)
+
+
+# What the kernels are told --------------------------------------------------------------------------------------------
+
+SEGMENTS = (PackedSegment(0, 3), PackedSegment(3, 4, ((0, 2),)), PackedSegment(4, 6, ((0, 2), (3, 4))))
+
+
+def test_segments_after_a_common_start_have_more_keys_than_queries() -> None:
+    (call,) = varlen_calls(SEGMENTS)
+    assert (call.start, call.stop, call.max_q, call.max_k) == (0, 6, 3, 5)
+    assert call.cu_seq_q.tolist() == [0, 3, 4, 6] and call.cu_seq_k.tolist() == [0, 3, 6, 11]
+    assert call.keys.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5]
+    assert call.cu_seq_q.dtype == call.cu_seq_k.dtype == torch.int32
+
+
+def test_rows_that_share_nothing_are_not_copied() -> None:
+    (call,) = varlen_calls([PackedSegment(0, 3), PackedSegment(3, 4)])
+    part = torch.randn(1, 2, 4, 8)
+    assert call.keys is None and all(each.data_ptr() == part.data_ptr() for each in call.of(part, part, part))
+
+
+def test_a_common_start_is_not_copied_for_all_rows_at_once() -> None:
+    calls = list(varlen_calls(SEGMENTS, max_keys=6))
+    assert [(each.start, each.stop, each.cu_seq_k.tolist()) for each in calls] == [(0, 4, [0, 3, 6]), (4, 6, [0, 5])]
+    assert [(each.start, each.stop) for each in varlen_calls(SEGMENTS, max_keys=1)] == [(0, 3), (3, 4), (4, 6)]
+
+
+# The reference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (-1, -1)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_reference_is_attention_written_out(window: tuple[int, int], scale: float | None) -> None:
+    torch.manual_seed(0)
+    lengths_q, lengths_k = [3, 2, 1], [3, 5, 4]
+    query, key, value = (torch.randn(total, heads, 8).double() for total, heads in ((6, 4), (12, 2), (12, 2)))
+    starts = [torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in (lengths_q, lengths_k)]
+    out = reference(query, key, value, *starts, 3, 5, scale=scale, window_size=window, enable_gqa=True)
+    q = k = 0
+    for queries, keys in zip(lengths_q, lengths_k, strict=True):
+        for head in range(4):
+            for row in range(queries):
+                place = keys - queries + row
+                first = max(0, place - window[0]) if window[0] >= 0 else 0
+                last = place + 1 if window[1] == 0 else keys
+                seen, values = (part[k : k + keys, head // 2][first:last] for part in (key, value))
+                weights = (seen @ query[q + row, head] * (8**-0.5 if scale is None else scale)).softmax(0)
+                torch.testing.assert_close(out[q + row, head], weights @ values)
+        q, k = q + queries, k + keys
+
+
+@pytest.mark.parametrize("changed", [{"max_q": 1}, {"max_k": 4}, {"cu_seq_q": [0, 1, 2]}, {"cu_seq_k": [0, 3, 9]}])
+def test_the_reference_refuses_what_a_kernel_would_read_wrongly(changed: dict[str, Any]) -> None:
+    numbers = {"cu_seq_q": [0, 1, 3], "cu_seq_k": [0, 3, 8], "max_q": 2, "max_k": 5} | changed
+    starts = [torch.tensor(numbers[name], dtype=torch.int32) for name in ("cu_seq_q", "cu_seq_k")]
+    query, key = torch.randn(3, 2, 8), torch.randn(8, 2, 8)
+    with pytest.raises(ValueError, match="sequences begin"):
+        reference(query, key, key, *starts, numbers["max_q"], numbers["max_k"])
+
+
+def test_pytorchs_kernel_takes_what_the_reference_takes() -> None:
+    """Shapes and arguments only: no number is computed without a GPU."""
+    with FakeTensorMode():
+        query, key = (torch.empty(n, heads, 64, dtype=torch.bfloat16) for n, heads in ((6, 4), (11, 2)))
+        starts = [torch.empty(4, dtype=torch.int32) for _ in range(2)]
+        options = {"scale": 0.1, "window_size": (7, 0), "enable_gqa": True}
+        out = varlen_attn(query.requires_grad_(), key, key, *starts, 3, 5, **options)
+        assert out.shape == (6, 4, 64) and out.dtype == torch.bfloat16
+        (gradient,) = torch.autograd.grad(out.sum(), query)
+        assert gradient.shape == query.shape
+
+
+def test_there_is_no_such_kernel_on_a_cpu() -> None:
+    assert torch_varlen(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_pytorchs_kernel_agrees_with_each_row_alone(open_model: Open) -> None:
+    model, rows = tiny_model("mixtral", sliding_window=8).bfloat16().cuda(), rows_with_common_starts()
+    backend = open_model(model)
+    found = backend.score_logprobs(rows).logprobs.split()
+    assert scoring_path(backend).layout == "fused" and scoring_path(backend).shared == 80
+    for ids, one in zip(rows, found, strict=True):
+        torch.testing.assert_close(one.cpu(), oracle.logprobs(model.cpu(), ids), rtol=0, atol=0.3)
+        model.cuda()
+
+
+# The numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [3, 8, 64, 4096])
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_windows_common_starts_and_shared_heads(open_model: Open, name: str, window: int) -> None:
+    extra = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
+    model, kernel, rows = tiny_model(name, sliding_window=window, **extra), Counted(), rows_with_common_starts()
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    backend = open_model(model)
+    use(backend, kernel)
+    backend.score_logprobs(rows)
+    kernel.calls.clear()
+    assert_right(backend, model, rows)
+    assert scoring_path(backend) == ScoringPath("tiled", "fused", shared=80)
+    # One call a layer for six rows.
+    assert kernel.calls == [6, 6]
+
+
+def test_gradients_flow_through_a_common_start(open_model: Open) -> None:
+    model, kernel, rows = tiny_model(), Counted(), rows_with_common_starts()
+    backend = open_model(model)
+    use(backend, kernel)
+    out = backend.score_logprobs(rows, grad=True)
+    assert scoring_path(backend) == ScoringPath("tiled", "fused", shared=80) and kernel.calls[-1] == 6
+    out.logprobs.values.sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for ids in rows:
+        table = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        table[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum().backward()
+    for name, parameter in model.named_parameters():
+        scale = float(parameter.grad.abs().max()) + 1
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-4 * scale, msg=name)
+
+
+def test_under_autocast_it_attends_in_autocasts_dtype(open_model: Open) -> None:
+    """Trainers of bfloat16 keep float32 weights."""
+    model, rows = tiny_model(), rows_with_common_starts()
+    seen = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return reference(query, key, value, *args, **kwargs)
+
+    backend = open_model(model)
+    use(backend, kernel, frozenset({torch.bfloat16}))
+    assert_right(backend, model, rows)
+    assert seen == []
+    with torch.autocast("cpu", torch.bfloat16):
+        found = backend.score_logprobs(rows).logprobs.split()
+    assert seen and all(each == {torch.bfloat16} for each in seen)
+    for ids, one in zip(rows, found, strict=True):
+        torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=0.3)
+
+
+# When not to ----------------------------------------------------------------------------------------------------------
+
+
+def aligned_at_the_first_key(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    lengths = cu_q.diff().tolist(), cu_k.diff().tolist(), cu_k.diff().tolist()
+    parts = (each.split(some) for each, some in zip((query, key, value), lengths, strict=True))
+    outputs = []
+    for row in zip(*parts, strict=True):
+        q, k, v = (each.transpose(0, 1)[None] for each in row)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs["scale"], enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def one_key_too_many(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> Tensor:
+    left, right = window_size
+    return reference(*args, window_size=(left + 1 if left >= 0 else left, right), **kwargs)
+
+
+def wrong_backwards(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return reference(query, key.detach(), *args, **kwargs)
+
+
+def not_there(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available, on purpose")
+
+
+@pytest.mark.parametrize("kernel", [aligned_at_the_first_key, one_key_too_many, wrong_backwards, not_there])
+def test_a_kernel_that_is_wrong_is_not_used(open_model: Open, kernel: Callable[..., Tensor]) -> None:
+    model, counted, rows = tiny_model("mixtral", sliding_window=8), Counted(kernel), rows_with_common_starts()
+    expected, backend = [oracle.logprobs(model, ids) for ids in rows], open_model(model)
+    use(backend, counted)
+    out = backend.score_logprobs(rows, grad=True)
+    for found, wanted in zip(out.logprobs.split(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=1e-5)
+    gradient = torch.autograd.grad(out.logprobs.values.sum(), model.model.layers[0].self_attn.k_proj.weight)[0]
+    assert float(gradient.abs().max()) > 0
+    # It was tried, and is not asked again.
+    assert counted.calls
+    counted.calls.clear()
+    backend.score_logprobs(rows, grad=True)
+    assert counted.calls == []
+
+
+def test_a_kernel_that_is_wrong_for_many_rows_is_found_out_by_the_model(open_model: Open) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = reference(query, key, value, cu_seq_q, *args, **kwargs)
+        return out if len(cu_seq_q) <= 6 else out * 1.5
+
+    model, rows = tiny_model(), rows_with_common_starts()
+    backend = open_model(model)
+    use(backend, kernel)
+    assert_right(backend, model, rows)
+    assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=80)
+
+
+@pytest.mark.parametrize("odd", ["dropout", "size"])
+def test_what_the_kernel_cannot_express_attends_as_before(open_model: Open, odd: str) -> None:
+    kernel, rows = Counted(), rows_with_common_starts()
+    extra = {"attention_dropout": 0.1} if odd == "dropout" else {"head_dim": 12}
+    model = tiny_model("mixtral", **extra)
+    backend = open_model(model.train(odd == "dropout"))
+    use(backend, kernel)
+    with torch.random.fork_rng():
+        backend.score_logprobs(rows, grad=odd == "dropout")
+        kernel.calls.clear()
+        out = backend.score_logprobs(rows, grad=odd == "dropout")
+    assert kernel.calls == [] and bool(out.logprobs.values.isfinite().all())
+
+
+# FlashAttention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash() -> Iterator[list[int]]:
+    with fake_flash_attention() as seen:
+        yield seen
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2, sliding_window=8, num_local_experts=2,
+        num_experts_per_tok=1, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.GptOssForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "gemma2", "gpt_oss"])
+def test_flash_attention_gets_rows_without_padding(open_model: Open, flash: list[int], name: str) -> None:
+    """With windows, a cap on the scores (Gemma 2) and sinks (gpt-oss), as transformers passes them."""
+    model = gpt_oss() if name == "gpt_oss" else tiny_model(name, **({"sliding_window": 8} if name == "mixtral" else {}))
+    model.set_attn_implementation("eager")
+    rows = rows_with_common_starts()
+    expected = [oracle.logprobs(model, ids) for ids in rows]
+    # transformers would look for the package, which needs a GPU.
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = "flash_attention_3"
+    before, backend = dict(vars(model.config)), open_model(model)
+    backend.score_logprobs(rows)
+    flash.clear()
+    found = backend.score_logprobs(rows).logprobs.split()
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-5)
+    assert scoring_path(backend).layout == "fused" and scoring_path(backend).shared == 80
+    assert flash == [6] * model.config.num_hidden_layers
+    assert vars(model.config) == before
