@@ -1,4 +1,7 @@
-"""Decode the bodies of replies. Most of the client's time for a long answer with log-probs is spent here."""
+"""What orjson does faster than Python: read the bodies of replies, and write ids as texts.
+
+Most of the client's time for a long answer with log-probs is spent here.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +30,15 @@ def decoded(body: bytes | bytearray) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return json.loads(body)
+
+
+def id_texts(ids: list[int]) -> list[str]:
+    """Return the text of each id, as `str` gives it, in about a third of the time.
+
+    >>> id_texts([5, 17])
+    ['5', '17']
+
+    Args:
+        ids: integers below 2**63.
+    """
+    return orjson.dumps(ids)[1:-1].decode().split(",") if ids else []
