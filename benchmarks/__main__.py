@@ -33,6 +33,7 @@ PARTS = (
     "startup",
     "callers",
     "in_flight",
+    "client_time",
     "hosting",
     "weights",
     "fleet",

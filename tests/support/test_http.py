@@ -280,8 +280,9 @@ def test_the_environments_proxy_is_not_used_for_this_machine(
     assert len(proxy.requests) == 1
 
 
-def test_without_httpx_the_error_says_what_to_install() -> None:
-    code = "import sys; sys.modules['httpx'] = None; import corelm.support.http"
+@pytest.mark.parametrize("package", ["httpx", "orjson"])
+def test_without_a_package_the_error_says_what_to_install(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import corelm.support.http"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "BackendNotInstalledError" in ended.stderr and 'pip install "core[http]"' in ended.stderr
 

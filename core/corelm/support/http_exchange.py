@@ -11,7 +11,6 @@ It owns what holds for every request, to every path of every server:
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -26,8 +25,10 @@ from corelm.validate import invalid
 
 try:
     import httpx
+
+    from corelm.support.http_json import decoded
 except ImportError as error:
-    raise BackendNotInstalledError('an engine behind a URL needs httpx: pip install "core[http]"') from error
+    raise BackendNotInstalledError('an engine behind a URL needs httpx and orjson: pip install "core[http]"') from error
 
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 #: Parts of OpenSSL's messages for a connection that fails in the same way every time, each with what to do about it.
@@ -164,7 +165,7 @@ class Exchange:
             body_text = self._beginning(content)
             raise self._reader.error(where, response.status_code, response.reason_phrase, response.headers, body_text)
         try:
-            return json.loads(content) if expect_json else content.decode(errors="replace")
+            return decoded(content) if expect_json else content.decode(errors="replace")
         except (ValueError, RecursionError):
             seen = self._reader.message(self._beginning(content)) or "an empty body"
             raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from None
@@ -185,7 +186,7 @@ class Exchange:
                 await self._body(where, response)
             try:
                 async for data in event_data(self._pieces(response), self._max_reply_bytes):
-                    take(json.loads(data))
+                    take(decoded(data))
             except CoreLMError:
                 raise
             except (ValueError, RecursionError) as error:

@@ -125,9 +125,10 @@ def checked_logprobs(values: Any, count: int) -> list[float]:
     """
     if not isinstance(values, (list, tuple)) or len(values) != count:
         raise RowError(f"it does not have one log-prob for each of its {count} tokens")
-    if {*map(type, values)} <= {int, float}:
+    kinds = {*map(type, values)}
+    if kinds <= {int, float}:
         try:
-            numbers = [float(value) for value in values]
+            numbers = [*map(float, values)] if int in kinds else [*values]
         except OverflowError:
             numbers = [math.inf]
         # The sum is NaN or infinite if one of the numbers is: `min` and `max` would overlook NaN.

@@ -113,8 +113,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
             if len(found.argmax) != count:
                 errors[number] = f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
                 continue
-            argmax[end - asked : end] = torch.tensor(list(found.argmax[count - asked :]), dtype=torch.int64)
-        values[end - asked : end] = torch.tensor(list(found.logprobs[count - asked :]))
+            argmax[end - asked : end] = Ragged.from_list([found.argmax[count - asked :]]).values
+        values[end - asked : end] = Ragged.from_list([found.logprobs[count - asked :]], torch.float32).values
         scored[end - asked : end] = True
     device = request.device or sequences.values.device
     return ScoreResult(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
@@ -39,6 +40,8 @@ GENERATE = "/generate"
 _MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
+#: The parts of an entry ``[logprob, id, text]``.
+_LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
 # Generating -----------------------------------------------------------------------------------------------------------
@@ -146,10 +149,10 @@ def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
 
 
-def _reported(reported: Sequence[Any], ids: Sequence[int], info: ServerInfo) -> list[float]:
+def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list[float]:
     """Return the log-probs that a reply reports for these tokens."""
     _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs([value for value, *_ in reported], len(ids))
+    return checked_logprobs([*map(_LOGPROB, reported)], len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -252,12 +255,14 @@ def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> in
     would write the string in itself, and so misses one that is spelt in more tokens. It looks for no stop string that
     `sampling.safe_stops` leaves out, and for no stop id where `sampling.parameters` had to switch that off.
     """
-    by_id = next((index + 1 for index, token in enumerate(ids) if token in stop_ids), None)
+    by_id = None
+    if not stop_ids.isdisjoint(ids):
+        by_id = next(index + 1 for index, token in enumerate(ids) if token in stop_ids)
     by_string = stops.first_end(ids[:by_id])
     return by_id if by_string is None else by_string
 
 
-def _scores(reply: Any, ids: Sequence[int], info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
     """Return the scores of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
@@ -270,7 +275,7 @@ def _scores(reply: Any, ids: Sequence[int], info: ServerInfo, with_argmax: bool)
             "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
             "differently"
         )
-    logprobs = checked_logprobs([value for value, *_ in reported[1:]], len(ids) - 1)
+    logprobs = checked_logprobs([*map(_LOGPROB, reported[1:])], len(ids) - 1)
     return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
 
 
@@ -305,10 +310,14 @@ def _check_weights(meta: Any, label: str) -> None:
         )
 
 
-def _check_echo(reported: Sequence[Any], ids: Sequence[int], vocab_size: int, name: str) -> None:
+def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:
     """Raise an `RowError` unless the ``[logprob, id, text]`` entries are about exactly these ids."""
     if len(reported) != len(ids):
         raise RowError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
+    with suppress(IndexError, KeyError, TypeError):
+        if [*map(_ID, reported)] == ids:
+            return
+    # An entry may be another one. Find out which.
     for position, ((_, echoed, *_), token) in enumerate(zip(reported, ids, strict=True)):
         # SGLang echoes the last id of the vocabulary in a prompt as 0; its log-prob is right.
         if echoed != token and not (echoed == 0 and token == vocab_size - 1):

@@ -26,6 +26,7 @@ from corelm.support import (
     checked_ids,
     checked_logprobs,
     generate_result,
+    id_texts,
     row_outcome,
     score_result,
 )
@@ -37,6 +38,8 @@ Payload = dict[str, Any]
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
 ID_PREFIX = "cmpl-"
+#: What stands before an id where a server labels a token with it.
+_LABEL = "token_id:"
 #: Replies state their ids, and label log-probs with ids. Labels that are texts would be ambiguous.
 EXPLICIT: Payload = {"n": 1, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True}
 #: Every parameter that a server may have its own default for, at the value that keeps the model's distribution.
@@ -221,9 +224,10 @@ def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:
     if "token_ids" not in choice:
         raise RowError("it has no token_ids; is this a vLLM server that knows return_token_ids?")
     ids = checked_ids(choice["token_ids"], vocab_size=info.capabilities.vocab_size, limit=payload["max_tokens"])
-    early = [token for token in ids[:-1] if token in payload["stop_token_ids"]]
-    if early:
-        raise RowError(f"it goes on after the stop id {early[0]}")
+    stop_ids, earlier = frozenset(payload["stop_token_ids"]), ids[:-1]
+    if not stop_ids.isdisjoint(earlier):
+        first = next(token for token in earlier if token in stop_ids)
+        raise RowError(f"it goes on after the stop id {first}")
     return ids
 
 
@@ -252,7 +256,7 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
 
 def _sampled_logprobs(choice: Any, ids: list[int]) -> list[float]:
     logprobs = _logprobs(choice)
-    if logprobs.get("tokens") != [_label(token) for token in ids]:
+    if logprobs.get("tokens") != [f"{_LABEL}{text}" for text in id_texts(ids)]:
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -303,12 +307,9 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
         positions = choice.get("prompt_logprobs")
         if not isinstance(positions, list) or len(positions) != len(prompt):
             raise RowError("it does not have prompt_logprobs for every token of the prompt")
-        for token, candidates in zip(prompt[1:], positions[1:], strict=True):
-            if not isinstance(candidates, dict) or str(token) not in candidates:
-                raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
-            before_last.append(candidates[str(token)].get("logprob"))
-            if with_argmax:
-                best.append(_most_probable(candidates))
+        before_last = _prompt_logprobs(prompt[1:], positions[1:])
+        if with_argmax:
+            best = [_most_probable(candidates) for candidates in positions[1:]]
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
@@ -321,6 +322,24 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     argmax, of_argmax = zip(*best, strict=True)
     checked_ids([*argmax], vocab_size=info.capabilities.vocab_size, limit=len(logprobs))
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
+
+
+def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
+    """Return the log-prob that each position of a prompt reports for its id.
+
+    Raises:
+        RowError: a position does not name its id.
+    """
+    try:
+        return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
+    except (KeyError, TypeError):
+        pass
+    found = []
+    for token, candidates in zip(ids, positions, strict=True):
+        if not isinstance(candidates, dict) or str(token) not in candidates:
+            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
+        found.append(candidates[str(token)].get("logprob"))
+    return found
 
 
 def _most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any]:
@@ -366,4 +385,4 @@ def _logprobs(choice: Any) -> Mapping[str, Any]:
 
 
 def _label(token: int) -> str:
-    return f"token_id:{token}"
+    return f"{_LABEL}{token}"
