@@ -105,12 +105,12 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 		--editable ".[transformers,http,cli]" $(EDITABLE)
 	touch $@
 
-# The pins of cpu.txt, but for TorchRL and the lines that constraints/tensordict.txt replaces.
+# The pins of cpu.txt, but for TorchRL, Triton and the lines that constraints/tensordict.txt replaces.
 .venv-tensordict/.installed: constraints/cpu.txt constraints/tensordict.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-tensordict
 	$(PYTHON) -m venv .venv-tensordict
-	grep -vE '^(tensordict|torchrl)==' constraints/cpu.txt | cat - constraints/tensordict.txt >.venv-tensordict/pins.txt
+	grep -vE '^(tensordict|torchrl|triton)\b' constraints/cpu.txt | cat - constraints/tensordict.txt >.venv-tensordict/pins.txt
 	.venv-tensordict/bin/python -m pip install torch==2.13.0
 	.venv-tensordict/bin/python -m pip install --requirement .venv-tensordict/pins.txt
 	.venv-tensordict/bin/python -m pip install --no-build-isolation --constraint .venv-tensordict/pins.txt \

@@ -65,15 +65,17 @@ def closure(requirements: list[Requirement]) -> set[str]:
 def pins() -> Iterator[str]:
     asked = list(direct())
     named = {canonicalize_name(requirement.name) for requirement in asked}
+    # What is asked for on some machines only is pinned for those only.
+    where = {canonicalize_name(each.name): f" and {each.marker}" for each in asked if each.marker is not None}
     for name in sorted(closure(asked)):
         # The local part of a version, as in 2.13.0+cpu, says which build it is and not which release.
         pin = f"{name}=={Version(metadata.version(name)).public}"
         if SpecifierSet(metadata.metadata(name).get("Requires-Python") or "").contains(OLDEST):
-            yield pin
+            yield pin + where.get(name, "").replace(" and", ";", 1)
         else:
-            yield f'{pin}; python_version >= "3.11"'
+            yield f'{pin}; python_version >= "3.11"{where.get(name, "")}'
             if name in named:
-                yield f'{name}; python_version < "3.11"'
+                yield f'{name}; python_version < "3.11"{where.get(name, "")}'
 
 
 def everything() -> Iterator[str]:
