@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CoreLMError, described
-from corelm.support import whole_tensor
+from corelm.support import as_in_checkpoint, whole_tensor
 from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.
@@ -51,7 +50,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         empty = next((name for name, tensor in named.items() if tensor.is_meta), None)
         if empty is not None:
             raise invalid("weights", f"{empty!r} has no values: it is on the meta device; load or gather it first")
-        return _as_in_checkpoint(model, named)
+        return as_in_checkpoint(model, named)
 
 
 def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -89,16 +88,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if len(children) != 1 or not children.keys() & set(_WRAPPED_AS):
             return model
         (model,) = children.values()
-
-
-def _as_in_checkpoint(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    # Since transformers 5, which fuses weights. Before, a module has the names of its checkpoint.
-    loading: Any = sys.modules.get("transformers.core_model_loading")
-    if modeling is None or loading is None or not isinstance(model, modeling.PreTrainedModel):
-        return named
-    converted: dict[str, Tensor] = loading.revert_weight_conversion(model, named)
-    return converted
 
 
 def _merged(model: Any) -> nn.Module:

@@ -1,5 +1,8 @@
 from .answer_text import AnswerText as AnswerText
 from .answer_text import AnswerTexts as AnswerTexts
+from .checkpoint_names import as_in_checkpoint as as_in_checkpoint
+from .checkpoint_names import saved_shapes as saved_shapes
+from .checkpoints import Expected as Expected
 from .checkpoints import local_checkpoint as local_checkpoint
 from .checkpoints import refuse_weights as refuse_weights
 from .checkpoints import shape_problems as shape_problems
@@ -25,6 +28,7 @@ from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
 from .http_events import Streamed as Streamed
 from .in_flight import InFlight as InFlight
+from .loaded_weights import LoadedWeights as LoadedWeights
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
 from .row_checks import checked_argmax as checked_argmax

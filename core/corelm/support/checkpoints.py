@@ -28,21 +28,24 @@ from corelm.spec.records import WeightUpdate
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
+#: What new weights are compared with: the folder of a checkpoint, or what one would hold (see `saved_shapes`).
+Expected = Path | Shapes
 
 #: A folder that is kept in memory, on Linux.
 _SHARED_MEMORY = "/dev/shm"
 
 
 @contextmanager
-def weights_folder(request: WeightUpdate, checkpoint: Path | None, *, file_size: int = 1 << 30) -> Iterator[Path]:
+def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_size: int = 1 << 30) -> Iterator[Path]:
     """Yield the folder with the safetensors of `request`, once they have been found to fit.
 
     A state dict is written to a temporary folder, in shared memory if it has room and ``TMPDIR`` is not set. It is
     deleted at the end of the ``with`` block. The second name of a tied tensor is left out, as in a checkpoint.
 
     Args:
-        checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`). None if it
-            cannot be read on this machine: then the weights are only read and not compared, and must be a path.
+        checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`), or its names
+            and shapes. None if it cannot be read on this machine: then the weights are only read and not compared, and
+            must be a path.
         file_size: bytes after which the next tensor of a state dict goes to another file. About as much is copied at a
             time.
 
@@ -57,7 +60,7 @@ def weights_folder(request: WeightUpdate, checkpoint: Path | None, *, file_size:
                 "save_pretrained and pass the path",
                 field="state_dict",
             )
-        expected = tensor_shapes(checkpoint)
+        expected = _shapes_in(checkpoint)
         given = without_tied_copies(request.state_dict, expected)
         refuse_weights(shape_problems(shapes_of(given), expected), "state_dict")
         with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(given)) as folder:
@@ -67,7 +70,7 @@ def weights_folder(request: WeightUpdate, checkpoint: Path | None, *, file_size:
     assert request.path is not None
     found = tensor_shapes(request.path)
     if checkpoint is not None:
-        refuse_weights(shape_problems(found, tensor_shapes(checkpoint)), "path")
+        refuse_weights(shape_problems(found, _shapes_in(checkpoint)), "path")
     yield request.path.resolve()
 
 
@@ -185,6 +188,10 @@ def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[s
         return any(torch.equal(tensor, whole_tensor(other).to("cpu")) for other in alike)
 
     return {name: tensor for name, tensor in given.items() if name in expected or not is_copy(name)}
+
+
+def _shapes_in(checkpoint: Expected) -> Shapes:
+    return tensor_shapes(checkpoint) if isinstance(checkpoint, Path) else checkpoint
 
 
 def _files(folder: Path) -> list[Path]:

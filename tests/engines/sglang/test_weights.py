@@ -16,7 +16,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError, Sta
 from helpers import oracle
 from helpers.http_server import Request
 from helpers.tampering import tampered
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
 ROWS = random_rows(5, 120)
 
@@ -94,3 +94,22 @@ def test_a_prefix_cache_that_is_not_emptied_is_found(own: Backend, model: PreTra
         backend.update_weights(other_folder)
     own.update_weights(model.state_dict())
     assert agrees(own, model)
+
+
+@pytest.mark.parametrize("original", ["0", "1"])
+def test_a_server_without_weights_answers_once_it_was_given_some(
+    cpu: tuple[dict[str, str], dict[str, object]], model: PreTrainedModel, tmp_path: Path, original: str
+):
+    model.config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    env = cpu[0] | {"SGLANG_RETURN_ORIGINAL_LOGPROB": original}
+    options = cpu[1] | {"progress": False, "load_format": "dummy"}
+    with corelm.get_backend("sglang", tmp_path, env=env, **options) as backend:
+        for call in (lambda: backend.generate(ROWS, {"max_new_tokens": 2}), lambda: backend.score_logprobs(ROWS)):
+            with pytest.raises(CapabilityError, match=r"'dummy'; call update_weights\(\.\.\.\) first"):
+                call()
+        with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight"):
+            backend.update_weights({**model.state_dict(), "model.norm.weight": torch.zeros(3)})
+        backend.update_weights(model.state_dict())
+        assert backend.capabilities.generation_modes == {"raw" if original == "1" else "scaled"}
+        assert agrees(backend, model)

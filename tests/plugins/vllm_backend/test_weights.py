@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate
+from corelm.support import LoadedWeights
 from vllm_backend import weights
 
 CHECKPOINT = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}
@@ -28,6 +29,7 @@ class FakeEngine:
     def __init__(self, checkpoint: Path, takes_state_dict: bool = True) -> None:
         self.checkpoint = checkpoint
         self.takes_state_dict = takes_state_dict
+        self.weights = LoadedWeights()
         self.loaded: list[tuple[Path, dict[str, Tensor]]] = []
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:

@@ -22,8 +22,8 @@ from corelm.spec import (
 )
 from corelm.support import HttpClient, opening_within, refuse_missing_path
 from sglang_backend import weights
-from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
-from sglang_backend.probing import probe_server
+from sglang_backend.capabilities import DUMMY, MODEL_INFO, ModelHints, checkpoint_of, read_server
+from sglang_backend.probing import modes_by_environment, probe_server
 from sglang_backend.server import SGLangServer
 from sglang_backend.signs import SIGN
 
@@ -130,12 +130,15 @@ class SGLangBackend:
         )
         # If anything fails from here on, no process and no thread is left behind.
         with ExitStack() as cleanup:
-            launched = None
+            launched = dummy = modes = None
             if base_url is None:
                 # Imported here because `launch` needs a POSIX system, and a server behind a URL does not.
                 from sglang_backend.launch import LaunchedServer
 
                 refuse_missing_path("model", model)
+                if server_args.get("load_format") == DUMMY:
+                    dummy = checkpoint_of(os.fspath(model), hints.trust_remote_code)
+                    modes = modes_by_environment({**os.environ, **(env or {})})
                 launched = LaunchedServer(os.fspath(model), server_args, env or {})
                 cleanup.callback(launched.close)
                 base_url, api_key = launched.base_url, launched.api_key
@@ -154,9 +157,9 @@ class SGLangBackend:
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
             with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-                info = probe_server(client, read_server(client, hints, deadline), deadline)
+                info = probe_server(client, read_server(client, hints, deadline), deadline, modes)
             cleanup.pop_all()
-        return cls(SGLangServer(client, info, takes_state_dict=launched is not None), launched)
+        return cls(SGLangServer(client, info, takes_state_dict=launched is not None, dummy=dummy), launched)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

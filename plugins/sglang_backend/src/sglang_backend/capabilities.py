@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.errors import EngineError, InvalidRequestError
+import torch
+
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
 from corelm.spec import Capabilities
-from corelm.support import Deadline, HttpClient, eos_token_ids, why_unreadable
+from corelm.support import Deadline, Expected, HttpClient, eos_token_ids, local_checkpoint, saved_shapes, why_unreadable
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -20,6 +22,8 @@ MODEL_INFO = "/model_info"
 #: A page that answers once the scheduler has returned a token, of any request. That takes a second or more.
 HEALTH_GENERATE = "/health_generate"
 SERVER_INFO = "/server_info"
+#: The load format with which SGLang fills a model with random numbers, for weights that come later.
+DUMMY = "dummy"
 #: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
 _EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
@@ -92,6 +96,32 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         abort=True,
     )
     return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+
+
+def checkpoint_of(model: str, trust_remote_code: bool) -> Expected:
+    """Return what weights for `model` have to fit: its folder, or names and shapes if it has no weights.
+
+    Raises:
+        CapabilityError: neither is known.
+    """
+    folder = local_checkpoint(model)
+    if folder is not None:
+        return folder
+    from transformers import AutoModelForCausalLM
+
+    config, problem = _config(model, trust_remote_code)
+    try:
+        if config is None:
+            raise ValueError(f"it {problem}")
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CapabilityError(
+            f"load_format={DUMMY!r} needs weights later, but transformers cannot tell their names from the "
+            f"configuration of {model!r} ({described(error)})",
+            capability="load_format",
+        ) from error
+    return saved_shapes(empty)
 
 
 def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:

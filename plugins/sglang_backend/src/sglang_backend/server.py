@@ -20,9 +20,19 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
-from corelm.support import Deadline, HttpClient, InFlight, Streamed, local_checkpoint, raise_if_none_was_served
+from corelm.support import (
+    Deadline,
+    Expected,
+    HttpClient,
+    InFlight,
+    LoadedWeights,
+    Streamed,
+    local_checkpoint,
+    raise_if_none_was_served,
+)
 from sglang_backend import protocol
-from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
+from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo
+from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
@@ -38,16 +48,22 @@ class SGLangServer:
         client: the connection to the server. `close` closes it.
         info: what is known about the server.
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
+        dummy: what the first weights have to fit, if the server was launched without weights.
 
     Attributes:
         info: likewise; `reload` replaces it.
         takes_state_dict: likewise.
+        weights: whether there are weights to answer with.
     """
 
-    def __init__(self, client: HttpClient, info: ServerInfo, *, takes_state_dict: bool) -> None:
+    def __init__(
+        self, client: HttpClient, info: ServerInfo, *, takes_state_dict: bool, dummy: Expected | None = None
+    ) -> None:
         self._client = client
         self.info = info
         self.takes_state_dict = takes_state_dict
+        self.weights = LoadedWeights("" if dummy is None else f"it was opened with load_format={DUMMY!r}")
+        self._dummy = dummy
         self._weight_labels = {info.weight_label}
         self._in_flight = InFlight()
 
@@ -60,11 +76,12 @@ class SGLangServer:
         return self.info.tokenizer
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The folder on this machine that holds the model's safetensors; None if there is none."""
-        return local_checkpoint(self.info.model)
+    def checkpoint(self) -> Expected | None:
+        """What new weights have to fit: the folder on this machine with the model's safetensors; None without one."""
+        return local_checkpoint(self.info.model) if self._dummy is None else self._dummy
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.weights.require()
         payloads = protocol.generation_requests(request, self.info)
         streams = streamed = None
         if request.on_tokens is not None:
@@ -74,6 +91,7 @@ class SGLangServer:
         return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
+        self.weights.require()
         payloads = protocol.scoring_requests(request)
         entries = self._post_all(payloads, request.request_ids, request.timeout)
         return self._client.secrets.masked_result(protocol.scoring_result(request, entries, self.info))
@@ -86,11 +104,30 @@ class SGLangServer:
         """
         label = self._new_weight_label(request.version)
         payload = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        if self._dummy is not None:
+            # Otherwise the server would fill the model with random numbers again.
+            payload["load_format"] = "auto"
         # Not retried: the first attempt may have succeeded and only its reply been lost.
         reply = self._client.post("/update_weights_from_disk", payload)
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
+
+    def confirm_modes(self, deadline: Deadline) -> None:
+        """Find out whether the server returns the log-probs that it was expected to return before it had weights.
+
+        Raises:
+            EngineError: it returns others.
+        """
+        expected = self.capabilities.generation_modes
+        with self._client.secrets.masking_errors():
+            found = ServerProbe(self._client, self.info, deadline).generation_modes()
+        if found and found != expected:
+            raise EngineError(
+                f"the server returns {'/'.join(found)} log-probs and not {'/'.join(expected)} ones, as its environment "
+                "says; open the backend on weights, and not with load_format='dummy'",
+                usable=False,
+            )
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget what was computed with the old weights: their owner has changed them in the server.

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import weights_folder
+from corelm.support import Deadline, weights_folder
 from sglang_backend.server import SGLangServer
+
+#: Seconds for the first answers of a server that was launched without weights. They may make it compile.
+_CONFIRM_TIMEOUT = 300.0
 
 
 def load(engine: SGLangServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the server. If its owner has changed them, only drop what is cached.
+    """Load the weights of `request` into the server. If its owner has changed or loaded them, only drop what is cached.
 
     Every later reply names these weights, or its row is an error.
 
@@ -24,6 +27,7 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
     """
     if request.by_owner:
         engine.forget(request)
+        engine.weights.absent = ""
         return
     if request.state_dict is not None and not engine.takes_state_dict:
         raise CapabilityError(
@@ -42,3 +46,6 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
         )
     with weights_folder(request, checkpoint) as folder:
         engine.reload(folder, request)
+    if engine.weights.absent:
+        engine.confirm_modes(Deadline(_CONFIRM_TIMEOUT))
+        engine.weights.absent = ""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, InvalidRequestError
+import torch
+
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
 from corelm.spec import Capabilities, GenerationMode
-from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
+from corelm.support import eos_token_ids, local_checkpoint, saved_shapes, why_unreadable
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.support import Deadline, Expected, HttpClient
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
+#: The load format with which vLLM fills a model with random numbers, for weights that come later.
+DUMMY = "dummy"
+
 #: The load formats after which vLLM can load other weights from a folder.
-RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
+RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", DUMMY})
 
 #: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
 #: which request a reply answers.
@@ -50,14 +55,17 @@ class ModelInfo:
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
+        checkpoint: the folder of the model's safetensors, or their names and shapes if it holds none; None if vLLM
+            could not load other weights.
         speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
+        dummy: vLLM has filled the model with random numbers.
     """
 
     capabilities: Capabilities
     tokenizer: Any
-    checkpoint: Path | None
+    checkpoint: Expected | None
     speculative: bool = False
+    dummy: bool = False
 
     @property
     def max_context(self) -> int:
@@ -74,6 +82,9 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         tokenizer: the caller's tokenizer; None to load the one that vLLM uses.
         abort: whether requests can be aborted.
         concurrent_calls: whether several threads may call at once.
+
+    Raises:
+        CapabilityError: vLLM was opened without weights, and cannot be given any.
     """
     model = config.model_config
     if tokenizer is None:
@@ -104,7 +115,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         update_weights=checkpoint is not None,
         abort=abort,
     )
-    return ModelInfo(capabilities, tokenizer, checkpoint, speculative)
+    return ModelInfo(capabilities, tokenizer, checkpoint, speculative, config.load_config.load_format == DUMMY)
 
 
 def _seeds_are_costly() -> bool:
@@ -132,12 +143,38 @@ def _can_reload(config: Any) -> bool:
     return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
 
 
-def _checkpoint(config: Any) -> Path | None:
-    """Return the folder of the model's safetensors; None if vLLM has loaded something else or cannot load again."""
-    model = config.model_config
+def _checkpoint(config: Any) -> Expected | None:
+    """Return what new weights are compared with; None if vLLM has loaded something else or cannot load again.
+
+    Raises:
+        CapabilityError: vLLM was opened without weights, and cannot be given any.
+    """
+    model, dummy = config.model_config, config.load_config.load_format == DUMMY
     if not _can_reload(config):
+        if dummy:
+            raise _no_dummy(
+                "on a CPU vLLM cannot replace the weights of this model: its head is tied, or it has experts"
+            )
         return None
-    return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    folder = local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    return _shapes_by_configuration(model) if dummy and folder is None else folder
+
+
+def _shapes_by_configuration(model: Any) -> Mapping[str, tuple[int, ...]]:
+    """Return the names and shapes of the checkpoint of a vLLM `ModelConfig`, which may have no weights anywhere."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        why = f"transformers cannot tell the names of its weights from its configuration ({described(error)})"
+        raise _no_dummy(why) from error
+    return saved_shapes(empty)
+
+
+def _no_dummy(why: str) -> CapabilityError:
+    return CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
 
 
 # Behind a URL ---------------------------------------------------------------------------------------------------------

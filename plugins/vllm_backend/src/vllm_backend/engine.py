@@ -17,9 +17,9 @@ import torch
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import EventLoopThread, RowFailure
+from corelm.support import EventLoopThread, LoadedWeights, RowFailure
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.capabilities import DUMMY, ModelInfo, read_model
 from vllm_backend.compat import refusals
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
@@ -39,7 +39,8 @@ class InProcessEngine(ABC):
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: the folder of the model's safetensors, which new weights are compared with.
+        checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
+        weights: whether there are weights to answer with.
     """
 
     takes_state_dict = True
@@ -48,17 +49,20 @@ class InProcessEngine(ABC):
         self.capabilities = info.capabilities
         self.tokenizer = info.tokenizer
         self.checkpoint = info.checkpoint
+        self.weights = LoadedWeights(f"it was opened with load_format={DUMMY!r}" if info.dummy else "")
         self._info = info
         self._closed = False
         self._broken = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.weights.require()
         requests = protocol.generation_requests(request, self._info)
         on_output = protocol.on_output(request, self.tokenizer)
         outputs = self.run(requests, request.request_ids, request.timeout, on_output)
         return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
+        self.weights.require()
         requests = protocol.scoring_requests(request, self._info)
         names = [request.request_ids[number] for number in requests]
         outputs = self.run(list(requests.values()), names, request.timeout)
@@ -124,6 +128,13 @@ class InProcessEngine(ABC):
     @abstractmethod
     def _load_folder(self, folder: Path | None) -> None:
         """Load the safetensors in `folder`, if there is one, and empty vLLM's caches."""
+
+    def _loading(self, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the methods of vLLM's workers, with their arguments, that load the safetensors in `folder`."""
+        if self._info.dummy:
+            # Otherwise vLLM would look for a loader of random numbers that reads files.
+            yield "update_config", {"overrides": {"load_config": {"load_format": "auto"}}}
+        yield "reload_weights", {"weights_path": str(folder)}
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -253,7 +264,8 @@ class AsyncEngine(InProcessEngine):
         # A request whose caller has left may still be in the engine and would keep its cached blocks.
         await self.llm.pause_generation(mode="abort", clear_cache=False)
         if folder is not None:
-            await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            for method, arguments in self._loading(folder):
+                await self.llm.collective_rpc(method, kwargs=arguments)
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         await self.llm.resume_generation()

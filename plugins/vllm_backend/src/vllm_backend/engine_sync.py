@@ -131,7 +131,8 @@ class SyncEngine(InProcessEngine):
 
     def _load_on_thread(self, folder: Path | None) -> None:
         if folder is not None:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            for method, arguments in self._loading(folder):
+                self.llm.collective_rpc(method, kwargs=arguments)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
 

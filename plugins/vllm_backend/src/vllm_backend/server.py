@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.support import Deadline, InFlight, Streamed, local_checkpoint, opening_within, raise_if_none_was_served
+from corelm.support import (
+    Deadline,
+    InFlight,
+    LoadedWeights,
+    Streamed,
+    local_checkpoint,
+    opening_within,
+    raise_if_none_was_served,
+)
 from vllm_backend import protocol_http as protocol
 from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
@@ -37,6 +45,7 @@ class VLLMServer:
         capabilities: what the backend declares.
         tokenizer: the model's tokenizer.
         checkpoint: the folder on this machine with the model's safetensors; None where they are not on this machine.
+        weights: whether there are weights to answer with.
     """
 
     takes_state_dict = False
@@ -44,6 +53,7 @@ class VLLMServer:
     def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
         self.capabilities = info.capabilities
         self.tokenizer = info.tokenizer
+        self.weights = LoadedWeights()
         self._client = client
         self._info = info
         self._in_flight = InFlight()
@@ -131,6 +141,7 @@ class VLLMServer:
         return local_checkpoint(self._info.model)
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.weights.require()
         payloads = protocol.generation_requests(request, self._info)
         streams = streamed = None
         if request.on_tokens is not None:
@@ -143,6 +154,7 @@ class VLLMServer:
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
+        self.weights.require()
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
         entries, version = self._post(list(payloads.values()), names, request.timeout)

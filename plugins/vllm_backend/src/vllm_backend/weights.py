@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the engine. If its owner has changed them, only drop what is cached.
+    """Load the weights of `request` into the engine. If its owner has changed or loaded them, only drop what is cached.
 
     vLLM loads tensors in place, one by one, and an unknown name stops it half way. So all names and shapes are compared
     with those of the checkpoint that the engine was opened on, before vLLM gets anything.
@@ -26,6 +26,7 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
     """
     if request.by_owner:
         engine.forget(request)
+        engine.weights.absent = ""
         return
     if request.state_dict is not None and not engine.takes_state_dict:
         raise CapabilityError(
@@ -34,3 +35,4 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
         )
     with weights_folder(request, engine.checkpoint) as folder:
         engine.reload(folder, request)
+    engine.weights.absent = ""
