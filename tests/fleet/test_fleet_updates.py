@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from toy_backend import ToyBackend
 
 import corelm
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.weights import KeptWeights
-from corelm.spec import WeightUpdate
+from corelm.spec import Capabilities, WeightUpdate
 from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
 
@@ -220,5 +221,13 @@ def test_every_field_of_an_update_reaches_the_engines() -> None:
                 if each.name == "state_dict":
                     assert torch.equal(found["table"], given["table"])
                 else:
-                    assert given != each.default or each.name == "path", f"{each.name}: give it another value"
+                    # An update has one source of weights, and a fleet is never given a stream.
+                    one_source = each.name in ("path", "stream")
+                    assert given != each.default or one_source, f"{each.name}: give it another value"
                     assert found == given, each.name
+
+
+def test_a_fleet_is_given_no_stream() -> None:
+    """An engine that is opened later has to load the same weights again."""
+    streams = Capabilities(vocab_size=9, max_context=None, update_weights=True, weight_stream=True)
+    assert capabilities_of_all([streams]) == replace(streams, weight_stream=False, concurrent_calls=True)

@@ -1,5 +1,5 @@
 """`weights_of`: the weights of a model object under the names of its checkpoint, which is what every engine expects.
-`collected`: the weights of an iterator.
+`checked_pairs`, `collected`: the weights of an iterator, one by one or all of them.
 
 The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
 adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -53,16 +53,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         return as_in_checkpoint(model, named)
 
 
-def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
-
-    So a trainer can gather shards one by one, and use the same memory for each.
+def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of an iterator, each without its graph, and gathered if it is sharded.
 
     Raises:
         InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised; `field` is
             ``weights``.
     """
-    found: dict[str, Tensor] = {}
+    found: set[str] = set()
     try:
         for pair in pairs:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -72,14 +70,20 @@ def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
                 raise invalid("weights", f"{name!r}: expected a tensor, got {shown(tensor)}")
             if name in found:
                 raise invalid("weights", f"{name!r} comes twice; give each tensor once")
-            found[name] = whole_tensor(tensor).to("cpu", copy=True)
+            found.add(name)
+            yield name, whole_tensor(tensor)
     except CoreLMError:
         raise
     except Exception as error:
-        raise invalid(
-            "weights", f"the iterator failed after {len(found)} tensors, and nothing has changed ({described(error)})"
-        ) from error
-    return found
+        raise invalid("weights", f"the iterator failed after {len(found)} tensors ({described(error)})") from error
+
+
+def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
+
+    So a trainer can gather shards one by one, and use the same memory for each. Errors are those of `checked_pairs`.
+    """
+    return {name: tensor.to("cpu", copy=True) for name, tensor in checked_pairs(pairs)}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -59,6 +59,8 @@ class Capabilities:
         streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
             core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
+        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
+            an iterator on the CPU and passes a state dict.
         abort: the optional hook `abort` works.
 
     Raises:
@@ -84,6 +86,7 @@ class Capabilities:
     stops_at_timeout: bool = False
     streaming: bool = False
     update_weights: bool = False
+    weight_stream: bool = False
     abort: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +109,8 @@ class Capabilities:
         for name in ("length_penalty", "early_stopping"):
             if name in self.sampling and "num_beams" not in self.sampling:
                 raise invalid("sampling", f"{name} belongs to beam search; declare num_beams as well")
+        if self.weight_stream and not self.update_weights:
+            raise invalid("weight_stream", "belongs to update_weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 

@@ -16,7 +16,7 @@ id 2 is EOS. In drawings, a dot is a pad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
@@ -336,7 +336,7 @@ class ContainerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """New weights: a state dict or a path, or neither if the owner of the model has changed its weights in place.
+    """New weights: a state dict, a stream or a path, or nothing if their owner has changed them in place.
 
     Core calls the hook while no other call is running. If `drain` is False, core has aborted the calls in flight first.
 
@@ -345,6 +345,9 @@ class WeightUpdate:
         drain: whether answers in flight were allowed to finish on the old weights.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
+        stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
+            used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator fails. Core sets it
+            for engines that declare `weight_stream`.
         expect: what a canary should find with these weights, or None. A plugin that only loads weights ignores it; one
             with engines behind it hands it on to their canaries.
     """
@@ -354,11 +357,12 @@ class WeightUpdate:
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
     expect: ProbeScores | None = None
+    stream: Iterator[tuple[str, Tensor]] | None = None
 
     @property
     def by_owner(self) -> bool:
         """Whether the owner has changed the weights, so that there is nothing to load."""
-        return self.state_dict is None and self.path is None
+        return self.state_dict is None and self.path is None and self.stream is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

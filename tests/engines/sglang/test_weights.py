@@ -47,6 +47,18 @@ def test_weights_load_from_a_path_and_from_a_state_dict(own, model, other_model,
     assert agrees(own, model) and own.weight_version == "other+1"
 
 
+def test_an_iterator_is_loaded_if_it_is_complete(own, model, other_model):
+    pairs = [(name, tensor) for name, tensor in other_model.state_dict().items()]
+    before = own.weight_version
+    with pytest.raises(InvalidRequestError, match="missing"):
+        own.update_weights(iter(pairs[:9]))
+    assert own.weight_version == before and agrees(own, model)
+    own.update_weights(iter(pairs))
+    assert agrees(own, other_model)
+    own.update_weights(model.state_dict())
+    assert agrees(own, model)
+
+
 def test_weights_that_do_not_fit_change_nothing(own, model, tmp_path):
     before = own.weight_version
     state = tiny_model(seed=1).state_dict()

@@ -73,6 +73,23 @@ def test_a_model_object_is_loaded(backend: Backend) -> None:
     assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
 
 
+def one_by_one(model: nn.Module, stop: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights in the same memory, as a trainer that gathers shards does."""
+    memory = torch.empty(max(tensor.numel() for tensor in model.state_dict().values()))
+    for name, tensor in list(model.state_dict().items())[:stop]:
+        yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_an_iterator_is_loaded_if_it_is_complete(open_vllm: Open, engine: str) -> None:
+    with open_vllm(engine=engine) as backend:
+        with pytest.raises(InvalidRequestError, match="missing"):
+            backend.update_weights(one_by_one(model_of(1), stop=9))
+        assert backend.weight_version == "0" and matches_model(backend, model_of(0))
+        assert backend.update_weights(one_by_one(model_of(1)), version="one") == "one"
+        assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
+
+
 def test_experts_are_not_replaced_on_a_cpu(open_vllm: Open, tmp_path: Path) -> None:
     """Loading them again, also from a folder, leaves vLLM 0.32 with wrong answers."""
     model_of(0, "qwen3-moe").save_pretrained(tmp_path)  # type: ignore[operator]

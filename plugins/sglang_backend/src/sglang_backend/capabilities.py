@@ -93,6 +93,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # Such a server sends deltas and not, as others do, the whole answer so far.
         streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
+        weight_stream=True,
         abort=True,
     )
     return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))

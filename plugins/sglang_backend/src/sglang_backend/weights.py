@@ -22,22 +22,22 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
 
     Raises:
         InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
-        CapabilityError: a state dict for a server that this backend did not launch.
+        CapabilityError: tensors for a server that this backend did not launch.
         EngineError: the server did not load them.
     """
     if request.by_owner:
         engine.forget(request)
         engine.weights.absent = ""
         return
-    if request.state_dict is not None and not engine.takes_state_dict:
+    if request.path is None and not engine.takes_state_dict:
         raise CapabilityError(
-            "a state dict cannot be sent to a server behind a URL; save it where the server can read it, and pass that "
+            "tensors cannot be sent to a server behind a URL; save them where the server can read them, and pass that "
             "path",
             capability="update_weights",
         )
     checkpoint = engine.checkpoint
     if checkpoint is None:
-        field = "path" if request.state_dict is None else "state_dict"
+        field = "path" if request.path is not None else "state_dict" if request.state_dict is not None else "weights"
         raise InvalidRequestError(
             f"{field}: the checkpoint of the server's model {engine.info.model!r} is not on this machine, so new "
             "weights cannot be compared with it, and weights that do not fit would end the server; open the backend on "

@@ -159,9 +159,12 @@ class TransformersBackend:
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         refuse_sharded(self.engine.module)
-        weights.load(self.engine, request)
-        self.self_test.forget()
-        self.scorer.weights_changed()
+        try:
+            weights.load(self.engine, request)
+        finally:
+            # Also after a failure: a stream may have changed some.
+            self.self_test.forget()
+            self.scorer.weights_changed()
         return True
 
     @hookimpl

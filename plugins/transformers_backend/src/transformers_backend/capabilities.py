@@ -42,5 +42,6 @@ def read_capabilities(engine: CausalLM, tokenizer: Any) -> Capabilities:
         stops_at_timeout=True,
         streaming=True,
         update_weights=True,
+        weight_stream=True,
         abort=True,
     )

@@ -113,6 +113,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
+        weight_stream=checkpoint is not None,
         abort=abort,
     )
     return ModelInfo(capabilities, tokenizer, checkpoint, speculative, config.load_config.load_format == DUMMY)
@@ -282,6 +283,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=routes >= WEIGHT_ROUTES,
+        weight_stream=routes >= WEIGHT_ROUTES,
         abort=True,
     )
     return ServerInfo(

@@ -21,16 +21,16 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
 
     Raises:
         InvalidRequestError: the weights cannot be read or do not fit the model. Nothing has changed.
-        CapabilityError: a state dict for a server. Nothing has changed.
+        CapabilityError: tensors for a server. Nothing has changed.
         EngineError: the weights fit, but were not loaded. The engine has no usable weights.
     """
     if request.by_owner:
         engine.forget(request)
         engine.weights.absent = ""
         return
-    if request.state_dict is not None and not engine.takes_state_dict:
+    if request.path is None and not engine.takes_state_dict:
         raise CapabilityError(
-            "a server loads weights from a folder that it can read; save the state dict there and give the path",
+            "a server loads weights from a folder that it can read; save the weights there and give the path",
             capability="update_weights",
         )
     with weights_folder(request, engine.checkpoint) as folder:
