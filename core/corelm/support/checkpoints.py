@@ -74,7 +74,7 @@ def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_s
     assert request.path is not None
     found = tensor_shapes(request.path)
     if checkpoint is not None:
-        refuse_weights(shape_problems(found, _shapes_in(checkpoint)), "path")
+        refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
     yield request.path.resolve()
 
 
@@ -125,6 +125,11 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             field="path",
         ) from error
     return shapes
+
+
+def expected_shapes(checkpoint: Expected) -> Shapes:
+    """Return name and shape of every tensor that new weights must have. Errors are those of `tensor_shapes`."""
+    return tensor_shapes(checkpoint) if isinstance(checkpoint, Path) else checkpoint
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -178,15 +183,34 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def fitting(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
+def fitting(given: Mapping[str, Tensor], checkpoint: Expected, field: str = "state_dict") -> dict[str, Tensor]:
     """Return a state dict without the second names of tied tensors, once its names and shapes are those expected.
 
     Raises:
-        InvalidRequestError: they are not; `field` is ``state_dict``.
+        InvalidRequestError: they are not; `field` is the one given.
     """
+    expected = expected_shapes(checkpoint)
     found = without_tied_copies(given, expected)
-    refuse_weights(shape_problems(shapes_of(found), expected), "state_dict")
+    refuse_weights(shape_problems(shapes_of(found), expected), field)
     return found
+
+
+def fitting_stream(stream: Iterable[tuple[str, Tensor]], checkpoint: Expected) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a stream, each once it fits. At the end, all of them must have come.
+
+    For an engine that loads each as it comes. Second names of tied tensors are refused: the first may be gone already.
+
+    Raises:
+        InvalidRequestError: a tensor does not fit, or is missing at the end; `field` is ``weights``.
+    """
+    expected = expected_shapes(checkpoint)
+    missing = dict(expected)
+    for name, tensor in stream:
+        known = {name: expected[name]} if name in expected else {}
+        refuse_weights(shape_problems({name: tuple(tensor.shape)}, known), "weights")
+        missing.pop(name, None)
+        yield name, tensor
+    refuse_weights(shape_problems({}, missing), "weights")
 
 
 def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
@@ -203,10 +227,6 @@ def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[s
         return any(torch.equal(tensor, whole_tensor(other).to("cpu")) for other in alike)
 
     return {name: tensor for name, tensor in given.items() if name in expected or not is_copy(name)}
-
-
-def _shapes_in(checkpoint: Expected) -> Shapes:
-    return tensor_shapes(checkpoint) if isinstance(checkpoint, Path) else checkpoint
 
 
 def _files(folder: Path) -> list[Path]:
@@ -232,7 +252,7 @@ def _needed(checkpoint: Expected | None, field: str) -> Shapes:
             "save_pretrained and pass the path",
             field=field,
         )
-    return _shapes_in(checkpoint)
+    return expected_shapes(checkpoint)
 
 
 def _save_stream(stream: Iterable[tuple[str, Tensor]], expected: Shapes, folder: Path, file_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
+from corelm.spec import WeightUpdate
 from helpers import oracle
 from helpers.http_server import Request
 from helpers.tampering import tampered
@@ -45,6 +47,29 @@ def test_weights_load_from_a_path_and_from_a_state_dict(own, model, other_model,
     assert own.score_logprobs(ROWS).weight_versions == ("other", "other")
     own.update_weights(model.state_dict())
     assert agrees(own, model) and own.weight_version == "other+1"
+
+
+def test_a_state_dict_is_handed_over_without_a_file(own, model, other_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    own.update_weights({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
+    rounded = tiny_model(seed=1)
+    rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
+    assert agrees(own, rounded)
+    own.update_weights(model.state_dict(), version="again")
+    assert agrees(own, model) and own.score_logprobs(ROWS).weight_versions == ("again", "again")
+
+
+def test_many_buckets_are_one_update(own, model, other_model):
+    engine = own.engine.plugin.engine
+    engine.reload_tensors(
+        ((name, tensor.clone()) for name, tensor in other_model.state_dict().items()),
+        WeightUpdate(version="buckets", drain=True),
+        bucket_size=20_000,
+    )
+    assert agrees(own, other_model)
+    own.update_weights(model.state_dict())
+    assert agrees(own, model)
 
 
 def test_an_iterator_is_loaded_if_it_is_complete(own, model, other_model):

@@ -56,12 +56,16 @@ class ServerInfo:
         tokenizer: the model's tokenizer.
         model: the folder or hub name that the server was started with.
         weight_label: the server's own name for the weights in force. A reply that names others is an error.
+        ranks: how many processes of the server read each handle of a tensor.
+        needs_file: why the server takes no handles; empty if it does.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     model: str
     weight_label: str
+    ranks: int = 1
+    needs_file: str = ""
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -96,7 +100,22 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         weight_stream=True,
         abort=True,
     )
-    return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+    return ServerInfo(
+        capabilities,
+        tokenizer,
+        model,
+        weight_label=str(model_info.get("weight_version")),
+        ranks=int(settings.get("tp_size") or 1),
+        needs_file=_needs_file(settings),
+    )
+
+
+def _needs_file(settings: Mapping[str, Any]) -> str:
+    """Return why a server with these settings takes no handles of tensors."""
+    for name in ("dp_size", "pp_size", "nnodes"):
+        if (settings.get(name) or 1) != 1:
+            return f"the server runs with {name}={settings[name]}"
+    return ""
 
 
 def checkpoint_of(model: str, trust_remote_code: bool) -> Expected:

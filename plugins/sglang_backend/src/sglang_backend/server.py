@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import (
@@ -30,7 +32,7 @@ from corelm.support import (
     local_checkpoint,
     raise_if_none_was_served,
 )
-from sglang_backend import protocol
+from sglang_backend import handover, protocol
 from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
@@ -113,6 +115,32 @@ class SGLangServer:
             raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
 
+    def reload_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
+    ) -> None:
+        """Load tensors that `needs_file` accepts, with their names in the checkpoint, one bucket after the other.
+
+        Args:
+            bucket_size: bytes of tensors after which a bucket is loaded.
+
+        Raises:
+            EngineError: the server did not load them. Its weights may be partly new.
+        """
+        label = self._new_weight_label(request.version)
+        self._tell("/begin_weight_update", {})
+        try:
+            for bucket in handover.buckets(tensors, bucket_size):
+                # One for each reader, because each of them releases its own.
+                handles = [handover.handle(bucket) for _ in range(self.info.ranks)]
+                self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
+        finally:
+            self._tell("/end_weight_update", {})
+        self._forget(label)
+
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        """Return why these tensors have to go through a file; empty if they can be handed to the server."""
+        return self.info.needs_file or handover.obstacle(tensors)
+
     def confirm_modes(self, deadline: Deadline) -> None:
         """Find out whether the server returns the log-probs that it was expected to return before it had weights.
 
@@ -135,13 +163,7 @@ class SGLangServer:
         Raises:
             EngineError: the server kept its cache, for example because it works on requests of other clients.
         """
-        label = self._new_weight_label(request.version)
-        self._client.post("/flush_cache", {}, expect_json=False)
-        # By default this would abort the requests of all clients.
-        reply = self._client.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        if not isinstance(reply, dict) or reply.get("success") is not True:
-            raise EngineError(self._client.secrets.masked(f"the server did not take the name of the weights: {reply}"))
-        self.info = replace(self.info, weight_label=label)
+        self._forget(self._new_weight_label(request.version))
 
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""
@@ -222,6 +244,23 @@ class SGLangServer:
                 streamed=streamed,
                 answered=answered,
             )
+
+    def _forget(self, label: str) -> None:
+        """Empty the cache, and give the weights their name."""
+        self._client.post("/flush_cache", {}, expect_json=False)
+        # By default this would abort the requests of all clients.
+        self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self.info = replace(self.info, weight_label=label)
+
+    def _tell(self, path: str, payload: dict[str, Any]) -> None:
+        """Post what changes the weights. Not retried: the first attempt may have succeeded and only its reply be lost.
+
+        Raises:
+            EngineError: the server did not do it.
+        """
+        reply = self._client.post(path, payload)
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise EngineError(self._client.secrets.masked(f"the server refused {path}: {reply}"))
 
     def _new_weight_label(self, version: str) -> str:
         """Return a label for new weights: `version`, made unique if the server has had it before.

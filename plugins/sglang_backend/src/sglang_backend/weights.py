@@ -6,10 +6,22 @@ the server.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import Deadline, weights_folder
+from corelm.support import Deadline, fitting, weights_folder, whole_tensor
 from sglang_backend.server import SGLangServer
+
+if TYPE_CHECKING:
+    from corelm.support import Expected
+
+_log = logging.getLogger(__name__)
 
 #: Seconds for the first answers of a server that was launched without weights. They may make it compile.
 _CONFIRM_TIMEOUT = 300.0
@@ -44,8 +56,36 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
             "a machine that has the checkpoint",
             field=field,
         )
-    with weights_folder(request, checkpoint) as folder:
-        engine.reload(folder, request)
+    _load(engine, request, checkpoint)
     if engine.weights.absent:
         engine.confirm_modes(Deadline(_CONFIRM_TIMEOUT))
         engine.weights.absent = ""
+
+
+def _load(engine: SGLangServer, request: WeightUpdate, checkpoint: Expected) -> None:
+    """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder that it loads.
+
+    A stream is written, because a server that got half of one would have half of its weights.
+    """
+    if request.state_dict is not None:
+        given = fitting(request.state_dict, checkpoint)
+        why = engine.needs_file(given.values())
+        if not why:
+            engine.reload_tensors(_own(given), request)
+            return
+        _say_why(why)
+    with weights_folder(request, checkpoint) as folder:
+        engine.reload(folder, request)
+
+
+def _own(given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, gathered if they are sharded. Those on the CPU are copied: a caller's own stay where they are."""
+    for name, tensor in given.items():
+        whole = whole_tensor(tensor)
+        yield name, whole if whole.is_cuda else whole.clone()
+
+
+@functools.cache
+def _say_why(why: str) -> None:
+    """Log once why weights go through files."""
+    _log.info("new weights go to SGLang through files, in memory if there is room: %s", why)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities, GenerationMode
-from corelm.support import eos_token_ids, local_checkpoint, saved_shapes, why_unreadable
+from corelm.support import eos_token_ids, why_unreadable
+from vllm_backend.reloading import DUMMY, checkpoint_of, runs_here
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
-
-#: The load format with which vLLM fills a model with random numbers, for weights that come later.
-DUMMY = "dummy"
-
-#: The load formats after which vLLM can load other weights from a folder.
-RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", DUMMY})
 
 #: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
 #: which request a reply answers.
@@ -59,6 +51,8 @@ class ModelInfo:
             could not load other weights.
         speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
         dummy: vLLM has filled the model with random numbers.
+        in_this_process: the worker of a synchronous engine runs in this process.
+        takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
     """
 
     capabilities: Capabilities
@@ -66,6 +60,8 @@ class ModelInfo:
     checkpoint: Expected | None
     speculative: bool = False
     dummy: bool = False
+    in_this_process: bool = False
+    takes_gpu_memory: bool = False
 
     @property
     def max_context(self) -> int:
@@ -94,7 +90,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
             model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
         )
     vocab_size: int = model.get_vocab_size()
-    checkpoint = _checkpoint(config)
+    checkpoint = checkpoint_of(config)
     speculative = config.speculative_config is not None
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
@@ -116,7 +112,16 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         weight_stream=checkpoint is not None,
         abort=abort,
     )
-    return ModelInfo(capabilities, tokenizer, checkpoint, speculative, config.load_config.load_format == DUMMY)
+    transfer = getattr(config, "weight_transfer_config", None)
+    return ModelInfo(
+        capabilities=capabilities,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        speculative=speculative,
+        dummy=config.load_config.load_format == DUMMY,
+        in_this_process=runs_here(config),
+        takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
+    )
 
 
 def _seeds_are_costly() -> bool:
@@ -129,53 +134,6 @@ def _seeds_are_costly() -> bool:
 def _has_logits_processors(model: Any) -> bool:
     """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
     return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
-
-
-def _can_reload(config: Any) -> bool:
-    """Return whether vLLM uses every tensor of the weights that it is told to load later."""
-    from vllm.platforms import current_platform
-
-    # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
-    # loaded again: the model would go on with a new body and the old, packed head. A mixture of experts answers with
-    # neither the old weights nor the new ones after it was loaded again (seen with vLLM 0.32).
-    model = config.model_config
-    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
-    wrong_afterwards = current_platform.is_cpu() and (tied or model.is_moe)
-    return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
-
-
-def _checkpoint(config: Any) -> Expected | None:
-    """Return what new weights are compared with; None if vLLM has loaded something else or cannot load again.
-
-    Raises:
-        CapabilityError: vLLM was opened without weights, and cannot be given any.
-    """
-    model, dummy = config.model_config, config.load_config.load_format == DUMMY
-    if not _can_reload(config):
-        if dummy:
-            raise _no_dummy(
-                "on a CPU vLLM cannot replace the weights of this model: its head is tied, or it has experts"
-            )
-        return None
-    folder = local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
-    return _shapes_by_configuration(model) if dummy and folder is None else folder
-
-
-def _shapes_by_configuration(model: Any) -> Mapping[str, tuple[int, ...]]:
-    """Return the names and shapes of the checkpoint of a vLLM `ModelConfig`, which may have no weights anywhere."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(model.hf_config, trust_remote_code=model.trust_remote_code)
-    except Exception as error:
-        why = f"transformers cannot tell the names of its weights from its configuration ({described(error)})"
-        raise _no_dummy(why) from error
-    return saved_shapes(empty)
-
-
-def _no_dummy(why: str) -> CapabilityError:
-    return CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
 
 
 # Behind a URL ---------------------------------------------------------------------------------------------------------

@@ -7,23 +7,27 @@ import gc
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
 from corelm.support import EventLoopThread, LoadedWeights, RowFailure
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend.capabilities import DUMMY, ModelInfo, read_model
+from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
+from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+from vllm_backend.reloading import DUMMY
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
+KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
 ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 
 #: Takes the number of a request and one of its outputs.
@@ -43,7 +47,9 @@ class InProcessEngine(ABC):
         weights: whether there are weights to answer with.
     """
 
-    takes_state_dict = True
+    takes_state_dict: Literal[True] = True
+    #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
+    streams_tensors = False
 
     def __init__(self, info: ModelInfo) -> None:
         self.capabilities = info.capabilities
@@ -74,7 +80,22 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: they were not loaded completely. The engine cannot be used again.
         """
-        self._load(folder)
+        self._load(lambda: self._load_folder(folder))
+
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        """Load tensors that `needs_file` accepts, with their names in the checkpoint. Errors are those of `reload`.
+
+        Args:
+            largest: bytes of the largest one.
+        """
+        self._load(lambda: self._hand_over(tensors, largest))
+
+    @abstractmethod
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        """Return why these tensors have to go through a file; empty if they can be handed to vLLM as they are."""
+
+    @abstractmethod
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None: ...
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget everything computed with the old weights: the owner of the model has changed them.
@@ -82,12 +103,13 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
-        self._load(None)
+        self._load(lambda: None)
 
-    def _load(self, folder: Path | None) -> None:
+    def _load(self, load: Callable[[], None]) -> None:
         self._require_usable()
         try:
-            self._load_folder(folder)
+            with self._while_idle():
+                load()
         except BaseException as error:
             # Some of the weights may be new ones.
             self._broken = True
@@ -126,15 +148,18 @@ class InProcessEngine(ABC):
     def close(self) -> None: ...
 
     @abstractmethod
-    def _load_folder(self, folder: Path | None) -> None:
-        """Load the safetensors in `folder`, if there is one, and empty vLLM's caches."""
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        """Call a method of vLLM's workers, and return what each of them returned."""
 
-    def _loading(self, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the methods of vLLM's workers, with their arguments, that load the safetensors in `folder`."""
+    @abstractmethod
+    def _while_idle(self) -> AbstractContextManager[None]:
+        """Keep requests out of vLLM in the ``with`` block, and then empty its prefix cache."""
+
+    def _load_folder(self, folder: Path) -> None:
         if self._info.dummy:
             # Otherwise vLLM would look for a loader of random numbers that reads files.
-            yield "update_config", {"overrides": {"load_config": {"load_format": "auto"}}}
-        yield "reload_weights", {"weights_path": str(folder)}
+            self._call_workers("update_config", {"overrides": {"load_config": {"load_format": "auto"}}})
+        self._call_workers("reload_weights", {"weights_path": str(folder)})
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -152,12 +177,15 @@ class AsyncEngine(InProcessEngine):
         in_flight: vLLM's id of every request in flight, with the caller's name. Two callers may use the same name.
     """
 
+    streams_tensors = True
+
     def __init__(self, loop: EventLoopThread, llm: Any, info: ModelInfo) -> None:
         super().__init__(info)
         self.loop = loop
         self.llm = llm
         self.in_flight: dict[str, str] = {}
         self._aborted: set[str] = set()
+        self._handover: GpuHandover | None = None
         self._numbers = itertools.count()
 
     @classmethod
@@ -257,18 +285,34 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _load_folder(self, folder: Path | None) -> None:
-        self.loop.run(self._load_on_loop(folder))
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        from vllm import envs
 
-    async def _load_on_loop(self, folder: Path | None) -> None:
+        if not self._info.takes_gpu_memory:
+            return "the engine was opened without weight_transfer_config={'backend': 'ipc'}"
+        if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            return "vLLM passes handles of GPU memory only with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+        if not all(tensor.is_cuda for tensor in tensors):
+            return "they are not on a GPU"
+        self._handover = self._handover or GpuHandover(self._call_workers)
+        return self._handover.obstacle()
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        assert self._handover is not None, "needs_file was not asked"
+        self._handover.load(tensors, largest)
+
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        found: list[Any] = self.loop.run(self.llm.collective_rpc(method, kwargs=arguments))
+        return found
+
+    @contextmanager
+    def _while_idle(self) -> Iterator[None]:
         # A request whose caller has left may still be in the engine and would keep its cached blocks.
-        await self.llm.pause_generation(mode="abort", clear_cache=False)
-        if folder is not None:
-            for method, arguments in self._loading(folder):
-                await self.llm.collective_rpc(method, kwargs=arguments)
-        if not await self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
-        await self.llm.resume_generation()
+        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+        yield
+        if not self.loop.run(self.llm.reset_prefix_cache()):
+            raise RuntimeError(KEPT_CACHE)
+        self.loop.run(self.llm.resume_generation())
 
 
 def timeout_error(timeout: float | None) -> TimeoutError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
@@ -48,7 +48,7 @@ class VLLMServer:
         weights: whether there are weights to answer with.
     """
 
-    takes_state_dict = False
+    takes_state_dict: Literal[False] = False
 
     def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
         self.capabilities = info.capabilities
