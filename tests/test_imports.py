@@ -87,6 +87,8 @@ THIRD_PARTY = {
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
     "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
+    "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
+    "sglang_backend: _shared_incref": "as _share_filename_cpu_",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _forward_pre_hooks": "as _forward_hooks",

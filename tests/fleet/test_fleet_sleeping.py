@@ -152,3 +152,16 @@ def test_a_fleet_of_which_one_engine_refuses_is_awake_as_a_whole() -> None:
             toys.backend.sleep()
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
         assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
+
+
+def test_a_fleet_of_engines_without_weights_answers_after_an_update() -> None:
+    with Toys("a", "b", without_weights=True) as toys:
+        with pytest.raises(BackendAsleepError, match="has no weights yet"):
+            toys.backend.score_logprobs([[1, 2]])
+        toys.backend.update_weights({"table": OTHER})
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))
+        toys.made[0].alive = False
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))
+        toys.settle()
+        assert len(toys.made) == 3
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))

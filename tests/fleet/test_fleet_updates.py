@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from toy_backend import ToyBackend
 import corelm
 from corelm import Backend
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.replica import Member
 from corelm.fleet.weights import KeptWeights
-from corelm.spec import WeightUpdate
+from corelm.spec import Capabilities, WeightUpdate
 from fleet.conftest import PROMPTS, SAMPLING
 from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
 from helpers.adapter_toys import TABLE as ADAPTER_TABLE
@@ -246,7 +247,8 @@ def test_every_field_of_an_update_reaches_the_engines() -> None:
     adapter = WeightUpdate(
         version="y", drain=False, state_dict={"table": TABLE}, adapter="policy", adapter_config={"r": 4}
     )
-    carried = {"path"}
+    # An update has one source of weights, and a fleet is never given a stream.
+    carried = {"path", "stream"}
     for whole in (update, adapter):
         with Toys("a", "b", adapters=True) as toys:
             assert toys.fleet.update_weights(whole)
@@ -284,3 +286,9 @@ def test_engines_of_a_fleet_have_the_same_adapters() -> None:
         backend.unload_adapter("policy")
         with pytest.raises(InvalidRequestError, match="there is no 'policy'"):
             backend.score_logprobs(rows, adapter="policy")
+
+
+def test_a_fleet_is_given_no_stream() -> None:
+    """An engine that is opened later has to load the same weights again."""
+    streams = Capabilities(vocab_size=9, max_context=None, update_weights=True, weight_stream=True)
+    assert capabilities_of_all([streams]) == replace(streams, weight_stream=False, concurrent_calls=True)

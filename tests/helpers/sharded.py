@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from corelm import Backend
+from corelm.backend.trained_model import checked_pairs, collected
 from corelm.errors import CapabilityError
 from corelm.fleet.weights import own_copy
 from corelm.hosting.packing import pack, unpack
@@ -25,7 +26,7 @@ from transformers_backend import TransformersBackend
 
 def everything(rank: int) -> dict[str, Any]:
     """Return what each function below returns: starting two ranks takes much longer than any of them."""
-    return {job.__name__: job(rank) for job in (refusals, refusals_after_opening, updated, gathered)}
+    return {job.__name__: job(rank) for job in (refusals, refusals_after_opening, updated, streamed, gathered)}
 
 
 def sharded(family: str, seed: int = 1) -> Any:
@@ -96,6 +97,18 @@ def updated(rank: int) -> dict[str, Tensor]:
     return found
 
 
+def streamed(rank: int) -> dict[str, Tensor]:
+    """Return the scores of a plain model that got an iterator over a sharded one, by the model's family."""
+    (ids,) = random_rows(20)
+    found = {}
+    for family in ("qwen2", "qwen2-tied"):
+        trained = sharded(family)
+        backend = opened(tiny_model(family))
+        backend.update_weights(iter(trained.state_dict().items()))
+        found[family] = backend.score_logprobs([ids]).logprobs.values
+    return found
+
+
 def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
     """Return the weights of a sharded model as engines of other processes get them, by the way that they take."""
     state = sharded("qwen2-tied").state_dict()
@@ -107,6 +120,11 @@ def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
         with weights_folder(update, Path(checkpoint)) as folder:
             (file,) = folder.glob("*.safetensors")
             found = {"folder": load_file(file)}
+        update_of_pairs = WeightUpdate(version="1", drain=True, stream=checked_pairs(state.items()))
+        with weights_folder(update_of_pairs, Path(checkpoint)) as folder:
+            (file,) = folder.glob("*.safetensors")
+            found["stream"] = load_file(file)
+    found["collected"] = collected(iter(state.items()))
     found["fleet"] = dict(own_copy(update).state_dict or {})
     found["process"] = {name: value.clone() for name, value in unpack(*pack(state)).items()}
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,62 @@ def test_without_a_checkpoint_to_compare_with_a_path_is_only_read(checkpoint: Pa
         pass
     with pytest.raises(InvalidRequestError, match="pass the path"), weights_folder(update(CHECKPOINT), None):
         pass
+
+
+# A stream -------------------------------------------------------------------------------------------------------------
+
+
+def stream(*pairs: tuple[str, Tensor]) -> WeightUpdate:
+    return WeightUpdate(version="1", drain=True, stream=iter(pairs))
+
+
+TIED = {"embed": torch.ones(4, 2), "head": torch.ones(4, 2), "norm": torch.ones(2)}
+
+
+@pytest.mark.parametrize("names", [("embed", "head", "norm"), ("head", "norm", "embed")])
+def test_a_stream_is_written_without_second_names(checkpoint: Path, names: tuple[str, ...]) -> None:
+    with weights_folder(stream(*((name, TIED[name]) for name in names)), checkpoint, file_size=1) as folder:
+        assert tensor_shapes(folder) == SHAPES
+        for file in folder.glob("*.safetensors"):
+            assert all(torch.equal(tensor, TIED[name]) for name, tensor in load_file(file).items())
+    assert not folder.exists()
+
+
+def test_a_stream_is_written_as_it_comes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    memory, written = torch.empty(8), []
+
+    def pairs() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in SHAPES.items():
+            written.append(len([*tmp_path.glob("corelm-weights-*/*.safetensors")]))
+            yield name, memory[: math.prod(shape)].view(shape).fill_(len(written))
+
+    update = WeightUpdate(version="1", drain=True, stream=pairs())
+    with weights_folder(update, checkpoint, file_size=1) as folder:
+        found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert written == [0, 1]
+    assert torch.equal(found["embed"], torch.full((4, 2), 1.0)) and torch.equal(found["norm"], torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        ([], "missing 'embed'; missing 'norm'"),
+        ([("embed", torch.ones(4, 2))], "missing 'norm'"),
+        ([("embed", torch.ones(4, 3))], r"'embed' is \(4, 3\), expected \(4, 2\)"),
+        ([*CHECKPOINT.items(), ("head", torch.ones(4, 2))], "unexpected 'head'"),
+        ([*CHECKPOINT.items(), ("nrom", torch.zeros(3))], "unexpected 'nrom'"),
+    ],
+)
+def test_a_stream_that_does_not_fit_is_refused(checkpoint: Path, pairs: list[tuple[str, Tensor]], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as caught, weights_folder(stream(*pairs), checkpoint):
+        raise AssertionError("it was accepted")
+    assert caught.value.field == "weights"
+
+
+def test_a_stream_needs_something_to_be_compared_with() -> None:
+    with pytest.raises(InvalidRequestError, match="pass the path"), weights_folder(stream(), None):
+        pass
+    with weights_folder(stream(*TIED.items()), SHAPES) as folder:
+        assert tensor_shapes(folder) == SHAPES

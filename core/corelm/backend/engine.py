@@ -17,7 +17,7 @@ from torch import nn
 from corelm.backend.adapters import Adapters, NewAdapter, checked_name, update_adapter
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted
-from corelm.backend.trained_model import NewWeights, collected, weights_of
+from corelm.backend.trained_model import NewWeights, checked_pairs, collected, weights_of
 from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
@@ -154,6 +154,8 @@ class OpenEngine:
         if isinstance(weights, nn.Module):
             weights = weights_of(weights)
         elif isinstance(weights, Iterable) and not isinstance(weights, Mapping):
+            if self.capabilities.weight_stream:
+                return self._update(replace(update, stream=checked_pairs(weights)), version)
             weights = collected(weights)
         if isinstance(weights, Mapping):
             return self._update(replace(update, state_dict=weights), version)

@@ -27,9 +27,7 @@ def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
         before = state.saved()
         if request.level > 1 and engine.adapters.versions:
             names = ", ".join(engine.adapters.versions)
-            raise invalid(
-                "level", f"2 drops the adapters as well; unload them first ({names}), or sleep at level 1"
-            )
+            raise invalid("level", f"2 drops the adapters as well; unload them first ({names}), or sleep at level 1")
         state.fall_asleep(request.level)
         return request
 

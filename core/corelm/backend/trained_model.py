@@ -1,5 +1,5 @@
 """`weights_of`: the weights of a model object under the names of its checkpoint, which is what every engine expects.
-`collected`: the weights of an iterator.
+`checked_pairs`, `collected`: the weights of an iterator, one by one or all of them.
 
 The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
 adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from corelm.errors import CoreLMError, described
-from corelm.support import whole_tensor
+from corelm.support import as_in_checkpoint, whole_tensor
 from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.
@@ -51,19 +50,17 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         empty = next((name for name, tensor in named.items() if tensor.is_meta), None)
         if empty is not None:
             raise invalid("weights", f"{empty!r} has no values: it is on the meta device; load or gather it first")
-        return _as_in_checkpoint(model, named)
+        return as_in_checkpoint(model, named)
 
 
-def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
-
-    So a trainer can gather shards one by one, and use the same memory for each.
+def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of an iterator, each without its graph, and gathered if it is sharded.
 
     Raises:
         InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised; `field` is
             ``weights``.
     """
-    found: dict[str, Tensor] = {}
+    found: set[str] = set()
     try:
         for pair in pairs:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -73,14 +70,20 @@ def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
                 raise invalid("weights", f"{name!r}: expected a tensor, got {shown(tensor)}")
             if name in found:
                 raise invalid("weights", f"{name!r} comes twice; give each tensor once")
-            found[name] = whole_tensor(tensor).to("cpu", copy=True)
+            found.add(name)
+            yield name, whole_tensor(tensor)
     except CoreLMError:
         raise
     except Exception as error:
-        raise invalid(
-            "weights", f"the iterator failed after {len(found)} tensors, and nothing has changed ({described(error)})"
-        ) from error
-    return found
+        raise invalid("weights", f"the iterator failed after {len(found)} tensors ({described(error)})") from error
+
+
+def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
+
+    So a trainer can gather shards one by one, and use the same memory for each. Errors are those of `checked_pairs`.
+    """
+    return {name: tensor.to("cpu", copy=True) for name, tensor in checked_pairs(pairs)}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -90,16 +93,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if len(children) != 1 or not children.keys() & set(_WRAPPED_AS):
             return model
         (model,) = children.values()
-
-
-def _as_in_checkpoint(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    # Since transformers 5, which fuses weights. Before, a module has the names of its checkpoint.
-    loading: Any = sys.modules.get("transformers.core_model_loading")
-    if modeling is None or loading is None or not isinstance(model, modeling.PreTrainedModel):
-        return named
-    converted: dict[str, Tensor] = loading.revert_weight_conversion(model, named)
-    return converted
 
 
 def _merged(model: Any) -> nn.Module:

@@ -24,7 +24,7 @@ class WeightUpdates:
         """Load new weights, and return the version that every later row carries.
 
         Args:
-            weights: a model object, a state dict or (name, tensor) pairs with the names of its checkpoint, or a path.
+            weights: a model, a state dict or an iterator of (name, tensor) with the names of its checkpoint, or a path.
             version: the label of these weights; None counts up from the last label.
             drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
                 engine that can. Either way no answer mixes two sets of weights.
@@ -35,8 +35,8 @@ class WeightUpdates:
             InvalidRequestError: the weights do not fit; the old ones are still in force.
             CapabilityError: the engine cannot load them; the old ones are still in force.
             StaleWeightsError: the canary disagrees; as after the next error.
-            EngineError: loading failed. As after an interrupt, the weights may be partly new: `weight_version` and the
-                rows that follow get a label that no weights had before, until an update succeeds.
+            EngineError: loading failed, or an iterator did half-way. As after an interrupt, weights may be partly new:
+                `weight_version` and the rows that follow get a label that none had before, until an update succeeds.
         """
         return self.engine.update_weights(weights, version, drain, expect)
 

@@ -32,6 +32,8 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
     contexts = [one.max_context for one in given if one.max_context is not None]
     can |= {
         "gradients": False,
+        # Every engine loads the same weights, and one that is opened later as well.
+        "weight_stream": False,
         "native_samples": False,
         "concurrent_calls": True,
         "without_weights": can["update_weights"] and any(one.without_weights for one in given),

@@ -117,7 +117,7 @@ class EngineServer:
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
         return Opened(
-            capabilities=replace(self._capabilities, gradients=False),
+            capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
             copied=self._tokenizer.copied_attributes(),
             hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
         )

@@ -60,6 +60,8 @@ class Capabilities:
         streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
             core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
+        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
+            an iterator on the CPU and passes a state dict.
         without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
             loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
@@ -90,6 +92,7 @@ class Capabilities:
     stops_at_timeout: bool = False
     streaming: bool = False
     update_weights: bool = False
+    weight_stream: bool = False
     without_weights: bool = False
     sleep_levels: frozenset[int] = frozenset()
     adapters: bool = False
@@ -119,6 +122,8 @@ class Capabilities:
         for name, given in (("without_weights", self.without_weights), ("sleep_levels", 2 in self.sleep_levels)):
             if given and not self.update_weights:
                 raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
+        if self.weight_stream and not self.update_weights:
+            raise invalid("weight_stream", "belongs to update_weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 

@@ -16,7 +16,7 @@ id 2 is EOS. In drawings, a dot is a pad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -241,7 +241,7 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """New weights: a state dict or a path, or neither if the owner of the model has changed its weights in place.
+    """New weights: a state dict, a stream or a path, or nothing if their owner has changed them in place.
 
     Core calls the hook while no other call is running. If `drain` is False, core has aborted the calls in flight first.
 
@@ -250,6 +250,9 @@ class WeightUpdate:
         drain: whether answers in flight were allowed to finish on the old weights.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
+        stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
+            used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator fails. Core sets it
+            for engines that declare `weight_stream`.
         expect: what a canary should find with these weights, or None. A plugin that only loads weights ignores it; one
             with engines behind it hands it on to their canaries.
         adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with neither
@@ -266,16 +269,21 @@ class WeightUpdate:
     expect: ProbeScores | None = None
     adapter: str | None = None
     adapter_config: Mapping[str, Any] | None = None
+    stream: Iterator[tuple[str, Tensor]] | None = None
 
     @property
     def by_owner(self) -> bool:
         """Whether the owner has changed the weights, so that there is nothing to load."""
-        return self.state_dict is None and self.path is None and self.adapter is None
+        return not self._given and self.adapter is None
 
     @property
     def unloads(self) -> bool:
         """Whether an adapter is to be unloaded."""
-        return self.state_dict is None and self.path is None and self.adapter is not None
+        return not self._given and self.adapter is not None
+
+    @property
+    def _given(self) -> bool:
+        return not (self.state_dict is None and self.path is None and self.stream is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

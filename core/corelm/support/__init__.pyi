@@ -1,5 +1,11 @@
 from .answer_text import AnswerText as AnswerText
 from .answer_text import AnswerTexts as AnswerTexts
+from .checkpoint_names import as_in_checkpoint as as_in_checkpoint
+from .checkpoint_names import saved_shapes as saved_shapes
+from .checkpoints import Expected as Expected
+from .checkpoints import expected_shapes as expected_shapes
+from .checkpoints import fitting as fitting
+from .checkpoints import fitting_stream as fitting_stream
 from .checkpoints import local_checkpoint as local_checkpoint
 from .checkpoints import refuse_weights as refuse_weights
 from .checkpoints import shape_problems as shape_problems

@@ -11,10 +11,12 @@ Only headers are read, never tensors. This module needs safetensors, which a plu
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,46 +30,51 @@ from corelm.spec.records import WeightUpdate
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
+#: What new weights are compared with: the folder of a checkpoint, or what one would hold (see `saved_shapes`).
+Expected = Path | Shapes
 
 #: A folder that is kept in memory, on Linux.
 _SHARED_MEMORY = "/dev/shm"
 
 
 @contextmanager
-def weights_folder(request: WeightUpdate, checkpoint: Path | None, *, file_size: int = 1 << 30) -> Iterator[Path]:
+def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_size: int = 1 << 30) -> Iterator[Path]:
     """Yield the folder with the safetensors of `request`, once they have been found to fit.
 
-    A state dict is written to a temporary folder, in shared memory if it has room and ``TMPDIR`` is not set. It is
-    deleted at the end of the ``with`` block. The second name of a tied tensor is left out, as in a checkpoint.
+    A state dict or a stream is written to a temporary folder, in shared memory if it has room and ``TMPDIR`` is not
+    set. It is deleted at the end of the ``with`` block. The second name of a tied tensor is left out, as in a
+    checkpoint. The tensors of a stream are compared and written as they come: they are in memory once.
 
     Args:
-        checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`). None if it
-            cannot be read on this machine: then the weights are only read and not compared, and must be a path.
-        file_size: bytes after which the next tensor of a state dict goes to another file. About as much is copied at a
+        checkpoint: the folder of the checkpoint that the engine was opened on (see `local_checkpoint`), or its names
+            and shapes. None if it cannot be read on this machine: then the weights are only read and not compared, and
+            must be a path.
+        file_size: bytes after which the next tensor goes to another file. About as much is copied at a
             time.
 
     Raises:
         InvalidRequestError: there is no readable checkpoint at the path, or the tensors have other names or shapes.
-            `field` is ``path`` or ``state_dict``.
+            `field` is ``path``, ``state_dict`` or, for a stream, ``weights``.
     """
     if request.state_dict is not None:
-        if checkpoint is None:
-            raise InvalidRequestError(
-                "state_dict: there is no checkpoint on this machine to compare it with; save it to a folder with "
-                "save_pretrained and pass the path",
-                field="state_dict",
-            )
-        expected = tensor_shapes(checkpoint)
-        given = without_tied_copies(request.state_dict, expected)
-        refuse_weights(shape_problems(shapes_of(given), expected), "state_dict")
-        with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(given)) as folder:
-            _save(given, Path(folder), file_size)
-            yield Path(folder)
+        expected = _needed(checkpoint, "state_dict")
+        given = fitting(request.state_dict, expected)
+        with _temporary(sum(tensor.nbytes for tensor in given.values())) as folder:
+            _save(given.items(), folder, file_size)
+            yield folder
+        return
+    if request.stream is not None:
+        expected = _needed(checkpoint, "weights")
+        first = next(request.stream, None)
+        size = first[1].element_size() * sum(map(math.prod, expected.values())) if first else 0
+        with _temporary(size) as folder:
+            _save_stream(itertools.chain([first] if first else [], request.stream), expected, folder, file_size)
+            yield folder
         return
     assert request.path is not None
     found = tensor_shapes(request.path)
     if checkpoint is not None:
-        refuse_weights(shape_problems(found, tensor_shapes(checkpoint)), "path")
+        refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
     yield request.path.resolve()
 
 
@@ -120,6 +127,11 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def expected_shapes(checkpoint: Expected) -> Shapes:
+    """Return name and shape of every tensor that new weights must have. Errors are those of `tensor_shapes`."""
+    return tensor_shapes(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+
+
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -146,11 +158,11 @@ def refuse_weights(problems: Sequence[str], field: str) -> None:
     """Raise one `InvalidRequestError` for all `problems`; return if there are none.
 
     Args:
-        field: what the caller gave: ``state_dict`` or ``path``.
+        field: what the caller gave: ``state_dict``, ``path``, or ``weights`` for a stream.
     """
     if problems:
         # The names inside a module may be others: of fused experts, adapters and wrappers, for example.
-        cure = "; backend.update_weights(model) finds them for a model object" if field == "state_dict" else ""
+        cure = "; backend.update_weights(model) finds them for a model object" if field != "path" else ""
         raise InvalidRequestError(
             f"{field} does not fit the model, which keeps its weights: {first_few(problems)}. "
             f"Give every tensor of this model, under the names of its checkpoint{cure}",
@@ -169,6 +181,36 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     # Shards that are offloaded to the CPU belong to a mesh of GPUs, whose backend gathers nothing on a CPU.
     gathered: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()
     return gathered
+
+
+def fitting(given: Mapping[str, Tensor], checkpoint: Expected, field: str = "state_dict") -> dict[str, Tensor]:
+    """Return a state dict without the second names of tied tensors, once its names and shapes are those expected.
+
+    Raises:
+        InvalidRequestError: they are not; `field` is the one given.
+    """
+    expected = expected_shapes(checkpoint)
+    found = without_tied_copies(given, expected)
+    refuse_weights(shape_problems(shapes_of(found), expected), field)
+    return found
+
+
+def fitting_stream(stream: Iterable[tuple[str, Tensor]], checkpoint: Expected) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a stream, each once it fits. At the end, all of them must have come.
+
+    For an engine that loads each as it comes. Second names of tied tensors are refused: the first may be gone already.
+
+    Raises:
+        InvalidRequestError: a tensor does not fit, or is missing at the end; `field` is ``weights``.
+    """
+    expected = expected_shapes(checkpoint)
+    missing = dict(expected)
+    for name, tensor in stream:
+        known = {name: expected[name]} if name in expected else {}
+        refuse_weights(shape_problems({name: tuple(tensor.shape)}, known), "weights")
+        missing.pop(name, None)
+        yield name, tensor
+    refuse_weights(shape_problems({}, missing), "weights")
 
 
 def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
@@ -197,7 +239,56 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
+@contextmanager
+def _temporary(size: int) -> Iterator[Path]:
+    with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(size)) as folder:
+        yield Path(folder)
+
+
+def _needed(checkpoint: Expected | None, field: str) -> Shapes:
+    if checkpoint is None:
+        raise InvalidRequestError(
+            f"{field}: there is no checkpoint on this machine to compare it with; save it to a folder with "
+            "save_pretrained and pass the path",
+            field=field,
+        )
+    return expected_shapes(checkpoint)
+
+
+def _save_stream(stream: Iterable[tuple[str, Tensor]], expected: Shapes, folder: Path, file_size: int) -> None:
+    """Write the tensors of a stream to files in `folder`, and refuse them if they do not fit."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    # Few: second names of tied tensors, or mistakes.
+    others: dict[str, Tensor] = {}
+
+    def known() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            shapes[name] = tuple(tensor.shape)
+            if name in expected:
+                refuse_weights(shape_problems({name: shapes[name]}, {name: expected[name]}), "weights")
+                yield name, tensor
+            else:
+                others[name] = tensor.to("cpu", copy=True)
+
+    _save(known(), folder, file_size)
+    for name, tensor in others.items():
+        if any(torch.equal(tensor, other) for other in _saved_like(tensor, folder)):
+            del shapes[name]
+    refuse_weights(shape_problems(shapes, expected), "weights")
+
+
+def _saved_like(tensor: Tensor, folder: Path) -> Iterator[Tensor]:
+    """Yield the tensors in `folder` that have the shape of `tensor`."""
+    from safetensors import safe_open
+
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if tuple(tensors.get_slice(name).get_shape()) == tuple(tensor.shape):
+                    yield tensors.get_tensor(name)
+
+
+def _save(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_size: int) -> None:
     """Write `tensors` to files in `folder`, and copy no more of them at a time than one file holds."""
     from safetensors.torch import save_file
 
@@ -210,7 +301,7 @@ def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
         copies.clear()
         held, files = 0, files + 1
 
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         # Copies, since safetensors refuses tensors that share memory.
         copies[name] = whole_tensor(tensor).to("cpu", copy=True).contiguous()
         held += copies[name].nbytes
@@ -223,12 +314,11 @@ def _save(tensors: Mapping[str, Tensor], folder: Path, file_size: int) -> None:
         (folder / "model-00000.safetensors").rename(folder / "model.safetensors")
 
 
-def _room_for(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return where to make the temporary folder: in shared memory if all tensors fit; None for the default.
+def _room_for(size: int) -> str | None:
+    """Return where to make a temporary folder of `size` bytes: in shared memory if they fit; None for the default.
 
     ``TMPDIR`` says where it must be, if the workers of an engine are on several machines, for example.
     """
-    size = sum(tensor.nbytes for tensor in tensors.values())
     if "TMPDIR" in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
         return None
     # What is left there is memory that the engine may need itself.

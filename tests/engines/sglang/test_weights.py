@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
+from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
+from corelm.spec import WeightUpdate
 from helpers import oracle
 from helpers.http_server import Request
 from helpers.tampering import tampered
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
 ROWS = random_rows(5, 120)
 
@@ -45,6 +47,41 @@ def test_weights_load_from_a_path_and_from_a_state_dict(own, model, other_model,
     assert own.score_logprobs(ROWS).weight_versions == ("other", "other")
     own.update_weights(model.state_dict())
     assert agrees(own, model) and own.weight_version == "other+1"
+
+
+def test_a_state_dict_is_handed_over_without_a_file(own, model, other_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    own.update_weights({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
+    rounded = tiny_model(seed=1)
+    rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
+    assert agrees(own, rounded)
+    own.update_weights(model.state_dict(), version="again")
+    assert agrees(own, model) and own.score_logprobs(ROWS).weight_versions == ("again", "again")
+
+
+def test_many_buckets_are_one_update(own, model, other_model):
+    engine = own.engine.plugin.engine
+    engine.reload_tensors(
+        ((name, tensor.clone()) for name, tensor in other_model.state_dict().items()),
+        WeightUpdate(version="buckets", drain=True),
+        bucket_size=20_000,
+    )
+    assert agrees(own, other_model)
+    own.update_weights(model.state_dict())
+    assert agrees(own, model)
+
+
+def test_an_iterator_is_loaded_if_it_is_complete(own, model, other_model):
+    pairs = [(name, tensor) for name, tensor in other_model.state_dict().items()]
+    before = own.weight_version
+    with pytest.raises(InvalidRequestError, match="missing"):
+        own.update_weights(iter(pairs[:9]))
+    assert own.weight_version == before and agrees(own, model)
+    own.update_weights(iter(pairs))
+    assert agrees(own, other_model)
+    own.update_weights(model.state_dict())
+    assert agrees(own, model)
 
 
 def test_weights_that_do_not_fit_change_nothing(own, model, tmp_path):
@@ -94,3 +131,22 @@ def test_a_prefix_cache_that_is_not_emptied_is_found(own: Backend, model: PreTra
         backend.update_weights(other_folder)
     own.update_weights(model.state_dict())
     assert agrees(own, model)
+
+
+@pytest.mark.parametrize("original", ["0", "1"])
+def test_a_server_without_weights_answers_once_it_was_given_some(
+    cpu: tuple[dict[str, str], dict[str, object]], model: PreTrainedModel, tmp_path: Path, original: str
+):
+    model.config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    env = cpu[0] | {"SGLANG_RETURN_ORIGINAL_LOGPROB": original}
+    options = cpu[1] | {"progress": False, "load_format": "dummy"}
+    with corelm.get_backend("sglang", tmp_path, env=env, **options) as backend:
+        for call in (lambda: backend.generate(ROWS, {"max_new_tokens": 2}), lambda: backend.score_logprobs(ROWS)):
+            with pytest.raises(BackendAsleepError, match="has no weights yet"):
+                call()
+        with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight"):
+            backend.update_weights({**model.state_dict(), "model.norm.weight": torch.zeros(3)})
+        backend.update_weights(model.state_dict())
+        assert backend.capabilities.generation_modes == {"raw" if original == "1" else "scaled"}
+        assert agrees(backend, model)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corelm import Backend
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import BackendAsleepError, CapabilityError, InvalidRequestError
 from engines.vllm.engine_access import unfinished_requests
 from helpers import oracle
 from helpers.processes import wait_until
@@ -73,6 +73,23 @@ def test_a_model_object_is_loaded(backend: Backend) -> None:
     assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
 
 
+def one_by_one(model: nn.Module, stop: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights in the same memory, as a trainer that gathers shards does."""
+    memory = torch.empty(max(tensor.numel() for tensor in model.state_dict().values()))
+    for name, tensor in list(model.state_dict().items())[:stop]:
+        yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_an_iterator_is_loaded_if_it_is_complete(open_vllm: Open, engine: str) -> None:
+    with open_vllm(engine=engine) as backend:
+        with pytest.raises(InvalidRequestError, match="missing"):
+            backend.update_weights(one_by_one(model_of(1), stop=9))
+        assert backend.weight_version == "0" and matches_model(backend, model_of(0))
+        assert backend.update_weights(one_by_one(model_of(1)), version="one") == "one"
+        assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
+
+
 def test_experts_are_not_replaced_on_a_cpu(open_vllm: Open, tmp_path: Path) -> None:
     """Loading them again, also from a folder, leaves vLLM 0.32 with wrong answers."""
     model_of(0, "qwen3-moe").save_pretrained(tmp_path)  # type: ignore[operator]
@@ -130,11 +147,39 @@ def test_a_path_that_is_not_a_folder_of_safetensors_is_refused(shared: Backend, 
     assert caught.value.field == "path" and matches_model(shared, model_of(0))
 
 
-def test_dummy_weights_cannot_be_replaced(open_vllm: Open) -> None:
-    with open_vllm(engine="sync", load_format="dummy") as backend:
-        assert not backend.capabilities.update_weights
-        with pytest.raises(CapabilityError):
-            backend.update_weights(model_of(1).state_dict())
+@pytest.mark.parametrize("engine", ["sync", "async"])
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_an_engine_without_weights_answers_once_it_was_given_some(
+    open_vllm: Open, tmp_path: Path, engine: str, has_weights: bool
+) -> None:
+    model_of(0).save_pretrained(tmp_path)  # type: ignore[operator]
+    tiny_tokenizer().save_pretrained(tmp_path)
+    if not has_weights:
+        (tmp_path / "model.safetensors").unlink()
+    with open_vllm(tmp_path, engine=engine, load_format="dummy") as backend:
+        for call in (lambda: backend.generate([IDS], {"max_new_tokens": 2}), lambda: backend.score_logprobs([IDS])):
+            with pytest.raises(BackendAsleepError, match="has no weights yet"):
+                call()
+        short = {**model_of(1).state_dict(), "model.norm.weight": torch.zeros(3)}
+        with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight"):
+            backend.update_weights(short)
+        with pytest.raises(BackendAsleepError, match="no weights"):
+            backend.score_logprobs([IDS])
+        backend.update_weights(model_of(1).state_dict())
+        assert matches_model(backend, model_of(1))
+        model_of(2).save_pretrained(tmp_path / "two")  # type: ignore[operator]
+        backend.update_weights(tmp_path / "two")
+        assert matches_model(backend, model_of(2))
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe"])
+def test_an_engine_without_weights_that_could_not_be_given_any_is_not_opened(
+    open_vllm: Open, tmp_path: Path, family: str
+) -> None:
+    model_of(0, family).save_pretrained(tmp_path)  # type: ignore[operator]
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(CapabilityError, match="load_format='dummy' needs weights later"):
+        open_vllm(tmp_path, engine="sync", load_format="dummy")
 
 
 @pytest.mark.parametrize("drain", [True, False])

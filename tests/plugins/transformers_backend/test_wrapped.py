@@ -81,7 +81,7 @@ def test_a_model_sharded_after_it_was_opened_is_refused_on_every_rank(ranks: lis
 
 def test_the_weights_of_a_sharded_model_are_gathered(ranks: list[Any]) -> None:
     for rank in ranks:
-        for family, scores in rank["updated"].items():
+        for family, scores in [*rank["updated"].items(), *rank["streamed"].items()]:
             expected = oracle.logprobs(tiny_model(family, seed=1), IDS)
             torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
@@ -91,6 +91,7 @@ def test_other_processes_get_gathered_weights(ranks: list[Any]) -> None:
     for rank in ranks:
         found = rank["gathered"]
         assert found["fleet"].keys() == found["process"].keys() == expected.keys()
-        assert expected.keys() - found["folder"].keys() == {"lm_head.weight"}
+        assert found["collected"].keys() == expected.keys()
+        assert found["stream"].keys() == found["folder"].keys() == expected.keys() - {"lm_head.weight"}
         for weights in found.values():
             assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())

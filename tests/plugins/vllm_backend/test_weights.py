@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,33 @@ NEW = {"embed": torch.ones(4, 2), "norm": torch.ones(2)}
 
 
 class FakeEngine:
-    """Reads the folder that it is given, as vLLM does.
+    """Reads the folder that it is given, as vLLM does, or takes tensors as they are.
 
     Attributes:
         loaded: the folders and their tensors, in order.
+        handed_over: the names and values of tensors that did not go through a file, as they came.
+        largest: the bytes of the largest one, as announced.
+        why: what `needs_file` returns.
     """
 
-    def __init__(self, checkpoint: Path, takes_state_dict: bool = True) -> None:
+    def __init__(
+        self, checkpoint: Path, takes_state_dict: bool = True, why: str = "it is a fake", streams: bool = True
+    ):
+        self.why, self.streams_tensors = why, streams
+        self.handed_over: list[tuple[str, list[Any]]] = []
+        self.largest = 0
         self.checkpoint = checkpoint
         self.takes_state_dict = takes_state_dict
         self.loaded: list[tuple[Path, dict[str, Tensor]]] = []
+
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        self.asked_about = [tuple(tensor.shape) for tensor in tensors]
+        return self.why
+
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        self.largest = largest
+        for name, tensor in tensors:
+            self.handed_over.append((name, tensor.tolist()))
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         (file,) = folder.glob("*.safetensors")
@@ -78,3 +97,72 @@ def test_a_state_dict_is_refused_where_the_engine_takes_none(checkpoint: Path) -
     with pytest.raises(CapabilityError, match="path"):
         load(engine, NEW)
     assert engine.loaded == []
+
+
+# Without a file -------------------------------------------------------------------------------------------------------
+
+VALUES = [(name, tensor.tolist()) for name, tensor in NEW.items()]
+
+
+def pairs(*others: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in the same memory, as a trainer that gathers shards does."""
+    memory = torch.empty(9)
+    for name, tensor in [*NEW.items(), *others]:
+        yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def stream(engine: Any, given: Iterator[tuple[str, Tensor]]) -> None:
+    weights.load(engine, WeightUpdate(version="1", drain=True, stream=given))
+
+
+def test_tensors_are_handed_over_if_the_engine_takes_them(checkpoint: Path) -> None:
+    engine = FakeEngine(checkpoint, why="")
+    load(engine, {**NEW, "head": NEW["embed"]})
+    assert engine.handed_over == VALUES and engine.largest == 32 and not engine.loaded
+    assert engine.asked_about == [(4, 2), (2,), (4, 2)]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_stream_is_handed_over(checkpoint: Path, streams: bool) -> None:
+    engine = FakeEngine(checkpoint, why="", streams=streams)
+    stream(engine, pairs())
+    assert engine.handed_over == VALUES and engine.largest == 32 and not engine.loaded
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"embed": torch.ones(4, 3), "norm": torch.ones(2)}, r"'embed' is \(4, 3\)"),
+        ({"nrom": torch.ones(2)}, "unexpected 'nrom'"),
+        ({}, "missing"),
+    ],
+)
+@pytest.mark.parametrize("streams", [True, False, None])
+def test_what_is_wrong_from_the_first_tensor_on_never_reaches_the_engine(
+    checkpoint: Path, streams: bool | None, given: dict[str, Tensor], problem: str
+) -> None:
+    engine = FakeEngine(checkpoint, why="", streams=bool(streams))
+    with pytest.raises(InvalidRequestError, match=problem):
+        load(engine, given) if streams is None else stream(engine, iter(given.items()))
+    assert not engine.handed_over and not engine.loaded
+
+
+def test_a_stream_is_compared_as_it_is_handed_over(checkpoint: Path) -> None:
+    engine = FakeEngine(checkpoint, why="")
+    with pytest.raises(InvalidRequestError, match="missing 'norm'"):
+        stream(engine, iter([("embed", NEW["embed"])]))
+    assert engine.handed_over == VALUES[:1]
+    with pytest.raises(InvalidRequestError, match="unexpected 'head'"):
+        stream(engine, pairs(("head", NEW["embed"])))
+
+
+def test_a_stream_that_needs_a_file_is_written(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(checkpoint, why="no GPU in this test")
+    with caplog.at_level(logging.INFO, "vllm_backend"):
+        stream(engine, pairs())
+        load(engine, NEW)
+    for _, found in engine.loaded:
+        assert all(torch.equal(found[name], NEW[name]) for name in NEW)
+    assert [record.getMessage() for record in caplog.records] == [
+        "new weights go to vLLM through files, in memory if there is room: no GPU in this test"
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
@@ -24,8 +25,8 @@ from corelm.spec import (
 )
 from corelm.support import VISIBLE_DEVICES, HttpClient, opening_within, refuse_missing_path, visible_devices
 from sglang_backend import weights
-from sglang_backend.capabilities import MODEL_INFO, ModelHints, read_server
-from sglang_backend.probing import probe_server
+from sglang_backend.capabilities import DUMMY, MODEL_INFO, ModelHints, checkpoint_of, read_server
+from sglang_backend.probing import modes_by_environment, probe_server
 from sglang_backend.server import SGLangServer
 from sglang_backend.signs import SIGN
 
@@ -135,12 +136,15 @@ class SGLangBackend:
         )
         # If anything fails from here on, no process and no thread is left behind.
         with ExitStack() as cleanup:
-            launched = None
+            launched = dummy = modes = None
             if base_url is None:
                 # Imported here because `launch` needs a POSIX system, and a server behind a URL does not.
                 from sglang_backend.launch import LaunchedServer
 
                 refuse_missing_path("model", model)
+                if server_args.get("load_format") == DUMMY:
+                    dummy = checkpoint_of(os.fspath(model), hints.trust_remote_code)
+                    modes = modes_by_environment({**os.environ, **(env or {})})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
                 launched = LaunchedServer(os.fspath(model), server_args, dict(env or {}) | chosen)
                 cleanup.callback(launched.close)
@@ -160,9 +164,10 @@ class SGLangBackend:
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
             with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-                info = probe_server(client, read_server(client, hints, deadline), deadline)
+                info = probe_server(client, read_server(client, hints, deadline), deadline, modes)
+                info = replace(info, capabilities=replace(info.capabilities, without_weights=dummy is not None))
             cleanup.pop_all()
-        return cls(SGLangServer(client, info, takes_state_dict=launched is not None), launched)
+        return cls(SGLangServer(client, info, takes_state_dict=launched is not None, dummy=dummy), launched)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.errors import EngineError, InvalidRequestError
+import torch
+
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
 from corelm.spec import Capabilities
-from corelm.support import Deadline, HttpClient, eos_token_ids, why_unreadable
+from corelm.support import Deadline, Expected, HttpClient, eos_token_ids, local_checkpoint, saved_shapes, why_unreadable
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -20,6 +22,8 @@ MODEL_INFO = "/model_info"
 #: A page that answers once the scheduler has returned a token, of any request. That takes a second or more.
 HEALTH_GENERATE = "/health_generate"
 SERVER_INFO = "/server_info"
+#: The load format with which SGLang fills a model with random numbers, for weights that come later.
+DUMMY = "dummy"
 #: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
 _EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
@@ -52,12 +56,16 @@ class ServerInfo:
         tokenizer: the model's tokenizer.
         model: the folder or hub name that the server was started with.
         weight_label: the server's own name for the weights in force. A reply that names others is an error.
+        ranks: how many processes of the server read each handle of a tensor.
+        needs_file: why the server takes no handles; empty if it does.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     model: str
     weight_label: str
+    ranks: int = 1
+    needs_file: str = ""
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -89,10 +97,52 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # Such a server sends deltas and not, as others do, the whole answer so far.
         streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
+        weight_stream=True,
         sleep_levels=_sleep_levels(settings),
         abort=True,
     )
-    return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+    return ServerInfo(
+        capabilities,
+        tokenizer,
+        model,
+        weight_label=str(model_info.get("weight_version")),
+        ranks=int(settings.get("tp_size") or 1),
+        needs_file=_needs_file(settings),
+    )
+
+
+def _needs_file(settings: Mapping[str, Any]) -> str:
+    """Return why a server with these settings takes no handles of tensors."""
+    for name in ("dp_size", "pp_size", "nnodes"):
+        if (settings.get(name) or 1) != 1:
+            return f"the server runs with {name}={settings[name]}"
+    return ""
+
+
+def checkpoint_of(model: str, trust_remote_code: bool) -> Expected:
+    """Return what weights for `model` have to fit: its folder, or names and shapes if it has no weights.
+
+    Raises:
+        CapabilityError: neither is known.
+    """
+    folder = local_checkpoint(model)
+    if folder is not None:
+        return folder
+    from transformers import AutoModelForCausalLM
+
+    config, problem = _config(model, trust_remote_code)
+    try:
+        if config is None:
+            raise ValueError(f"it {problem}")
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CapabilityError(
+            f"load_format={DUMMY!r} needs weights later, but transformers cannot tell their names from the "
+            f"configuration of {model!r} ({described(error)})",
+            capability="load_format",
+        ) from error
+    return saved_shapes(empty)
 
 
 def _sleep_levels(settings: Mapping[str, Any]) -> frozenset[int]:

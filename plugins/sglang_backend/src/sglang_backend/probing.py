@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,15 +43,30 @@ _SEEDED_LENGTH = 8
 _RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
 
 
-def probe_server(client: HttpClient, info: ServerInfo, deadline: Deadline) -> ServerInfo:
+def modes_by_environment(environment: Mapping[str, str]) -> frozenset[GenerationMode]:
+    """Return which log-probs a server that is started in this environment returns.
+
+    For a server without weights: its logits are all alike, so that raw and scaled log-probs are, too.
+    """
+    raw = environment.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("true", "1")
+    return frozenset({"raw" if raw else "scaled"})
+
+
+def probe_server(
+    client: HttpClient, info: ServerInfo, deadline: Deadline, modes: frozenset[GenerationMode] | None = None
+) -> ServerInfo:
     """Return `info` with the generation modes and the seeds that the server's replies show.
+
+    Args:
+        modes: the generation modes, if the server has no weights with which they could be tried.
 
     Raises:
         EngineError: the server does not answer, or its replies are not those of SGLang's ``/generate``.
         TimeoutError: the deadline has passed.
     """
     probe = ServerProbe(client, info, deadline)
-    modes, seeds = probe.generation_modes(), probe.honours_seeds()
+    modes = probe.generation_modes() if modes is None else modes
+    seeds = probe.honours_seeds()
     excluded = _RESHAPING if "raw" in modes else frozenset()
     if seeds:
         # The sampler asserts that min_p is not used with a seed; a request with both would end the server.

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import (
@@ -22,9 +24,18 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import Deadline, HttpClient, InFlight, Streamed, local_checkpoint, raise_if_none_was_served
-from sglang_backend import protocol
+from corelm.support import (
+    Deadline,
+    Expected,
+    HttpClient,
+    InFlight,
+    Streamed,
+    local_checkpoint,
+    raise_if_none_was_served,
+)
+from sglang_backend import handover, protocol
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
+from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
@@ -32,6 +43,8 @@ _ABORT_TIMEOUT = 10.0
 #: Seconds that the server may take to say that it is healthy.
 _HEALTH_TIMEOUT = 5.0
 
+#: Seconds for the first answers of a server that was launched without weights. They may make it compile.
+_CONFIRM_TIMEOUT = 300.0
 #: What the server calls the parts that wake. Its CUDA graphs are of use only with the cache.
 _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 
@@ -43,16 +56,23 @@ class SGLangServer:
         client: the connection to the server. `close` closes it.
         info: what is known about the server.
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
+        dummy: what the first weights have to fit, if the server was launched without weights.
 
     Attributes:
         info: likewise; `reload` replaces it.
         takes_state_dict: likewise.
     """
 
-    def __init__(self, client: HttpClient, info: ServerInfo, *, takes_state_dict: bool) -> None:
+    def __init__(
+        self, client: HttpClient, info: ServerInfo, *, takes_state_dict: bool, dummy: Expected | None = None
+    ) -> None:
         self._client = client
         self.info = info
         self.takes_state_dict = takes_state_dict
+        self._dummy = dummy
+        # Whether the generation modes are to be tried on the first weights, and whether these have come.
+        self._modes_assumed, self._modes_untried = dummy is not None, False
+        self._asleep = False
         self._weight_labels = {info.weight_label}
         self._in_flight = InFlight()
 
@@ -65,9 +85,9 @@ class SGLangServer:
         return self.info.tokenizer
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The folder on this machine that holds the model's safetensors; None if there is none."""
-        return local_checkpoint(self.info.model)
+    def checkpoint(self) -> Expected | None:
+        """What new weights have to fit: the folder on this machine with the model's safetensors; None without one."""
+        return local_checkpoint(self.info.model) if self._dummy is None else self._dummy
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self.info)
@@ -91,11 +111,62 @@ class SGLangServer:
         """
         label = self._new_weight_label(request.version)
         payload = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        if self._dummy is not None:
+            # Otherwise the server would fill the model with random numbers again.
+            payload["load_format"] = "auto"
         # Not retried: the first attempt may have succeeded and only its reply been lost.
         reply = self._client.post("/update_weights_from_disk", payload)
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
         self.info = replace(self.info, weight_label=label)
+
+    def reload_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
+    ) -> None:
+        """Load tensors that `needs_file` accepts, with their names in the checkpoint, one bucket after the other.
+
+        Args:
+            bucket_size: bytes of tensors after which a bucket is loaded.
+
+        Raises:
+            EngineError: the server did not load them. Its weights may be partly new.
+        """
+        label = self._new_weight_label(request.version)
+        self._tell("/begin_weight_update", {})
+        try:
+            for bucket in handover.buckets(tensors, bucket_size):
+                # One for each reader, because each of them releases its own.
+                handles = [handover.handle(bucket) for _ in range(self.info.ranks)]
+                self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
+        finally:
+            self._tell("/end_weight_update", {})
+        self._forget(label)
+
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        """Return why these tensors have to go through a file; empty if they can be handed to the server."""
+        return self.info.needs_file or handover.obstacle(tensors)
+
+    def weights_came(self) -> None:
+        """Find out on the first weights whether the server returns the log-probs that it was expected to return.
+
+        If it has no cache to answer with, it is asked when it is awake.
+
+        Raises:
+            EngineError: it returns others.
+        """
+        self._modes_assumed, self._modes_untried = False, self._modes_assumed or self._modes_untried
+        if self._asleep or not self._modes_untried:
+            return
+        expected = self.capabilities.generation_modes
+        with self._client.secrets.masking_errors():
+            found = ServerProbe(self._client, self.info, Deadline(_CONFIRM_TIMEOUT)).generation_modes()
+        self._modes_untried = False
+        if found and found != expected:
+            raise EngineError(
+                f"the server returns {'/'.join(found)} log-probs and not {'/'.join(expected)} ones, as its environment "
+                "says; open the backend on weights, and not with load_format='dummy'",
+                usable=False,
+            )
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget what was computed with the old weights: their owner has changed them in the server.
@@ -103,13 +174,7 @@ class SGLangServer:
         Raises:
             EngineError: the server kept its cache, for example because it works on requests of other clients.
         """
-        label = self._new_weight_label(request.version)
-        self._client.post("/flush_cache", {}, expect_json=False)
-        # By default this would abort the requests of all clients.
-        reply = self._client.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        if not isinstance(reply, dict) or reply.get("success") is not True:
-            raise EngineError(self._client.secrets.masked(f"the server did not take the name of the weights: {reply}"))
-        self.info = replace(self.info, weight_label=label)
+        self._forget(self._new_weight_label(request.version))
 
     def sleep(self, request: SleepRequest) -> None:
         """Free the memory of the server's GPUs: weights, cache and CUDA graphs.
@@ -119,12 +184,16 @@ class SGLangServer:
         """
         # A server that is not idle would end itself; this refuses instead.
         self._client.post("/flush_cache", {}, expect_json=False)
+        self._asleep = True
         self._client.post("/release_memory_occupation", {}, expect_json=False)
 
     def wake(self, request: WakeRequest) -> None:
         """Take the memory again."""
         tags = [name for tag in sorted(request.tags) for name in _MEMORY[tag]]
         self._client.post("/resume_memory_occupation", {"tags": tags}, expect_json=False)
+        self._asleep = not request.last
+        if request.last and self._modes_untried:
+            self.weights_came()
 
     def abort(self, request: AbortRequest) -> bool:
         """End requests. Those that the server runs return what they have; those not sent yet are not sent."""
@@ -205,6 +274,23 @@ class SGLangServer:
                 streamed=streamed,
                 answered=answered,
             )
+
+    def _forget(self, label: str) -> None:
+        """Empty the cache, and give the weights their name."""
+        self._client.post("/flush_cache", {}, expect_json=False)
+        # By default this would abort the requests of all clients.
+        self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self.info = replace(self.info, weight_label=label)
+
+    def _tell(self, path: str, payload: dict[str, Any]) -> None:
+        """Post what changes the weights. Not retried: the first attempt may have succeeded and only its reply be lost.
+
+        Raises:
+            EngineError: the server did not do it.
+        """
+        reply = self._client.post(path, payload)
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise EngineError(self._client.secrets.masked(f"the server refused {path}: {reply}"))
 
     def _new_weight_label(self, version: str) -> str:
         """Return a label for new weights: `version`, made unique if the server has had it before.

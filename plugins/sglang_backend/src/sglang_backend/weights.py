@@ -6,39 +6,81 @@ the server.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import weights_folder
+from corelm.support import fitting, weights_folder, whole_tensor
 from sglang_backend.server import SGLangServer
+
+if TYPE_CHECKING:
+    from corelm.support import Expected
+
+_log = logging.getLogger(__name__)
 
 
 def load(engine: SGLangServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the server. If its owner has changed them, only drop what is cached.
+    """Load the weights of `request` into the server. If its owner has changed or loaded them, only drop what is cached.
 
     Every later reply names these weights, or its row is an error.
 
     Raises:
         InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
-        CapabilityError: a state dict for a server that this backend did not launch.
+        CapabilityError: tensors for a server that this backend did not launch.
         EngineError: the server did not load them.
     """
     if request.by_owner:
         engine.forget(request)
+        engine.weights_came()
         return
-    if request.state_dict is not None and not engine.takes_state_dict:
+    if request.path is None and not engine.takes_state_dict:
         raise CapabilityError(
-            "a state dict cannot be sent to a server behind a URL; save it where the server can read it, and pass that "
+            "tensors cannot be sent to a server behind a URL; save them where the server can read them, and pass that "
             "path",
             capability="update_weights",
         )
     checkpoint = engine.checkpoint
     if checkpoint is None:
-        field = "path" if request.state_dict is None else "state_dict"
+        field = "path" if request.path is not None else "state_dict" if request.state_dict is not None else "weights"
         raise InvalidRequestError(
             f"{field}: the checkpoint of the server's model {engine.info.model!r} is not on this machine, so new "
             "weights cannot be compared with it, and weights that do not fit would end the server; open the backend on "
             "a machine that has the checkpoint",
             field=field,
         )
+    _load(engine, request, checkpoint)
+    engine.weights_came()
+
+
+def _load(engine: SGLangServer, request: WeightUpdate, checkpoint: Expected) -> None:
+    """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder that it loads.
+
+    A stream is written, because a server that got half of one would have half of its weights.
+    """
+    if request.state_dict is not None:
+        given = fitting(request.state_dict, checkpoint)
+        why = engine.needs_file(given.values())
+        if not why:
+            engine.reload_tensors(_own(given), request)
+            return
+        _say_why(why)
     with weights_folder(request, checkpoint) as folder:
         engine.reload(folder, request)
+
+
+def _own(given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, gathered if they are sharded. Those on the CPU are copied: a caller's own stay where they are."""
+    for name, tensor in given.items():
+        whole = whole_tensor(tensor)
+        yield name, whole if whole.is_cuda else whole.clone()
+
+
+@functools.cache
+def _say_why(why: str) -> None:
+    """Log once why weights go through files."""
+    _log.info("new weights go to SGLang through files, in memory if there is room: %s", why)

@@ -175,12 +175,15 @@ class TransformersBackend:
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         refuse_sharded(self.engine.module)
-        if request.adapter is None:
-            weights.load(self.engine, request)
-        else:
-            self.adapters.update(request)
-        self.self_test.forget()
-        self.scorer.weights_changed()
+        try:
+            if request.adapter is None:
+                weights.load(self.engine, request)
+            else:
+                self.adapters.update(request)
+        finally:
+            # Also after a failure: a stream may have changed some.
+            self.self_test.forget()
+            self.scorer.weights_changed()
         return True
 
     @hookimpl

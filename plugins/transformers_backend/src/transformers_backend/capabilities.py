@@ -42,6 +42,7 @@ def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = Fals
         stops_at_timeout=True,
         streaming=True,
         update_weights=True,
+        weight_stream=True,
         adapters=adapters,
         abort=True,
     )

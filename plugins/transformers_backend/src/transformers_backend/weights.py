@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import WeightUpdate
 from corelm.support import refuse_weights, shape_problems, shapes_of, whole_tensor
-from transformers_backend.adapters import PREFIX
 from transformers_backend.engine import CausalLM
+from transformers_backend.weight_names import namings, storage
+from transformers_backend.weights_stream import StreamCopy, same_names
 
 
 def load(engine: CausalLM, request: WeightUpdate) -> None:
@@ -25,24 +25,55 @@ def load(engine: CausalLM, request: WeightUpdate) -> None:
     Raises:
         InvalidRequestError: names are missing or unknown, shapes or tied weights differ, or there is nothing to read.
             Nothing has changed.
+        EngineError: as above, but tensors of the stream were copied before. The weights are partly new.
     """
-    if request.state_dict is not None:
-        _copy(engine, _under_own_names(engine, request.state_dict), "state_dict")
+    if request.stream is not None:
+        load_stream(engine, request.stream)
+    elif request.state_dict is not None:
+        copy_all(engine, request.state_dict, "state_dict")
     elif request.path is not None:
         _copy(engine, _read(engine, request.path), "path")
 
 
+def load_stream(engine: CausalLM, stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy each tensor of a stream as it comes. Errors are those of `load`."""
+    if not same_names(engine):
+        # Fused experts, for example, are made from many tensors. The memory of one may be used for the next.
+        copy_all(engine, {name: tensor.to("cpu", copy=True) for name, tensor in stream}, "weights")
+        return
+    copies = StreamCopy(engine)
+    try:
+        copies.run(stream)
+    except InvalidRequestError as error:
+        if not copies.copied:
+            raise
+        raise EngineError(
+            f"the weights are partly new: {len(copies.copied)} tensors were copied before this: {error}. Call "
+            "update_weights again with all of them",
+            usable=True,
+        ) from error
+
+
+def copy_all(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
+    """Copy a state dict into the model, which may have the names of its checkpoint or those of the module.
+
+    Args:
+        field: what the caller gave, for errors.
+    """
+    _copy(engine, _under_own_names(engine, given, field), field)
+
+
 def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
     """Copy `given` into the model by name: its own names, or the plain names of the model inside a PEFT wrapper."""
-    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    own = max(namings(engine), key=lambda names: len(names.keys() & given.keys()))
     problems = []
     by_storage: dict[tuple[int, torch.Size], str] = {}
     for name in sorted(own.keys() & given.keys()):
-        twin = by_storage.setdefault(_storage(own[name]), name)
+        twin = by_storage.setdefault(storage(own[name]), name)
         if twin != name and not _equal(given[twin], given[name]):
             problems.append(f"{twin!r} and {name!r} are the same tensor in this model, but differ here")
     # Of weights that are tied, one name is enough.
-    expected = {name: value for name, value in own.items() if name in given or _storage(value) not in by_storage}
+    expected = {name: value for name, value in own.items() if name in given or storage(value) not in by_storage}
     refuse_weights([*shape_problems(shapes_of(given), shapes_of(expected)), *problems], field)
     with torch.no_grad():
         for name, value in given.items():
@@ -63,9 +94,9 @@ def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
     return _translated(engine, path, "path")
 
 
-def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
     """Return `given` under the names of the model if it has those of the model's checkpoint, else as it is."""
-    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    own = max(namings(engine), key=lambda names: len(names.keys() & given.keys()))
     if given.keys() <= own.keys():
         return given
     # Imported here, so that listing the backends does not import transformers.
@@ -73,16 +104,16 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor]) -> Mapping[s
 
     with torch.no_grad():
         # On the meta device, converting costs neither time nor memory.
-        empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
+        empty = {name: tensor.to("meta") for name, tensor in namings(engine)[-1].items()}
         expected = shapes_of(revert_weight_conversion(engine.base, empty))
     if len(given.keys() & expected.keys()) <= len(given.keys() & own.keys()):
         return given
     tied = {name for name in engine.base.all_tied_weights_keys if name not in given}
     refuse_weights(
         shape_problems(shapes_of(given), {name: shape for name, shape in expected.items() if name not in tied}),
-        "state_dict",
+        field,
     )
-    return _translated(engine, given, "state_dict")
+    return _translated(engine, given, field)
 
 
 def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
@@ -90,7 +121,7 @@ def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: st
 
     Args:
         source: the folder of the checkpoint, or its tensors.
-        field: what the caller gave: ``state_dict`` or ``path``.
+        field: what the caller gave: ``state_dict``, ``path``, or ``weights`` for a stream.
     """
     fresh, report = type(engine.base).from_pretrained(
         source if isinstance(source, Path) else None,
@@ -116,22 +147,3 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
         return load_file(path)
     tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return tensors
-
-
-def _namings(engine: CausalLM) -> list[dict[str, Tensor]]:
-    """Return the complete sets of names by which the model's tensors are known."""
-    # Adapters that were loaded by name have updates of their own.
-    own = {name: tensor for name, tensor in engine.module.state_dict().items() if f".{PREFIX}" not in name}
-    if engine.module is engine.base:
-        return [own]
-    wrapper: Any = engine.module
-    plain = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in own.items()
-        if wrapper.base_model.prefix not in name
-    }
-    return [own, plain]
-
-
-def _storage(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape

@@ -5,24 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
-from corelm.support import eos_token_ids, local_checkpoint, why_unreadable
+from corelm.support import eos_token_ids, why_unreadable
 from vllm_backend.cpu_reload import answers_wrongly_afterwards
+from vllm_backend.reloading import DUMMY, checkpoint_of, runs_here
 from vllm_backend.sampling import HONOURED
 from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.support import Deadline, Expected, HttpClient
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
-
-#: The load formats after which vLLM can load other weights from a folder.
-RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 
 #: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
 #: which request a reply answers.
@@ -55,14 +52,21 @@ class ModelInfo:
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
+        checkpoint: the folder of the model's safetensors, or their names and shapes if it holds none; None if vLLM
+            could not load other weights.
         speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
+        dummy: vLLM has filled the model with random numbers.
+        in_this_process: the worker of a synchronous engine runs in this process.
+        takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
     """
 
     capabilities: Capabilities
     tokenizer: Any
-    checkpoint: Path | None
+    checkpoint: Expected | None
     speculative: bool = False
+    dummy: bool = False
+    in_this_process: bool = False
+    takes_gpu_memory: bool = False
 
     @property
     def max_context(self) -> int:
@@ -79,6 +83,9 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         tokenizer: the caller's tokenizer; None to load the one that vLLM uses.
         abort: whether requests can be aborted.
         concurrent_calls: whether several threads may call at once.
+
+    Raises:
+        CapabilityError: vLLM was opened without weights, and cannot be given any.
     """
     model = config.model_config
     if tokenizer is None:
@@ -88,7 +95,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
             model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
         )
     vocab_size: int = model.get_vocab_size()
-    checkpoint = _checkpoint(config)
+    checkpoint = checkpoint_of(config)
     speculative = config.speculative_config is not None
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
@@ -107,10 +114,21 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
+        weight_stream=checkpoint is not None,
+        without_weights=config.load_config.load_format == DUMMY,
         sleep_levels=_sleep_levels(model.enable_sleep_mode, checkpoint is not None),
         abort=abort,
     )
-    return ModelInfo(capabilities, tokenizer, checkpoint, speculative)
+    transfer = getattr(config, "weight_transfer_config", None)
+    return ModelInfo(
+        capabilities=capabilities,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        speculative=speculative,
+        dummy=config.load_config.load_format == DUMMY,
+        in_this_process=runs_here(config),
+        takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
+    )
 
 
 def _sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
@@ -128,27 +146,6 @@ def _seeds_are_costly() -> bool:
 def _has_logits_processors(model: Any) -> bool:
     """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
     return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
-
-
-def _can_reload(config: Any) -> bool:
-    """Return whether vLLM uses every tensor of the weights that it is told to load later."""
-    from vllm.platforms import current_platform
-
-    # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
-    # loaded again: the model would go on with a new body and the old, packed head. A mixture of experts answers with
-    # neither the old weights nor the new ones after it was loaded again (seen with vLLM 0.32).
-    model = config.model_config
-    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
-    wrong_afterwards = current_platform.is_cpu() and (tied or model.is_moe)
-    return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
-
-
-def _checkpoint(config: Any) -> Path | None:
-    """Return the folder of the model's safetensors; None if vLLM has loaded something else or cannot load again."""
-    model = config.model_config
-    if not _can_reload(config):
-        return None
-    return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
 
 
 # Behind a URL ---------------------------------------------------------------------------------------------------------
@@ -261,6 +258,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=takes_weights,
+        weight_stream=takes_weights,
         sleep_levels=_sleep_levels(may_sleep, takes_weights),
         abort=True,
     )

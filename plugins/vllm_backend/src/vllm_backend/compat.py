@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 
 @functools.cache
@@ -16,3 +17,12 @@ def refusals() -> tuple[type[Exception], ...]:
     names = ("VLLMClientError", "GracefulHTTPError")
     found = tuple(getattr(exceptions, name) for name in names if hasattr(exceptions, name))
     return found or (ValueError,)
+
+
+def packer() -> Any:
+    """Return what packs tensors into GPU memory that other processes can open; None if vLLM has nothing for it."""
+    try:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+    except ImportError:
+        return None
+    return packed_ipc_producer

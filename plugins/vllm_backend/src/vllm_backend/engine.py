@@ -7,13 +7,14 @@ import gc
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
@@ -30,9 +31,11 @@ from corelm.support import EventLoopThread, RowFailure
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
+from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
+KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
 ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 
 #: Takes the number of a request and one of its outputs.
@@ -48,10 +51,12 @@ class InProcessEngine(ABC):
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: the folder of the model's safetensors, which new weights are compared with.
+        checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
     """
 
-    takes_state_dict = True
+    takes_state_dict: Literal[True] = True
+    #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
+    streams_tensors = False
 
     def __init__(self, info: ModelInfo) -> None:
         self.capabilities = info.capabilities
@@ -80,7 +85,22 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: they were not loaded completely. The engine cannot be used again.
         """
-        self._load(folder)
+        self._load(lambda: self._load_folder(folder))
+
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        """Load tensors that `needs_file` accepts, with their names in the checkpoint. Errors are those of `reload`.
+
+        Args:
+            largest: bytes of the largest one.
+        """
+        self._load(lambda: self._hand_over(tensors, largest))
+
+    @abstractmethod
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        """Return why these tensors have to go through a file; empty if they can be handed to vLLM as they are."""
+
+    @abstractmethod
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None: ...
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget everything computed with the old weights: the owner of the model has changed them.
@@ -88,7 +108,7 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
-        self._load(None)
+        self._load(lambda: None)
 
     def sleep(self, request: SleepRequest) -> None:
         """Free the GPU's memory; the prefix cache is emptied."""
@@ -102,10 +122,11 @@ class InProcessEngine(ABC):
         self._wake(sorted(request.tags))
         self._asleep = not request.last
 
-    def _load(self, folder: Path | None) -> None:
+    def _load(self, load: Callable[[], None]) -> None:
         self._require_usable()
         try:
-            self._load_folder(folder)
+            with self._while_idle():
+                load()
         except BaseException as error:
             # Some of the weights may be new ones.
             self._broken = True
@@ -144,8 +165,18 @@ class InProcessEngine(ABC):
     def close(self) -> None: ...
 
     @abstractmethod
-    def _load_folder(self, folder: Path | None) -> None:
-        """Load the safetensors in `folder`, if there is one, and empty vLLM's caches."""
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        """Call a method of vLLM's workers, and return what each of them returned."""
+
+    @abstractmethod
+    def _while_idle(self) -> AbstractContextManager[None]:
+        """Keep requests out of vLLM in the ``with`` block, and then empty its prefix cache."""
+
+    def _load_folder(self, folder: Path) -> None:
+        if self._info.dummy:
+            # Otherwise vLLM would look for a loader of random numbers that reads files.
+            self._call_workers("update_config", {"overrides": {"load_config": {"load_format": "auto"}}})
+        self._call_workers("reload_weights", {"weights_path": str(folder)})
 
     @abstractmethod
     def _sleep(self, level: int) -> None: ...
@@ -169,12 +200,15 @@ class AsyncEngine(InProcessEngine):
         in_flight: vLLM's id of every request in flight, with the caller's name. Two callers may use the same name.
     """
 
+    streams_tensors = True
+
     def __init__(self, loop: EventLoopThread, llm: Any, info: ModelInfo) -> None:
         super().__init__(info)
         self.loop = loop
         self.llm = llm
         self.in_flight: dict[str, str] = {}
         self._aborted: set[str] = set()
+        self._handover: GpuHandover | None = None
         self._numbers = itertools.count()
 
     @classmethod
@@ -274,19 +308,36 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _load_folder(self, folder: Path | None) -> None:
-        self.loop.run(self._load_on_loop(folder))
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        if not self._info.takes_gpu_memory:
+            return "the engine was opened without weight_transfer_config={'backend': 'ipc'}"
+        from vllm import envs
 
-    async def _load_on_loop(self, folder: Path | None) -> None:
+        if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            return "vLLM passes handles of GPU memory only with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+        if not all(tensor.is_cuda for tensor in tensors):
+            return "they are not on a GPU"
+        self._handover = self._handover or GpuHandover(self._call_workers)
+        return self._handover.obstacle()
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        assert self._handover is not None, "needs_file was not asked"
+        self._handover.load(tensors, largest)
+
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        found: list[Any] = self.loop.run(self.llm.collective_rpc(method, kwargs=arguments))
+        return found
+
+    @contextmanager
+    def _while_idle(self) -> Iterator[None]:
         # A request whose caller has left may still be in the engine and would keep its cached blocks.
-        await self.llm.pause_generation(mode="abort", clear_cache=False)
-        if folder is not None:
-            await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        if not await self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
+        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+        yield
+        if not self.loop.run(self.llm.reset_prefix_cache()):
+            raise RuntimeError(KEPT_CACHE)
         if not self._asleep:
             # Otherwise there is no cache to run with; waking it resumes vLLM.
-            await self.llm.resume_generation()
+            self.loop.run(self.llm.resume_generation())
 
     def _sleep(self, level: int) -> None:
         self.loop.run(self.llm.sleep(level))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest
 from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
-from vllm_backend.engine import DEAD, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.engine import DEAD, KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 #: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
@@ -132,14 +132,22 @@ class SyncEngine(InProcessEngine):
     def _wake(self, tags: list[str]) -> None:
         self.thread.submit(self.llm.wake_up, tags).result()
 
-    def _load_folder(self, folder: Path | None) -> None:
-        self.thread.submit(self._load_on_thread, folder).result()
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        return "" if self._info.in_this_process else "vLLM's worker is in another process"
 
-    def _load_on_thread(self, folder: Path | None) -> None:
-        if folder is not None:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        self._call_workers("reload_weights", {"weights_iterator": tensors})
+
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        found: list[Any] = self.thread.submit(self.llm.collective_rpc, method, kwargs=arguments).result()
+        return found
+
+    @contextmanager
+    def _while_idle(self) -> Iterator[None]:
+        # Calls take turns, so no request is in vLLM.
+        yield
+        if not self.thread.submit(self.llm.reset_prefix_cache).result():
+            raise RuntimeError(KEPT_CACHE)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
@@ -48,7 +48,7 @@ class VLLMServer:
         checkpoint: the folder on this machine with the model's safetensors; None where they are not on this machine.
     """
 
-    takes_state_dict = False
+    takes_state_dict: Literal[False] = False
 
     def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
         self.capabilities = info.capabilities

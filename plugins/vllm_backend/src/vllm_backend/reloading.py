@@ -1,0 +1,74 @@
+"""Which weights vLLM in this process can load after it was opened, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from corelm.errors import CapabilityError, described
+from corelm.support import local_checkpoint, saved_shapes
+
+if TYPE_CHECKING:
+    from corelm.support import Expected
+
+#: The load format with which vLLM fills a model with random numbers, for weights that come later.
+DUMMY = "dummy"
+
+#: The load formats after which vLLM can load other weights from a folder.
+RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", DUMMY})
+
+
+def checkpoint_of(config: Any) -> Expected | None:
+    """Return what new weights are compared with; None if vLLM has loaded something else or cannot load again.
+
+    Raises:
+        CapabilityError: vLLM was opened without weights, and cannot be given any.
+    """
+    model, dummy = config.model_config, config.load_config.load_format == DUMMY
+    if not _can_reload(config):
+        if dummy:
+            raise _no_dummy(
+                "on a CPU vLLM cannot replace the weights of this model: its head is tied, or it has experts"
+            )
+        return None
+    folder = local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    return _shapes_by_configuration(model) if dummy and folder is None else folder
+
+
+def _shapes_by_configuration(model: Any) -> Mapping[str, tuple[int, ...]]:
+    """Return the names and shapes of the checkpoint of a vLLM `ModelConfig`, which may have no weights anywhere."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        why = f"transformers cannot tell the names of its weights from its configuration ({described(error)})"
+        raise _no_dummy(why) from error
+    return saved_shapes(empty)
+
+
+def _no_dummy(why: str) -> CapabilityError:
+    return CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
+
+
+def runs_here(config: Any) -> bool:
+    """Return whether the worker of a synchronous engine is in this process."""
+    from vllm import envs
+
+    return not envs.VLLM_ENABLE_V1_MULTIPROCESSING and config.parallel_config.distributed_executor_backend == "uni"
+
+
+def _can_reload(config: Any) -> bool:
+    """Return whether vLLM uses every tensor of the weights that it is told to load later."""
+    from vllm.platforms import current_platform
+
+    # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
+    # loaded again: the model would go on with a new body and the old, packed head. A mixture of experts answers with
+    # neither the old weights nor the new ones after it was loaded again (seen with vLLM 0.32).
+    model = config.model_config
+    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+    wrong_afterwards = current_platform.is_cpu() and (tied or model.is_moe)
+    return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
