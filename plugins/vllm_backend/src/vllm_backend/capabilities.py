@@ -234,6 +234,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
     tokenizer = _tokenizer(hints, files, trusted)
     scores = fields is None or fields >= SCORING_FIELDS
+    takes_weights = routes >= WEIGHT_ROUTES and not answers_wrongly_afterwards(config, client, routes, deadline)
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=_max_context(card.get("max_model_len") or parent.get("max_model_len"), hints.max_context),
@@ -245,7 +246,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         concurrent_calls=True,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
-        update_weights=routes >= WEIGHT_ROUTES and not answers_wrongly_afterwards(config, client, routes, deadline),
+        update_weights=takes_weights,
         abort=True,
     )
     return ServerInfo(
