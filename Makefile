@@ -68,10 +68,10 @@ test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.in
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
 
-bench: install ## compare the cost with that of the bare engines and of TorchRL; takes most of an hour
+bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
-bench-quick: install ## run fewer and smaller benchmarks, in under three minutes
+bench-quick: install ## run fewer and smaller benchmarks, in a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
 
 bench-gpu: install ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed

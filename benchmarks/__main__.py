@@ -47,7 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compare core with other ways to work.")
-    parser.add_argument("--quick", action="store_true", help="run fewer and smaller benchmarks, in under three minutes")
+    parser.add_argument("--quick", action="store_true", help="run fewer and smaller benchmarks, in a few minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     given = parser.parse_args()

@@ -114,6 +114,20 @@ def test_events_of_a_reply_are_signs(connect: Connect, serve: Any) -> None:
     assert rows(client, [1], streamed=streamed) == [list(range(8))]
 
 
+def test_a_page_of_a_busy_server_may_take_longer_than_an_answer_may_be_silent(connect: Connect, serve: Any) -> None:
+    """The page comes when the client that waits no longer than for an answer has given up."""
+    gate = threading.Event()
+    server = serve(lambda request: held(json_reply("a page"), gate))
+    impatient, client = connect(server, read_timeout=SHORT), connect(server, read_timeout=SHORT, sign=SIGN)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(client.get, "/page")
+        server.wait_for(lambda: server.in_flight == 1)
+        with pytest.raises(BackendTimeoutError, match=r"for 0\.2 s"):
+            impatient.get("/page")
+        gate.set()
+        assert future.result(PATIENCE) == "a page"
+
+
 # It hangs -------------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +162,15 @@ def test_loading_weights_fails_if_the_server_is_not_alive(connect: Connect, serv
     work.pages["/alive"] = hang
     with pytest.raises(BackendTimeoutError, match=r"POST /load at .*: the server hangs"):
         connect(serve(work), read_timeout=SHORT, sign=SIGN).post("/load", 1)
+
+
+@pytest.mark.parametrize(("read", "page", "told"), [(SHORT, 0.3, "0.3"), (0.3, SHORT, "0.3")])
+def test_a_page_that_hangs_fails_after_the_longer_of_two_limits(
+    connect: Connect, serve: Any, read: float, page: float, told: str
+) -> None:
+    client = connect(serve(lambda request: hang()), read_timeout=read, page_timeout=page, sign=SIGN)
+    with pytest.raises(BackendTimeoutError, match=rf"GET /page at .* received for {told} s"):
+        client.get("/page")
 
 
 def test_a_request_to_a_server_that_works_again_is_served(connect: Connect, serve: Any) -> None:

@@ -64,6 +64,8 @@ class HttpClient:
         connect_timeout: seconds to make a connection.
         read_timeout: seconds without a byte, or for a POST without a sign, after which the server counts as hanging.
         sign: how the server shows that it works; None if bytes are its only sign.
+        page_timeout: seconds without a byte of a page (GET) of a server with a `sign`, unless `read_timeout` is more. A
+            server that works on many rows may take a while for its pages.
         max_in_flight: how many requests of `post_each` are sent at a time, over all threads. Others wait here, which is
             logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
@@ -89,6 +91,7 @@ class HttpClient:
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
         sign: SignOfWork | None = None,
+        page_timeout: float = 30.0,
         max_in_flight: int | None = None,
         max_retries: int = 5,
         max_reply_bytes: int = 2**27,
@@ -111,6 +114,7 @@ class HttpClient:
             self.secrets,
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
+            page_timeout=positive("page_timeout", page_timeout),
             sign=sign,
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
             transport=transport,

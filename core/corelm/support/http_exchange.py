@@ -50,6 +50,7 @@ class Exchange:
         secrets: what no message may repeat.
         connect_timeout: seconds to make a connection.
         read_timeout: see `HttpClient`.
+        page_timeout: see `HttpClient`.
         sign: see `HttpClient`.
         max_reply_bytes: the longest body that is accepted.
         transport: an httpx transport to use instead of the network.
@@ -63,6 +64,7 @@ class Exchange:
         *,
         connect_timeout: float,
         read_timeout: float,
+        page_timeout: float,
         sign: SignOfWork | None,
         max_reply_bytes: int,
         transport: httpx.AsyncBaseTransport | None,
@@ -71,6 +73,7 @@ class Exchange:
         self._secrets = secrets
         self._reader = ResponseReader(secrets)
         self._read_timeout = read_timeout
+        self._page_timeout = read_timeout if sign is None else max(read_timeout, page_timeout)
         self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
         self._max_reply_bytes = max_reply_bytes
         self._reached = False
@@ -139,10 +142,9 @@ class Exchange:
 
     def _stream(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> Any:
         """Send a request and return its response, an async context manager."""
-        seconds = self._client.timeout.as_dict()
-        if self._watch is not None and method == "POST":
-            # The watch knows better how long to wait.
-            seconds["read"] = None
+        # The watch knows better how long to wait for a POST.
+        read = self._page_timeout if method == "GET" else self._read_timeout if self._watch is None else None
+        seconds = {**self._client.timeout.as_dict(), "read": read}
         timeout, extensions = httpx.Timeout(**seconds), {"trace": keep_alive}
         return self._client.stream(
             method, path, content=content, headers=headers, timeout=timeout, extensions=extensions
@@ -236,9 +238,8 @@ class Exchange:
         if isinstance(error, _BROKEN):
             return TransientError(told, usable=False)
         if isinstance(error, httpx.TimeoutException):
-            return BackendTimeoutError(
-                f"{where}: the server hangs; nothing was sent or received for {self._read_timeout:g} s"
-            )
+            seconds = self._page_timeout if where.startswith("GET ") else self._read_timeout
+            return BackendTimeoutError(f"{where}: the server hangs; nothing was sent or received for {seconds:g} s")
         return EngineError(told)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from engines.vllm.conftest import SMALL
 from engines.vllm.engine_access import sync_engine
+from helpers.processes import wait_until
 from helpers.tiny_models import tiny_tokenizer
 from vllm_backend.capabilities import read_model
 
@@ -70,6 +75,35 @@ def test_a_model_that_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine
     assert caught.value.usable is False
     with pytest.raises(InvalidRequestError, match="model: there is no file or folder"):
         corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["async", "sync"])
+def test_ctrl_c_ends_the_wait_for_an_engine_that_is_starting(open_vllm: Open, engine: str) -> None:
+    others, children = set(threading.enumerate()), multiprocessing.active_children()
+
+    def own() -> bool:
+        return any(each.name.startswith("vllm") and each not in others for each in threading.enumerate())
+
+    def interrupt() -> None:
+        wait_until(own)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            open_vllm(engine=engine)
+        # Nobody waits for vLLM, which cannot be ended while it starts.
+        assert own()
+        interrupting.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert wait_until(lambda: not own(), 120.0)
+    assert not [each for each in multiprocessing.active_children() if each not in children]
+    # A process can hold one such engine, and the discarded one is gone.
+    with open_vllm(engine="sync") as backend:
+        assert backend.health()
 
 
 def test_opening_leaves_the_random_states_of_the_process_alone(open_vllm: Open) -> None:

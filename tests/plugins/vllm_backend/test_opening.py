@@ -256,9 +256,8 @@ def test_an_open_timeout_that_is_none_is_refused(connect: Connect) -> None:
 
 
 def test_a_request_that_hangs_is_not_blamed_on_the_time_for_opening(connect: Connect, fake: FakeVLLM) -> None:
-    fake.fault = lambda request: hang() if request.path == "/v1/models" else None
-    with pytest.raises(
-        BackendTimeoutError, match=r"the server hangs; nothing was sent or received for 0\.2 s"
-    ) as caught:
+    # Pages have a limit of their own, which is long.
+    fake.fault = lambda request: hang() if request.path in ("/v1/completions", "/metrics", "/health") else None
+    with pytest.raises(BackendTimeoutError, match=r"the server hangs; .* no sign of work for 0\.2 s") as caught:
         connect(read_timeout=0.2)
     assert "open_timeout" not in str(caught.value)

@@ -8,9 +8,11 @@ import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,7 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import EventLoopThread, RowFailure
+from corelm.support import EventLoopThread, RowFailure, done_within
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
@@ -215,8 +217,15 @@ class AsyncEngine(InProcessEngine):
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
         """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
         loop = EventLoopThread("vllm")
+        starting = loop.submit(_start(arguments))
         try:
-            llm = loop.run(_start(arguments))
+            done_within(starting)
+        except BaseException:
+            # Ctrl-C, for example. Nothing ends vLLM while it starts, so that is done afterwards.
+            Thread(target=_discard, args=(loop, starting), name="vllm-discarded").start()
+            raise
+        try:
+            llm = starting.result()
         except BaseException:
             loop.stop()
             raise
@@ -369,6 +378,14 @@ def collecting_garbage() -> Iterator[None]:
 def _shut_down(llm: Any) -> None:
     # vLLM's default of 5 seconds is too short on a busy machine.
     llm.shutdown(timeout=_SHUTDOWN_GRACE)
+
+
+def _discard(loop: EventLoopThread, starting: Future[Any]) -> None:
+    """Shut down an engine that nobody waits for any more, once it has started."""
+    failed = starting.exception() is not None
+    loop.stop()
+    if not failed:
+        _shut_down(starting.result())
 
 
 async def _start(arguments: Mapping[str, Any]) -> Any:

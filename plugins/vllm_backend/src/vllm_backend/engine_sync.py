@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import Event, Lock
 from typing import Any
@@ -61,8 +61,17 @@ class SyncEngine(InProcessEngine):
                         capability="engine",
                     )
                 stack.callback(_ONLY_ENGINE.release)
-            thread = stack.enter_context(ThreadPoolExecutor(1, "vllm"))
-            llm = thread.submit(_start, arguments).result()
+            thread = ThreadPoolExecutor(1, "vllm")
+            starting = thread.submit(_start, arguments)
+            try:
+                done_within(starting)
+            except BaseException:
+                # Ctrl-C, for example. Nothing ends vLLM while it starts, so its thread does so afterwards.
+                thread.submit(_discard, starting, stack.pop_all())
+                thread.shutdown(wait=False)
+                raise
+            stack.callback(thread.shutdown)
+            llm = starting.result()
             stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
             info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
             return cls(thread, llm, info, stack.pop_all())
@@ -174,3 +183,10 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     with _keeping_random_states():
         # See `engine._start`.
         return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+
+
+def _discard(starting: Future[Any], cleanup: ExitStack) -> None:
+    """Shut down an engine that nobody waits for any more, on the thread that has started it."""
+    with cleanup:
+        if starting.exception() is None:
+            starting.result().engine_core.shutdown()
