@@ -15,6 +15,7 @@ from corelm import Backend, Canary, DynamicBatcher, hookimpl, probe_scores
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.canary import watch
 from corelm.spec import ProbeScores
+from corelm.support import LoadedWeights
 from fleet.conftest import looks, table
 from helpers.fakes import SHORT, Fake, Gate
 from helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -338,3 +339,45 @@ def test_probes_fit_every_model(vocab_size: int, max_context: int | None) -> Non
 def _rows(request: Any) -> list[list[int]]:
     rows: list[list[int]] = (request.prompts if hasattr(request, "prompts") else request.sequences).tolist()
     return rows
+
+
+# Engines without weights ---------------------------------------------------------------------------------------------
+
+
+class Weightless:
+    """A wrapper that refuses calls until weights were loaded, as plugins do with ``load_format="dummy"``."""
+
+    def __init__(self) -> None:
+        self.weights = LoadedWeights("it was opened without")
+
+    @hookimpl(wrapper=True)
+    def generate(self, request: Any) -> Any:
+        self.weights.require()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def score_logprobs(self, request: Any) -> Any:
+        self.weights.require()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def update_weights(self, request: Any) -> Any:
+        done = yield
+        self.weights.absent = ""
+        return done
+
+
+def test_an_engine_without_weights_is_looked_at_once_it_has_some() -> None:
+    engine = Weightless()
+    with corelm.get_backend("toy", canary=True, wrappers=[engine]) as backend:
+        with pytest.raises(CapabilityError, match="call update_weights"):
+            looks(backend).look()
+        right = ProbeScores.make(probe_scores(Backend.from_plugin(ToyBackend.open(Bigram(table(0)["table"])), "toy")))
+        with pytest.raises(StaleWeightsError):
+            backend.update_weights(table(1), expect=right)
+        assert backend.update_weights(table(0), expect=right)
+        looks(backend).look()
+        # A sleep may drop the weights of an engine that had some.
+        engine.weights.absent = "it has slept"
+        assert backend.update_weights(table(0), expect=right)
+        looks(backend).look(right)

@@ -11,10 +11,11 @@ import torch
 from toy_backend import ToyBackend
 
 import corelm
-from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.weights import KeptWeights
 from corelm.spec import Capabilities, WeightUpdate
+from corelm.support import LoadedWeights
 from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine
 
@@ -231,3 +232,25 @@ def test_a_fleet_is_given_no_stream() -> None:
     """An engine that is opened later has to load the same weights again."""
     streams = Capabilities(vocab_size=9, max_context=None, update_weights=True, weight_stream=True)
     assert capabilities_of_all([streams]) == replace(streams, weight_stream=False, concurrent_calls=True)
+
+
+def test_a_fleet_of_engines_without_weights_serves_once_it_was_given_some() -> None:
+    empty: dict[int, LoadedWeights] = {}
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        weights = empty.setdefault(id(engine), LoadedWeights("it was opened without"))
+        if hook == "update_weights":
+            weights.absent = ""
+        elif hook in ("generate", "score_logprobs"):
+            weights.require()
+
+    with Toys("a", "b", before=before) as toys:
+        with pytest.raises(CapabilityError, match="call update_weights"):
+            answers(toys)
+        toys.backend.update_weights({"table": OTHER})
+        assert answers(toys) == NEW
+        # One that is opened later gets them before it serves.
+        toys.fleet.join(toys.member("c"))
+        toys.settle()
+        assert toys.states() == dict.fromkeys("abc", "healthy")
+        assert torch.equal(toys.made[-1].model.table, OTHER)

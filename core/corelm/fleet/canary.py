@@ -121,15 +121,26 @@ class _Good:
 def watch(backend: Backend, options: Canary | None = None) -> Watch:
     """Put a canary in front of the backend's engine, and look for the first time.
 
+    An engine without weights is not looked at before it is given some.
+
     Raises:
         CapabilityError: the engine can neither score nor sample greedily with raw log-probs.
         StaleWeightsError: the engine's answers contradict one another, or are not numbers.
         EngineError: the engine failed.
     """
     made = Watch(backend, options or Canary())
-    made.look()
+    try:
+        made.look()
+    except CapabilityError as error:
+        if not has_no_weights(error):
+            raise
     backend.engine.canary = made
     return made
+
+
+def has_no_weights(error: BaseException) -> bool:
+    """Return whether an engine refused a call because it has no weights yet; see `corelm.support.LoadedWeights`."""
+    return isinstance(error, CapabilityError) and error.capability == "weights"
 
 
 class Watch:
@@ -169,6 +180,11 @@ class Watch:
         return ProbeScores(tuple(found), tuple(found.values()), self._questions.dtype)
 
     @property
+    def answered(self) -> bool:
+        """Whether there was a good look."""
+        return self._good is not None
+
+    @property
     def sampled(self) -> Mapping[Probe, Sampled]:
         """What the engine sampled in the last good look, to compare an engine that cannot score with."""
         return {} if self._good is None else self._good.answers.sampled
@@ -193,6 +209,7 @@ class Watch:
 
         Raises:
             StaleWeightsError: the engine disagrees, or has done so since its weights last changed.
+            CapabilityError: the engine has no weights yet.
             EngineError: the engine failed.
         """
         expected = ProbeScores.make(expect)
@@ -223,6 +240,9 @@ class Watch:
             except EngineError as error:
                 # The update may be what heals it.
                 _log.info("%s: could not be asked before the update: %s", self._engine.name, error)
+            except CapabilityError as error:
+                if not has_no_weights(error):
+                    raise
         good = self._good
         before = good.answers if good is not None and good.label == self._engine.weight_version else None
         self._next = fingerprint(update), before
@@ -259,6 +279,8 @@ class Watch:
         try:
             now = self._questions.ask(expected)
         except (CapabilityError, InvalidRequestError) as error:
+            if has_no_weights(error):
+                raise
             raise EngineError(f"backend {self._engine.name!r} refused a probe: {message(error)}") from error
         except EngineError as error:
             if not error.usable:

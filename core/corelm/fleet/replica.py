@@ -18,7 +18,7 @@ from corelm.backend.backend import Backend
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.fleet.agreement import require_plain
 from corelm.fleet.answers import Sampled
-from corelm.fleet.canary import Canary, Watch
+from corelm.fleet.canary import Canary, Watch, has_no_weights
 from corelm.fleet.parts import Request, Result
 from corelm.spec.probes import Probe, ProbeScores
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreResult, WeightUpdate
@@ -151,7 +151,7 @@ class OpenReplica:
             self._label = self._engine.update_weights(weights, update.version, update.drain, update.expect)
 
     def look(self, expected: Said | None) -> Said | None:
-        """Have the canary ask the engine, and return what it said; None if nothing shows its weights.
+        """Have the canary ask the engine, and return what it said; None if nothing shows its weights, or it has none.
 
         Args:
             expected: what another replica with the same weights said.
@@ -163,7 +163,12 @@ class OpenReplica:
         if self.watch is None:
             return None
         scores = expected.scores if expected is not None and self.capabilities.score else None
-        self.watch.look(scores)
+        try:
+            self.watch.look(scores)
+        except CapabilityError as error:
+            if not has_no_weights(error):
+                raise
+            return None
         if expected is not None and scores is None:
             self.watch.compare_sampled(expected.sampled)
         self._label = self._engine.weight_version
@@ -186,6 +191,9 @@ class OpenReplica:
                 return ""
             try:
                 self.watch.look()
+            except CapabilityError as error:
+                # No weights yet, or none any more.
+                return message(error) if self.watch.answered else ""
             except EngineError as error:
                 refused = isinstance(error.__cause__, (InvalidRequestError, CapabilityError))
                 if refused or isinstance(error, StaleWeightsError):
