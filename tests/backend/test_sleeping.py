@@ -88,7 +88,12 @@ def test_an_engine_opened_without_weights_waits_for_an_update() -> None:
         watch(backend)
         with pytest.raises(BackendAsleepError, match="has no weights yet"):
             scores(backend)
-        backend.update_weights(Bigram.of_talk().state_dict())
+        other = {"table": torch.randn(260, 260, generator=torch.Generator().manual_seed(4))}
+        with sleeper() as elsewhere:
+            expect = watch(elsewhere).scores
+        with pytest.raises(StaleWeightsError, match="those expected"):
+            backend.update_weights(other, expect=expect)
+        backend.update_weights(Bigram.of_talk().state_dict(), expect=expect)
         assert scores(backend)
 
 
