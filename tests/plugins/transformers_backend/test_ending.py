@@ -77,7 +77,7 @@ def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
     """Return how many of `ids` are sampled up to the stop; None if nothing stops them."""
     ending = AnswerEnding(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
     for step, token in enumerate(ids, 1):
-        if ending(torch.tensor([token])).get(0):
+        if ending([token]).get(0):
             return step
     return None
 

@@ -50,7 +50,8 @@ def draw(logits: Tensor, rows: int, seed: int = 0, raw: bool = False, **sampling
         CPU,
         raw,
     )
-    return sampler(logits.expand(rows, -1))
+    drawn = sampler(logits.expand(rows, -1))
+    return drawn.ids, drawn.logprobs
 
 
 def p_value(observed: Tensor, wanted: Tensor) -> float:
@@ -214,5 +215,5 @@ def test_penalties_count_the_ids_of_their_own_row() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.6, -1.0, 0.0], [1.0, 3.0, 2.6, -1.0, 0.0]])
     # Row 0: 3.0 / 2 loses to 2.6, then 2.6 / 2 - 0.75 to 3.0 / 2, which after that is 1.5 - 0.75 against 1.0.
     # Row 1: 3.0, then 3.0 / 2 - 0.75 = 0.75 loses to 2.6 / 2 = 1.3, then 1.3 - 0.75 and 0.75 to 1.0.
-    steps = [sampler(logits)[0].tolist() for _ in range(3)]
+    steps = [sampler(logits).ids.tolist() for _ in range(3)]
     assert steps == [[2, 1], [1, 2], [0, 0]]

@@ -109,8 +109,8 @@ class TransformersBackend:
             attn_implementation: None for transformers' choice.
             max_batch_tokens: how many tokens share a forward pass, including padding and the answers to come. None for
                 32,768; on a GPU, decoding then takes what fits into half of the memory that is free when a call begins.
-                With ``max_new_tokens=None`` an answer counts as long as the context allows, so batching such rows needs
-                a larger value on a CPU.
+                With ``max_new_tokens=None`` an answer counts 512 tokens at first; if a batch grows too wide, some of
+                its rows wait.
             model_kwargs: passed to ``from_pretrained`` unchanged.
             fast: use the accelerations of `transformers_backend.fast`. False runs the plain code only, to find out
                 whether an acceleration causes a problem: the numbers must be the same.

@@ -21,10 +21,10 @@ class GrowingRows(Protocol):
     logits: Tensor
 
     def expand(self, rows: Tensor) -> None:
-        """Make row i what row ``rows[i]`` was, int64[n]; a row may be taken several times."""
+        """Make row i what row ``rows[i]`` was, int64[n] on the CPU; a row may be taken several times."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64[n]. `logits` are out of date until the next `append`."""
+        """Go on with these rows only, int64[n] on the CPU. `logits` are out of date until the next `append`."""
 
     def append(self, tokens: Tensor) -> None:
         """Append one token to each row, int64[rows]."""
@@ -36,18 +36,19 @@ class CachedRows:
     def __init__(self, engine: CausalLM, cache: Any, prompts: Ragged) -> None:
         self._engine = engine
         self._cache = cache
-        inputs = engine.inputs(prompts, "left")
-        self._mask = _if_padded(inputs.pop("attention_mask"))
+        inputs: dict[str, Any] = engine.inputs(prompts, "left")
+        self._mask: Tensor | None = inputs.pop("attention_mask")
+        # How many columns of each row are padding. This stays on the CPU, where it is read without waiting.
+        self._padding = prompts.lengths.max() - prompts.lengths
         self._position = inputs["position_ids"][:, -1:]
         self.logits = engine.next_logits(cache, attention_mask=self._mask, **inputs)
 
     def expand(self, rows: Tensor) -> None:
         self._reorder(rows)
-        self.logits = self.logits[rows]
+        self.logits = self.logits[rows.to(self.logits.device)]
 
     def keep(self, rows: Tensor) -> None:
         self._reorder(rows)
-        self._mask = None if self._mask is None else _if_padded(self._mask)
 
     def append(self, tokens: Tensor) -> None:
         if self._mask is not None:
@@ -59,8 +60,11 @@ class CachedRows:
 
     def _reorder(self, rows: Tensor) -> None:
         self._cache.reorder_cache(rows)
-        self._position = self._position[rows]
-        self._mask = None if self._mask is None else self._mask[rows]
+        self._padding = self._padding[rows]
+        there = rows.to(self._position.device)
+        self._position = self._position[there]
+        # Attention is faster without a mask.
+        self._mask = self._mask[there] if self._mask is not None and bool(self._padding.any()) else None
 
 
 class UncachedRows:
@@ -72,17 +76,12 @@ class UncachedRows:
         self.logits = engine.last_logits(self._ids)
 
     def expand(self, rows: Tensor) -> None:
-        self.logits = self.logits[rows]
-        self._ids = self._ids[rows]
+        self.logits = self.logits[rows.to(self.logits.device)]
+        self.keep(rows)
 
     def keep(self, rows: Tensor) -> None:
-        self._ids = self._ids[rows]
+        self._ids = self._ids[rows.to(self._ids.device)]
 
     def append(self, tokens: Tensor) -> None:
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=-1)
         self.logits = self._engine.last_logits(self._ids)
-
-
-def _if_padded(mask: Tensor) -> Tensor | None:
-    """Return the mask if it masks anything, else None: attention is faster without a mask."""
-    return None if bool(mask.all()) else mask

@@ -6,7 +6,7 @@ here, so nothing in it can change what was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, TokenChunk
+from corelm.spec import GenerateRequest, GenerateResult, Ragged
+from transformers_backend.batch_decoding import BatchDecoding, without
 from transformers_backend.batches import Grouping
 from transformers_backend.calls import Call
 from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
@@ -31,7 +32,7 @@ from transformers_backend.protocol import (
     generation_result,
     no_answers,
 )
-from transformers_backend.sampling import Sampler, log_softmax_at
+from transformers_backend.sampling import Sampler
 from transformers_backend.self_test import OTHER_NUMBERS, SelfTest
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
@@ -43,6 +44,8 @@ _GROUPING: dict[DecodingWay, Grouping] = {
     "uncached": "equal",
     "uncached, one at a time": "alone",
 }
+#: How long an answer without a limit is expected to become, in tokens.
+EXPECTED_TOKENS = 512
 #: Number of tokens by which trial rows are continued.
 _TRIED = 3
 
@@ -52,10 +55,13 @@ class Decoder:
 
     Attributes:
         way: how the latest batch was decoded; None before the first.
+        expected_tokens: how many tokens an answer without a limit counts when batches are made. If answers become
+            longer, some rows of their batch wait.
     """
 
     def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
         self.way: DecodingWay | None = None
+        self.expected_tokens = EXPECTED_TOKENS
         self._engine = engine
         self._tokenizer = tokenizer
         self._self_test = self_test
@@ -101,8 +107,9 @@ class Decoder:
         """
         way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
         done: list[Tensor] = []
-        limits = self._limits(prompts)
-        for batch in batches_of(prompts, _GROUPING[way], self._engine, limits.tokens, limits.row_tokens):
+        limits = self._limits(int(prompts.prompts.lengths.max()))
+        expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
+        for batch in batches_of(prompts, _GROUPING[way], self._engine, limits, expected):
             if gone := call.aborted_among(batch.rows):
                 aborted = batch.select(torch.tensor(sorted(gone)))
                 done.append(aborted.rows)
@@ -115,7 +122,7 @@ class Decoder:
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
             with self._accelerated():
-                found = self._decode(batch, self.way, request, call, keep_raw=check)
+                found = self._decode(batch, self.way, request, call, limits, keep_raw=check)
             if check and not self._confirmed(self.way, batch, found):
                 if request.on_tokens is not None:
                     raise EngineError(
@@ -173,25 +180,29 @@ class Decoder:
         alive = torch.tensor([0, *range(len(rows))])
         with self._accelerated():
             growing = self._start(way, prompts)
-            growing.expand(alive.to(self._engine.device))
+            growing.expand(alive)
             made = [growing.logits[1:]]
             for step in range(steps):
                 if step == 1:
-                    left = _without({1}, len(alive))
+                    left = without({1}, len(alive))
                     alive = alive[left]
-                    growing.keep(left.to(self._engine.device))
-                growing.append(tokens[alive, step])
+                    growing.keep(left)
+                growing.append(tokens[alive.to(tokens.device), step])
                 made.append(growing.logits[alive.argsort(stable=True)][-len(rows) :])
         for number in range(len(rows)):
             yield number, torch.stack([logits[number] for logits in made])
 
-    def _limits(self, prompts: PromptBatch) -> DecodingLimits:
-        """Return how many rows are decoded at a time: as the user said, or what fits into the memory that is free."""
+    def _limits(self, longest: int) -> DecodingLimits:
+        """Return how many rows are decoded at a time: as the user said, or what fits into the memory that is free.
+
+        Args:
+            longest: length of the longest row that is read at once.
+        """
         if self._max_batch_tokens is not None:
             return DecodingLimits(self._max_batch_tokens)
         if self._cache_bytes is None and self._engine.device.type == "cuda":
             self._cache_bytes = measured_cache(self._engine, self._new_cache)
-        return decoding_limits(self._engine, self._cache_bytes, int(prompts.prompts.lengths.max()))
+        return decoding_limits(self._engine, self._cache_bytes, longest)
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
@@ -212,7 +223,14 @@ class Decoder:
         return DynamicCache(config=self._engine.base.config)
 
     def _decode(
-        self, batch: PromptBatch, way: DecodingWay, request: GenerateRequest, call: Call, *, keep_raw: bool
+        self,
+        batch: PromptBatch,
+        way: DecodingWay,
+        request: GenerateRequest,
+        call: Call,
+        limits: DecodingLimits,
+        *,
+        keep_raw: bool,
     ) -> SampledAnswers:
         engine, prompts = self._engine, batch.prompts
         sampler = Sampler(
@@ -225,73 +243,11 @@ class Decoder:
             raw=request.logprobs == "raw",
         )
         ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer)
-        distinct, answers = _distinct(prompts)
-        growing = self._start(way, distinct)
-        # From here on a row is an answer: at first one for every prompt, later those that have not ended.
-        if len(distinct) < len(prompts):
-            growing.expand(answers.to(engine.device))
-        alive = torch.arange(len(prompts))
-        stopped, aborted = torch.zeros(2, len(prompts), dtype=torch.bool)
-        steps: list[tuple[Tensor, ...]] = []
-        while True:
-            call.deadline.check()
-            token, logprob = sampler(growing.logits)
-            raw = (log_softmax_at(growing.logits, token),) if keep_raw else ()
-            steps.append((alive, token, logprob, *raw))
-            ended = ending(token)
-            if request.on_tokens is not None:
-                _hand_over(request.on_tokens, batch.rows[alive], token, logprob, ended)
-            if request.on_answer is not None:
-                for row in batch.rows[alive[list(ended)]].tolist():
-                    request.on_answer(row, len(steps))
-            if call.aborted:
-                for place in call.aborted_among(batch.rows[alive]) - ended.keys():
-                    aborted[alive[place]] = ended[place] = True
-            if ended:
-                stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
-                if len(ended) == len(alive):
-                    break
-                rows = _without(ended, len(alive))
-                alive, keep = alive[rows], rows.to(engine.device)
-                token = token[keep]
-                growing.keep(keep)
-                sampler.keep(keep)
-                ending.keep(rows)
-            growing.append(token)
-
-        which, ids, *logprobs = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-        order, lengths = which.argsort(stable=True), which.bincount(minlength=len(prompts))
-        rows_of = [Ragged(column[order], lengths) for column in (ids, *logprobs)]
-        return SampledAnswers(rows_of[0], rows_of[1], stopped, aborted, rows_of[2] if keep_raw else None)
+        start = partial(self._start, way)
+        running = BatchDecoding(batch, request, call, sampler, ending, start, self._limits, keep_raw=keep_raw)
+        return running.run(limits)
 
 
 def _columns(prompts: Tensor, answers: Tensor) -> int:
     """Return the width of a batch of prompts padded on the left and their answers, given their lengths, int64[rows]."""
     return int(prompts.max() + answers.max())
-
-
-def _hand_over(
-    on_tokens: Callable[[TokenChunk], None], rows: Tensor, ids: Tensor, logprobs: Tensor, ended: Mapping[int, bool]
-) -> None:
-    """Hand over one token of each row. `ended` has the rows that it ended, False for a length limit."""
-    for place, (row, token, logprob) in enumerate(zip(rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True)):
-        reason = {None: None, True: "stop", False: "length"}[ended.get(place)]
-        on_tokens(TokenChunk(row=row, ids=[token], logprobs=[logprob], finish_reason=reason))
-
-
-def _without(gone: Collection[int], rows: int) -> Tensor:
-    """Return int64[n]: the rows that are left, with the last rows moved to the places of those `gone`.
-
-    That way few rows have to move. Five rows without 1 and 3 are ``[0, 4, 2]``.
-    """
-    left = rows - len(gone)
-    last = (row for row in range(left, rows) if row not in gone)
-    return torch.tensor([next(last) if place in gone else place for place in range(left)])
-
-
-def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
-    """Return the distinct prompts, and for every prompt the number of its distinct one, int64[rows]."""
-    padded, which = prompts.to("cpu").to_padded(-1, "left").unique(dim=0, return_inverse=True)
-    if len(padded) == len(prompts):
-        return prompts, torch.arange(len(prompts))
-    return Ragged.from_padded(padded, padded >= 0), which

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -21,29 +23,45 @@ class AnswerEnding:
         stop_ids: ids that end an answer.
         limits: int64[rows], the longest answer of each row.
         tokenizer: decodes the ids in which stop strings are searched.
+
+    Attributes:
+        reads_ids: whether it has to know the ids; otherwise answers end at their limits only.
+        length: how many tokens the answers have.
     """
 
     def __init__(self, sampling: SamplingParams, stop_ids: frozenset[int], limits: Tensor, tokenizer: Any) -> None:
         self._stop_ids = stop_ids
         self._limits: list[int] = limits.tolist()
-        self._length = 0
+        self.length = 0
         stop_strings = StopStrings.of(sampling, tokenizer)
         self._watches = [stop_strings.watch() for _ in self._limits] if sampling.stop else None
+        self.reads_ids = bool(stop_ids) or self._watches is not None
 
-    def __call__(self, ids: Tensor) -> dict[int, bool]:
-        """Return the rows that the newest ids, int64[rows], ended: False for a length limit, True for any other end."""
-        self._length += 1
-        ended = {row: False for row, limit in enumerate(self._limits) if limit <= self._length}
-        if self._stop_ids or self._watches:
-            for row, token in enumerate(ids.tolist()):
+    def __call__(self, ids: Sequence[int] | None) -> dict[int, bool]:
+        """Return the rows that the newest ids, one a row, ended: False for a length limit, True for any other end.
+
+        Args:
+            ids: may be None if `reads_ids` is False.
+        """
+        self.length += 1
+        ended = {row: False for row, limit in enumerate(self._limits) if limit <= self.length}
+        if self.reads_ids:
+            assert ids is not None
+            for row, token in enumerate(ids):
                 # A watch has to see every token, so it is asked first.
                 completed = self._watches is not None and self._watches[row].completed_by(token)
                 if completed or token in self._stop_ids:
                     ended[row] = True
         return ended
 
+    def of(self, rows: Tensor) -> AnswerEnding:
+        """Return the same for these rows only, int64[n] on the CPU. This one may go on with others."""
+        other = copy(self)
+        other.keep(rows)
+        return other
+
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64[n]."""
+        """Go on with these rows only, int64[n] on the CPU."""
         kept = rows.tolist()
         self._limits = [self._limits[row] for row in kept]
         if self._watches is not None:

@@ -93,16 +93,18 @@ class CausalLM:
             for module in in_training:
                 module.training = True
 
-    def inputs(self, rows: Ragged, side: Side) -> dict[str, Tensor]:
+    def inputs(self, rows: Ragged, side: Side) -> dict[str, Tensor | None]:
         """Return `rows` padded on that side: `input_ids`, `attention_mask`, `position_ids`, each int64[rows, width].
 
-        The mask is made from the lengths, because a prompt may contain the padding id.
+        The mask is made from the lengths, because a prompt may contain the padding id. It is None if no row is padded:
+        attention is faster without one, and the lengths are known without asking the device.
         """
-        mask = rows.mask(side).to(self.device, torch.int64)
+        mask = rows.mask(side)
+        padded = bool((rows.lengths != mask.shape[-1]).any())
         return {
             "input_ids": rows.to_padded(0, side).to(self.device),
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(-1) - 1).clamp_min(0),
+            "attention_mask": mask.to(self.device, torch.int64) if padded else None,
+            "position_ids": (mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0).to(self.device),
         }
 
     def plain_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
@@ -138,8 +140,14 @@ class CausalLM:
         return self._rows_logits(ids, 1)[:, -1].float()
 
     def forward(self, attention_mask: Tensor | None, position_ids: Tensor | None, **inputs: Any) -> Any:
-        """Return the model's own output. A mask of ones is left out, so that attention can take its fast path."""
-        if attention_mask is not None and not bool(attention_mask.all()):
+        """Return the model's own output.
+
+        Args:
+            attention_mask: None if it masks nothing, so that attention can take its fast path.
+            position_ids: left out for a model that counts its positions itself.
+            inputs: what else the model takes.
+        """
+        if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
         if self.passes_positions and position_ids is not None:
             inputs["position_ids"] = position_ids
@@ -161,8 +169,9 @@ class CausalLM:
         """
         assert self._cache_name is not None
         if attention_mask is not None and self._cache_name == "cache_params":
-            # A recurrent state already holds the past, so its mask covers the new columns only.
-            attention_mask = attention_mask[:, -inputs["input_ids"].shape[1] :]
+            # A recurrent state already holds the past, so its mask covers the new columns only. Prompts are padded on
+            # the left and read at once, so there is no padding in later columns.
+            attention_mask = attention_mask if inputs["input_ids"].shape == attention_mask.shape else None
         keep = {"logits_to_keep": 1} if self.keeps_last_logits else {}
         inputs |= {self._cache_name: cache, "use_cache": True, **keep}
         logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits

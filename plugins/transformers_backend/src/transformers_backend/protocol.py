@@ -13,6 +13,7 @@ from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, Sco
 from corelm.support import RowFailure, generate_result
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
+from transformers_backend.memory import DecodingLimits
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +93,23 @@ def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatc
 
 
 def batches_of(
-    prompts: PromptBatch, grouping: Grouping, engine: CausalLM, max_tokens: int, row_tokens: int = 0
+    prompts: PromptBatch, grouping: Grouping, engine: CausalLM, limits: DecodingLimits, expected: int | None = None
 ) -> Iterator[PromptBatch]:
-    """Yield the prompts in as few batches as `grouping` and `max_tokens` of prompts and answers allow.
+    """Yield the prompts in as few batches as `grouping` and `limits` allow.
 
-    Every row counts `row_tokens` more.
+    Args:
+        prompts: the prompts.
+        grouping: which of them may share a batch.
+        engine: drives the model.
+        limits: how many tokens of prompts and answers may be in a batch.
+        expected: how many tokens an answer counts at most; None for its limit.
     """
     lengths = prompts.prompts.lengths
+    answers = prompts.limits if expected is None else prompts.limits.clamp_max(expected)
     for side in rows_of_one_encoding(lengths, engine.rope_switch):
         for group in groups_of(lengths[side], grouping):
             some = side[group]
-            for part in micro_batches((lengths + prompts.limits + row_tokens)[some], max_tokens):
+            for part in micro_batches((lengths + answers + limits.row_tokens)[some], limits.tokens):
                 yield prompts.select(some[part])
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +24,21 @@ _SHORT_LIST = 1024
 #: Vocabulary entries in a tile of a two-level search, and up to how many are searched in one level. These depend on
 #: nothing but the width: what a row gets must not depend on how many other rows there are.
 _TILE, _ONE_LEVEL = 256, 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """One token a row.
+
+    Attributes:
+        ids: int64[rows].
+        logprobs: float32[rows].
+        read: the same as Python numbers, if they were asked for.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    read: tuple[list[int], list[float]] | None = None
 
 
 class Sampler:
@@ -64,32 +81,67 @@ class Sampler:
             self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
             self._seen[prompts.row_index.to(device), prompts.values.to(device)] = True
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one token for every row of float32[rows, V]: ids, int64[rows], and log-probs, float32[rows]."""
+    def __call__(self, logits: Tensor, *, read: bool = False) -> Drawn:
+        """Return one token for every row of float32[rows, V].
+
+        Args:
+            logits: the model's.
+            read: also return Python numbers, which waits for the device. With top-p this is done in any case, and once
+                only: whether the short list of candidates was enough is read together with what was sampled from it.
+        """
         scores = self._penalised(logits)
         if self._uniforms is None:
             ids = argmax(scores)
-            logprobs = torch.zeros(len(ids), device=logits.device)
+            logprobs, enough = torch.zeros(len(ids), device=logits.device), None
         else:
             if self.sampling.temperature != 1.0:
                 scores = scores / self.sampling.temperature
-            scores, candidates = truncated(scores, self.sampling)
-            ids, logprobs = inverse_cdf(scores, self._uniforms())
-            if candidates is not None:
-                ids = candidates.gather(-1, ids[:, None])[:, 0]
+            uniforms = self._uniforms()
+            ids, logprobs, enough = self._sampled(scores, uniforms, short=True)
+        drawn = self._drawn(logits, ids, logprobs, enough, read)
+        if drawn is None:
+            ids, logprobs, _ = self._sampled(scores, uniforms, short=False)
+            drawn = self._drawn(logits, ids, logprobs, None, read)
+            assert drawn is not None
+        self._count(drawn.ids)
+        return drawn
+
+    def _sampled(self, scores: Tensor, uniforms: Tensor, *, short: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        scores, candidates, enough = _cut(scores, self.sampling, short)
+        ids, logprobs = inverse_cdf(scores, uniforms)
+        if candidates is not None:
+            ids = candidates.gather(-1, ids[:, None])[:, 0]
+        return ids, logprobs, enough
+
+    def _drawn(self, logits: Tensor, ids: Tensor, logprobs: Tensor, enough: Tensor | None, read: bool) -> Drawn | None:
+        """Return what was sampled; None if the candidates were not enough."""
         if self.raw and self._reshapes:
             logprobs = log_softmax_at(logits, ids)
-        self._count(ids)
-        return ids, logprobs
+        if enough is None and not read:
+            return Drawn(ids, logprobs)
+        # float64 holds every id. One tensor is one wait.
+        sure = ids.new_ones(()) if enough is None else enough
+        *numbers, sure_of_all = torch.cat([ids.double(), logprobs.double(), sure.double()[None]]).tolist()
+        if not sure_of_all:
+            return None
+        return Drawn(ids, logprobs, ([int(each) for each in numbers[: len(ids)]], numbers[len(ids) :]))
+
+    def of(self, rows: Tensor) -> Sampler:
+        """Return the same for these rows only, int64[n] on the CPU. This one may go on with others."""
+        other = copy(self)
+        other._uniforms = copy(self._uniforms)
+        other.keep(rows)
+        return other
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64[n]."""
+        """Go on with these rows only, int64[n] on the CPU."""
         if self._uniforms is not None:
             self._uniforms.keep(rows)
+        there = rows.to(self._banned.device)
         if self._counts is not None:
-            self._counts = self._counts[rows]
+            self._counts = self._counts[there]
         if self._seen is not None:
-            self._seen = self._seen[rows]
+            self._seen = self._seen[there]
 
     def _penalised(self, logits: Tensor) -> Tensor:
         sampling = self.sampling
@@ -131,9 +183,9 @@ class UniformStreams:
         return self._block[:, self._used - 1]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64[n]."""
+        """Go on with these rows only, int64[n] on the CPU."""
         self._streams = [self._streams[row] for row in rows.tolist()]
-        self._block = self._block[rows]
+        self._block = self._block[rows.to(self._device)]
 
 
 def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
@@ -149,13 +201,28 @@ def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor 
         float32[rows, K] with -inf where a column is cut, and the token of each of the K columns, int64[rows, K]; None
         if the columns are the vocabulary itself.
     """
-    candidates = None
+    cut, candidates, enough = _cut(scores, sampling, short=True)
+    if enough is not None and not bool(enough):
+        cut, candidates, _ = _cut(scores, sampling, short=False)
+    return cut, candidates
+
+
+def _cut(scores: Tensor, sampling: SamplingParams, short: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `truncated` returns, and whether that is right for all rows, bool[]; None if it certainly is.
+
+    Args:
+        short: whether top-p may look at a short list of the best columns. That costs a twentieth of a full sort.
+    """
+    candidates = enough = None
     if sampling.top_k is not None:
         scores, candidates = scores.topk(min(sampling.top_k, scores.shape[-1]))
     if sampling.top_p < 1.0:
         total = scores.logsumexp(-1, keepdim=True)
-        if candidates is None:
-            scores, candidates = _likeliest(scores, total, sampling.top_p)
+        if candidates is None and short and scores.shape[-1] > _SHORT_LIST:
+            scores, candidates = scores.topk(_SHORT_LIST)
+            enough = ((scores - total).exp().sum(-1) > sampling.top_p + 1e-5).all()
+        elif candidates is None:
+            scores, candidates = scores.topk(scores.shape[-1]) if short else scores.sort(descending=True, stable=True)
         mass = (scores - total).exp()
         before = mass.cumsum(-1, dtype=torch.float64) - mass
         # The first column is kept even if rounding has made its "before" more than zero.
@@ -164,15 +231,7 @@ def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor 
     if sampling.min_p > 0.0:
         floor = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < floor, -math.inf)
-    return scores, candidates
-
-
-def _likeliest(scores: Tensor, total: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Return the best columns in order, with `mass` or more in total. A short list costs a twentieth of a full sort."""
-    best, columns = scores.topk(min(_SHORT_LIST, scores.shape[-1]))
-    if best.shape == scores.shape or bool(((best - total).exp().sum(-1) > mass + 1e-5).all()):
-        return best, columns
-    return scores.sort(descending=True, stable=True)
+    return scores, candidates, enough
 
 
 def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

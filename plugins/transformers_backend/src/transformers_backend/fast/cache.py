@@ -54,14 +54,17 @@ class RoomyLayer(DynamicLayer):
         """Make row i what row ``beam_idx[i]`` was. Rows that keep their places are not copied."""
         if self.keys is None or self.values is None:
             return
-        rows, beam_idx = len(beam_idx), beam_idx.to(self.keys.device)
+        rows = len(beam_idx)
         if self._buffers is None or rows > len(self.keys):
             self._buffers = None
+            beam_idx = beam_idx.to(self.keys.device)
             self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
             return
+        # On the CPU, if that is where the numbers are: how many have moved is known there without waiting.
         moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero()[:, 0]
+        places, sources = moved.to(self.keys.device), beam_idx[moved].to(self.keys.device)
         for states in (self.keys, self.values):
-            states[moved] = states[beam_idx[moved]]
+            states[places] = states[sources]
         self._buffers = self._buffers[0][:rows], self._buffers[1][:rows]
         self.keys, self.values = self.keys[:rows], self.values[:rows]
 

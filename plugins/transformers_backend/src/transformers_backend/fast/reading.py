@@ -6,7 +6,6 @@ padded   rows padded on the right, as the plain forward reads them
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from corelm.spec import Ragged
@@ -37,6 +36,6 @@ class BodyReader:
             states = self._split.hidden(
                 input_ids=packed.ids[None].to(device),
                 position_ids=packed.positions[None].to(device),
-                attention_mask=torch.ones_like(packed.ids)[None],
+                attention_mask=None,
             )
         return states[0]

@@ -72,9 +72,7 @@ class SplitForward:
             return self._output_class(last_hidden_state=hidden[None])
 
         with self._replaced(body):
-            logits: Tensor = self._engine.forward(
-                torch.ones_like(ids), torch.zeros_like(ids), input_ids=ids, use_cache=False
-            ).logits
+            logits: Tensor = self._engine.forward(None, torch.zeros_like(ids), input_ids=ids, use_cache=False).logits
         return logits[0]
 
     def _body(self) -> Any:

@@ -1,0 +1,184 @@
+"""`BatchDecoding`: the steps of decoding that answer the prompts of one batch.
+
+The rows of a batch grow together, one token a step, and a row leaves when it ends. If the rows grow wider than may be
+read at a time, because answers without a limit became longer than expected, half of them wait. They go on when the
+others have ended: their prompts and the answers so far are read again, and their streams of random numbers go on where
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corelm.spec import GenerateRequest, Ragged, TokenChunk
+from transformers_backend.calls import Call
+from transformers_backend.continuation import GrowingRows
+from transformers_backend.ending import AnswerEnding
+from transformers_backend.memory import DecodingLimits
+from transformers_backend.protocol import PromptBatch, SampledAnswers
+from transformers_backend.sampling import Drawn, Sampler, log_softmax_at
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Answers that grow together.
+
+    Attributes:
+        places: int64[n] on the CPU, their places in the batch.
+        sampler, ending: theirs.
+    """
+
+    places: Tensor
+    sampler: Sampler
+    ending: AnswerEnding
+
+    def of(self, rows: Tensor) -> _Group:
+        """Return a group of these rows, int64[k] on the CPU. This one may go on as it is."""
+        return _Group(self.places[rows], self.sampler.of(rows), self.ending.of(rows))
+
+
+class BatchDecoding:
+    """Answers the prompts of one batch.
+
+    Args:
+        batch: the prompts.
+        request, call: what they are part of.
+        sampler, ending: for all of them.
+        start: puts rows of ids into the model.
+        limits: returns how many tokens may be decoded at a time, given the length of the longest row in the model.
+        keep_raw: whether to keep the model's own log-probs.
+    """
+
+    def __init__(
+        self,
+        batch: PromptBatch,
+        request: GenerateRequest,
+        call: Call,
+        sampler: Sampler,
+        ending: AnswerEnding,
+        start: Callable[[Ragged], GrowingRows],
+        limits: Callable[[int], DecodingLimits],
+        *,
+        keep_raw: bool,
+    ) -> None:
+        self._batch = batch
+        self._request = request
+        self._call = call
+        self._start = start
+        self._limits = limits
+        self._keep_raw = keep_raw
+        self._stopped, self._aborted = torch.zeros(2, len(batch.rows), dtype=torch.bool)
+        self._steps: list[tuple[Tensor, ...]] = []
+        self._waiting = [_Group(torch.arange(len(batch.rows)), sampler, ending)]
+
+    def run(self, limits: DecodingLimits) -> SampledAnswers:
+        """Return the answers.
+
+        Args:
+            limits: how many tokens may be decoded at a time, known before the first prompt is read.
+        """
+        self._run(self._waiting.pop(), self._batch.prompts, limits)
+        while self._waiting:
+            self._go_on(self._waiting.pop())
+        ids, logprobs, *raw = self._answers()
+        return SampledAnswers(ids, logprobs, self._stopped, self._aborted, raw[0] if raw else None)
+
+    def _answers(self) -> list[Ragged]:
+        """Return the ids so far and their numbers, in the order of the batch."""
+        which, *columns = (torch.cat(column).cpu() for column in zip(*self._steps, strict=True))
+        order, lengths = which.argsort(stable=True), which.bincount(minlength=len(self._batch.rows))
+        return [Ragged(column[order], lengths) for column in columns]
+
+    def _go_on(self, group: _Group) -> None:
+        """Read the rows of a group that has waited, and let them grow."""
+        if gone := self._call.aborted_among(self._batch.rows[group.places]):
+            self._aborted[group.places[list(gone)]] = True
+            if len(gone) == len(group.places):
+                return
+            group = group.of(without(gone, len(group.places)))
+        rows = self._batch.prompts.to("cpu").join(self._answers()[0]).select(group.places)
+        limits = self._limits(int(rows.lengths.max()))
+        fit = _fitting(limits, int(rows.lengths.max()) + 1)
+        if fit < len(rows):
+            self._waiting.append(group.of(torch.arange(fit, len(rows))))
+            group, rows = group.of(torch.arange(fit)), rows.select(torch.arange(fit))
+        self._run(group, rows, limits)
+
+    def _run(self, group: _Group, rows: Ragged, limits: DecodingLimits) -> None:
+        """Let the rows of a group grow until all have ended or wait."""
+        request, call, batch = self._request, self._call, self._batch
+        alive, sampler, ending = group.places, group.sampler, group.ending
+        distinct, answers = _distinct(rows)
+        growing = self._start(distinct)
+        # From here on a row is an answer: at first one for every prompt, later those that have not ended.
+        if len(distinct) < len(rows):
+            growing.expand(answers)
+        columns = int(rows.lengths.max())
+        while True:
+            call.deadline.check()
+            drawn = sampler(growing.logits, read=ending.reads_ids or request.on_tokens is not None)
+            raw = (log_softmax_at(growing.logits, drawn.ids),) if self._keep_raw else ()
+            self._steps.append((alive, drawn.ids, drawn.logprobs, *raw))
+            ended = ending(None if drawn.read is None else drawn.read[0])
+            if request.on_tokens is not None:
+                _hand_over(request.on_tokens, batch.rows[alive], drawn, ended)
+            if request.on_answer is not None and ended:
+                for row in batch.rows[alive[list(ended)]].tolist():
+                    request.on_answer(row, ending.length)
+            if call.aborted:
+                for place in call.aborted_among(batch.rows[alive]) - ended.keys():
+                    self._aborted[alive[place]] = ended[place] = True
+            if ended:
+                self._stopped[alive[list(ended)]] = torch.tensor(list(ended.values()))
+                if len(ended) == len(alive):
+                    return
+            columns += 1
+            keep = without(ended, len(alive))
+            fit = _fitting(limits, columns)
+            if fit < len(keep):
+                # Half of them, so that the others may grow to twice their length before some wait again.
+                fit = max(1, min(fit, len(keep) // 2))
+                self._waiting.append(_Group(alive, sampler, ending).of(keep[fit:]))
+                keep = keep[:fit]
+            token = drawn.ids
+            if len(keep) < len(alive):
+                alive, token = alive[keep], token[keep.to(token.device)]
+                growing.keep(keep)
+                sampler.keep(keep)
+                ending.keep(keep)
+            growing.append(token)
+
+
+def _fitting(limits: DecodingLimits, columns: int) -> int:
+    """Return how many rows of so many columns may be in the model at a time: at least one."""
+    return max(1, limits.tokens // (columns + limits.row_tokens))
+
+
+def _hand_over(on_tokens: Callable[[TokenChunk], None], rows: Tensor, drawn: Drawn, ended: Mapping[int, bool]) -> None:
+    """Hand over one token of each row. `ended` has the rows that it ended, False for a length limit."""
+    assert drawn.read is not None
+    for place, (row, token, logprob) in enumerate(zip(rows.tolist(), *drawn.read, strict=True)):
+        reason = {None: None, True: "stop", False: "length"}[ended.get(place)]
+        on_tokens(TokenChunk(row=row, ids=[token], logprobs=[logprob], finish_reason=reason))
+
+
+def without(gone: Collection[int], rows: int) -> Tensor:
+    """Return int64[n]: the rows that are left, with the last rows moved to the places of those `gone`.
+
+    That way few rows have to move. Five rows without 1 and 3 are ``[0, 4, 2]``.
+    """
+    left = rows - len(gone)
+    last = (row for row in range(left, rows) if row not in gone)
+    return torch.tensor([next(last) if place in gone else place for place in range(left)], dtype=torch.int64)
+
+
+def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
+    """Return the distinct prompts, and for every prompt the number of its distinct one, int64[rows]."""
+    padded, which = prompts.to("cpu").to_padded(-1, "left").unique(dim=0, return_inverse=True)
+    if len(padded) == len(prompts):
+        return prompts, torch.arange(len(prompts))
+    return Ragged.from_padded(padded, padded >= 0), which
