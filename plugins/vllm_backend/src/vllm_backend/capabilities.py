@@ -52,12 +52,14 @@ class ModelInfo:
         tokenizer: the tokenizer of the backend.
         checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
         speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
+        scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     checkpoint: Path | None
     speculative: bool = False
+    scores_by_id: bool = False
 
     @property
     def max_context(self) -> int:
