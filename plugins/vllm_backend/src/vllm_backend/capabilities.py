@@ -58,6 +58,7 @@ class ModelInfo:
         dummy: vLLM has filled the model with random numbers.
         in_this_process: the worker of a synchronous engine runs in this process.
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
+        scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
     """
 
     capabilities: Capabilities
@@ -67,6 +68,7 @@ class ModelInfo:
     dummy: bool = False
     in_this_process: bool = False
     takes_gpu_memory: bool = False
+    scores_by_id: bool = False
 
     @property
     def max_context(self) -> int:

@@ -31,6 +31,7 @@ from corelm.spec import (
 )
 from corelm.support import EventLoopThread, RowFailure, done_within
 from vllm_backend import protocol_inprocess as protocol
+from vllm_backend import scoring_by_id
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
 from vllm_backend.handover import GpuHandover
@@ -76,10 +77,18 @@ class InProcessEngine(ABC):
         return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        requests = protocol.scoring_requests(request, self._info)
+        return self._score(request, self._info)
+
+    def choose_scoring(self, config: Any) -> None:
+        """Score by id from now on, if an engine with this `VllmConfig` can, and agrees with the plain way."""
+        if scoring_by_id.offered(config):
+            self._info = scoring_by_id.tried(self._info, self._score)
+
+    def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
+        requests = protocol.scoring_requests(request, info)
         names = [request.request_ids[number] for number in requests]
         outputs = self.run(list(requests.values()), names, request.timeout)
-        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), self._info)
+        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.
@@ -231,11 +240,13 @@ class AsyncEngine(InProcessEngine):
             raise
         try:
             info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
+            engine = cls(loop, llm, info)
+            engine.choose_scoring(llm.vllm_config)
         except BaseException:
             loop.stop()
             _shut_down(llm)
             raise
-        return cls(loop, llm, info)
+        return engine
 
     def run(
         self,

@@ -74,7 +74,10 @@ class SyncEngine(InProcessEngine):
             llm = starting.result()
             stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
             info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
-            return cls(thread, llm, info, stack.pop_all())
+            engine = cls(thread, llm, info, stack)
+            engine.choose_scoring(llm.vllm_config)
+            engine._cleanup = stack.pop_all()
+            return engine
 
     def run(
         self,

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
+
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import (
@@ -159,50 +161,77 @@ def scoring_requests(request: ScoreRequest, info: ModelInfo) -> dict[int, VLLMRe
     The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
     greedy.
 
+    Where `scores_by_id` is set, the prompt's log-probs are asked for by id, too, from the first position on that is
+    asked for. The most probable ids are not known in advance, so they come in the plain way.
+
     With speculative decoding vLLM ignores the id that is asked for at the sampled position. The prompt is all ids then,
     and `read_model` declares a context that is one shorter.
     """
     requests = {}
-    candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
             whole = info.speculative
+            prompt = ids if whole else ids[:-1]
             requests[number] = _vllm_request(
-                ids if whole else ids[:-1],
+                prompt,
                 max_tokens=1,
                 temperature=0.0,
-                prompt_logprobs=candidates if whole or start < len(ids) - 1 else None,
+                **_of_prompt(prompt, start, request, info),
                 logprob_token_ids=None if whole else ids[-1:],
                 detokenize=False,
             )
     return requests
 
 
+def _of_prompt(prompt: list[int], start: int, request: ScoreRequest, info: ModelInfo) -> dict[str, Any]:
+    """Return the parameters that ask for the log-probs of a prompt from `start` on."""
+    if start >= len(prompt):
+        return {}
+    if not _is_by_id(request, info):
+        return {"prompt_logprobs": 1 if request.return_argmax else 0}
+    # Row i of the array names the ids to score at position prompt_logprob_start + i + 1: here one, the prompt's own.
+    ids = numpy.array(prompt[start:], dtype=numpy.int32)[:, None]
+    return {"prompt_logprob_token_ids": ids, "prompt_logprob_start": start - 1}
+
+
+def _is_by_id(request: ScoreRequest, info: ModelInfo) -> bool:
+    return info.scores_by_id and not request.return_argmax
+
+
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info: ModelInfo) -> ScoreResult:
     """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
-    sequences = request.sequences.tolist()
+    sequences, starts = request.sequences.tolist(), request.score_from.clamp_min(1).tolist()
 
     def outcome(number: int, output: RowOutput) -> RowScores | RowFailure:
-        sampled = None if info.speculative else sequences[number][-1]
-        return _outcome(output, lambda found: _row_scores(found, request.return_argmax, sampled))
+        ids, sampled = sequences[number], None if info.speculative else sequences[number][-1]
+        by_id = None
+        if _is_by_id(request, info):
+            by_id = len(ids) - starts[number] - (sampled is not None)
+        return _outcome(output, lambda found: _row_scores(found, request.return_argmax, sampled, by_id))
 
     return score_result(request, {number: outcome(number, output) for number, output in outputs.items()})
 
 
-def _row_scores(output: Any, with_argmax: bool, asked: int | None) -> RowScores:
+def _row_scores(output: Any, with_argmax: bool, asked: int | None, by_id: int | None = None) -> RowScores:
     """Return the scores of the row's last ids: of all but the first one, or of the very last one.
 
     Args:
         output: vLLM's output for the row.
         with_argmax: return the most probable ids, too.
         asked: the id whose log-prob was asked for at the sampled position; None if the prompt is the whole row.
+        by_id: for how many positions of the prompt log-probs were asked for by id; None for all, in the plain way.
     """
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
     prompt = output.prompt_logprobs
     found = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
+    if by_id:
+        scores = output.prompt_token_id_logprobs
+        if scores is None or scores.shape != (by_id, 1):
+            raise RowError(f"vLLM did not return the log-probs of {by_id} ids of the prompt (prompt_logprob_token_ids)")
+        found = scores[:, 0].tolist()
     last = completion.logprobs
     if asked is not None:
         # The first candidate is the sampled token, the second is the id that was asked for.
