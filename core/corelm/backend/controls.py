@@ -57,6 +57,7 @@ class EngineControls:
             expect: as for `update_weights`.
 
         Raises:
+            BackendAsleepError: the engine has dropped its weights, or was opened without: only an update brings some.
             StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
         """
         return self.engine.weights_changed(version, expect)
@@ -76,7 +77,7 @@ class EngineControls:
             InvalidRequestError: no such level, or none at which this engine can sleep.
             CapabilityError: the engine cannot sleep.
             BackendAsleepError: part of it sleeps already.
-            EngineError: the engine failed.
+            EngineError: the engine failed; or a wrapper asks for it in the middle of a call, and nothing has changed.
         """
         sleeping.sleep(self.engine, level, drain)
 
@@ -101,7 +102,8 @@ class EngineControls:
             InvalidRequestError: an unknown part.
             StaleWeightsError: the canary disagrees: the weights came back as others. Rows get a label that no weights
                 had before.
-            EngineError: the engine failed. It counts as asleep, and `wake` can be called again.
+            EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed when the
+                canary asked it, it is awake, and rows get a label as above, until an update succeeds.
         """
         sleeping.wake(self.engine, tags)
 
