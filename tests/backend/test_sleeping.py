@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from toy_backend import Bigram, ToyBackend
 from corelm import Backend, DynamicBatcher, get_backend, hookimpl
 from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.canary import watch
-from corelm.spec import SleepRequest, WakeRequest
+from corelm.spec import GenerateRequest, ScoreRequest, ScoreResult, SleepRequest, WakeRequest, WeightUpdate
 from helpers.adapter_toys import ADD, CONFIG, AdapterToy
 from helpers.capable_plugins import Abortable, Sleeper
+from helpers.processes import wait_until
 
 ROWS = [[10, 20, 30], [40, 50]]
 
@@ -100,7 +102,7 @@ def test_an_engine_opened_without_weights_waits_for_an_update() -> None:
 def test_sleeping_twice_is_refused_and_waking_twice_is_fine(backend: Backend) -> None:
     backend.wake()
     backend.sleep()
-    with pytest.raises(BackendAsleepError, match=r"is asleep already, since sleep\(1\)"):
+    with pytest.raises(BackendAsleepError, match=r"weights and KV cache are asleep already, since sleep\(1\)"):
         backend.sleep(2)
     backend.wake()
     backend.wake()
@@ -246,3 +248,104 @@ def test_level_2_is_refused_while_adapters_are_loaded() -> None:
         with pytest.raises(InvalidRequestError, match=r"unload them first \(policy\)"):
             backend.sleep(level=2)
         assert scores(backend)
+
+
+def test_two_threads_that_wake_it_wake_it_once() -> None:
+    class Watched(Sleeper):
+        asked = 0
+
+        @hookimpl
+        def wake(self, request: WakeRequest) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                other.start()
+                assert wait_until(lambda: bool(backend.engine.hooks._lock._waiting))
+            return super().wake(request)
+
+    with sleeper(Watched) as backend:
+        other = threading.Thread(target=lambda: backend.wake())
+        backend.sleep()
+        backend.wake()
+        other.join()
+        assert backend.engine.plugin.asked == 1 and scores(backend)
+
+
+def test_a_change_by_the_owner_between_the_halves_of_waking_is_noticed(backend: Backend) -> None:
+    scores(backend)
+    backend.sleep()
+    backend.wake("weights")
+    with torch.no_grad():
+        backend.engine.plugin.model.table.mul_(2)
+    backend.wake("kv_cache")
+    assert backend.weight_version == "1"
+
+
+@pytest.mark.parametrize("tags", ["weights", None])
+def test_the_word_of_the_owner_brings_no_weights_back(backend: Backend, tags: str | None) -> None:
+    backend.sleep(2)
+    backend.wake(tags)
+    with pytest.raises(BackendAsleepError, match="has no weights yet"):
+        backend.weights_changed()
+    backend.wake()
+    with pytest.raises(BackendAsleepError, match="has no weights yet"):
+        scores(backend)
+    assert backend.weight_version == "0"
+
+
+def test_a_wrapper_cannot_put_the_engine_to_sleep_in_the_middle_of_a_call() -> None:
+    class Tired:
+        @hookimpl(wrapper=True)
+        def generate(self, request: GenerateRequest) -> Iterator[Any]:
+            with pytest.raises(EngineError, match="in the middle of a call"):
+                backend.sleep()
+            return (yield)
+
+    with Backend.from_plugin(Sleeper.open(Bigram.of_talk()), "toy", wrappers=[Tired()]) as backend:
+        assert backend.generate(ROWS, {"max_new_tokens": 2, "ignore_eos": True}).ids.lengths.tolist() == [2, 2]
+
+
+def test_weights_that_the_canary_could_not_ask_about_lose_their_label() -> None:
+    class Ill(Sleeper):
+        ill = False
+
+        @hookimpl
+        def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+            if self.ill:
+                raise RuntimeError("busy")
+            return super().score_logprobs(request)
+
+    with sleeper(Ill) as backend:
+        canary = watch(backend)
+        backend.sleep()
+        backend.engine.plugin.ill = True
+        with pytest.raises(EngineError, match="busy"):
+            backend.wake()
+        backend.engine.plugin.ill = False
+        assert backend.weight_version == "1" and backend.score_logprobs(ROWS).weight_versions == ("1", "1")
+        with pytest.raises(StaleWeightsError):
+            canary.look()
+        backend.update_weights(Bigram.of_talk().state_dict())
+        canary.look()
+
+
+def test_an_update_that_fails_half_way_is_not_taken_for_the_one_before_it_when_the_canary_asks() -> None:
+    class Fragile(Sleeper):
+        fails = False
+
+        @hookimpl
+        def update_weights(self, request: WeightUpdate) -> bool:
+            if not self.fails:
+                return super().update_weights(request)
+            self.model.table.data[:100] = 0
+            raise RuntimeError("half-way")
+
+    with sleeper(Fragile) as backend:
+        watch(backend)
+        backend.sleep()
+        backend.wake("weights")
+        backend.update_weights(Bigram.of_talk().state_dict())
+        backend.engine.plugin.fails = True
+        with pytest.raises(EngineError, match="half-way"):
+            backend.update_weights(Bigram.of_talk().state_dict())
+        with pytest.raises(StaleWeightsError, match="the last update failed"):
+            backend.wake()

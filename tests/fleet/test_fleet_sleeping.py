@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from corelm.errors import BackendAsleepError, CapabilityError, EngineError, StaleWeightsError
+from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from fleet.conftest import PROMPTS, SAMPLING, assert_same
 from helpers.mortal_toys import LIMITS, OTHER, MortalToy, Toys, one_engine
+from helpers.processes import wait_until
 
 
 def hooks_of(toys: Toys) -> list[list[str]]:
@@ -165,3 +167,34 @@ def test_a_fleet_of_engines_without_weights_answers_after_an_update() -> None:
         toys.settle()
         assert len(toys.made) == 3
         assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))
+
+
+def test_a_fleet_that_one_engine_keeps_awake_has_not_lost_the_weights_of_the_others() -> None:
+    def before(engine: MortalToy, asked: str, request: Any) -> None:
+        if asked == "sleep" and engine is toys.made[0]:
+            raise InvalidRequestError("the server refused the request")
+
+    with Toys("a", "b", before=before) as toys:
+        with pytest.raises(InvalidRequestError, match="refused the request"):
+            toys.backend.sleep(level=2)
+        toys.settle()
+        for _ in range(5):
+            assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        # The one that had dropped its weights was started again with them; the one that refused has gone on.
+        assert len(toys.made) == 3 and toys.made[0].closed == 0 and toys.made[1].closed == 1
+
+
+def test_two_threads_that_wake_a_fleet_end_none_of_its_engines() -> None:
+    def before(engine: MortalToy, asked: str, request: Any) -> None:
+        if asked == "wake" and engine is toys.made[0] and not other.ident:
+            other.start()
+            assert wait_until(lambda: bool(toys.backend.engine.hooks._lock._waiting))
+
+    with Toys("a", "b", before=before) as toys:
+        other = threading.Thread(target=lambda: toys.backend.wake())
+        toys.backend.sleep()
+        toys.backend.wake()
+        other.join()
+        toys.settle()
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        assert len(toys.made) == 2

@@ -366,6 +366,23 @@ class WakesAsBefore(Sleeper):
         return True
 
 
+class CopyOutlivesUpdate(Sleeper):
+    """Waking the cache brings back the weights that level 1 kept, whatever was loaded since then."""
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        super().sleep(request)
+        self.copy = None if self.kept is None else self.kept.clone()
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        super().wake(request)
+        if request.last and self.copy is not None:
+            self.model.table.data = self.copy
+        return True
+
+
 class NeverStops(ToyBackend):
     """Declares that it stops at a timeout, and works on to the end."""
 

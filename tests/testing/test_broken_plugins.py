@@ -59,6 +59,7 @@ TABLE = {
     "Sleeper": "",
     "WeightsLostInSleep": "test_an_engine_that_slept_has_its_weights_and_their_label",
     "WakesAsBefore": "test_weights_loaded_before_the_cache_wakes_are_in_force",
+    "CopyOutlivesUpdate": "test_weights_loaded_before_the_cache_wakes_are_in_force",
     "AlwaysTheSame": "test_answers_without_a_seed_differ",
     "EmptyPromptFails": "test_an_empty_prompt_gets_an_answer",
     "LogitsReused": "test_later_calls_do_not_change_scores",

@@ -31,7 +31,7 @@ class EngineControls(WeightUpdates):
             InvalidRequestError: no such level, or none at which this engine can sleep now.
             CapabilityError: the engine cannot sleep.
             BackendAsleepError: part of it sleeps already.
-            EngineError: the engine failed.
+            EngineError: the engine failed; or a wrapper asks for it in the middle of a call, and nothing has changed.
         """
         sleeping.sleep(self.engine, level, drain)
 
@@ -56,7 +56,8 @@ class EngineControls(WeightUpdates):
             InvalidRequestError: an unknown part.
             StaleWeightsError: the canary disagrees: the weights came back as others. Rows get a label that no weights
                 had before.
-            EngineError: the engine failed. It counts as asleep, and `wake` can be called again.
+            EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed when the
+                canary asked it, it is awake, and rows get a label as above, until an update succeeds.
         """
         sleeping.wake(self.engine, tags)
 

@@ -259,6 +259,9 @@ class OpenEngine:
 
         def fill(request: WeightUpdate) -> WeightUpdate:
             nonlocal before, unused, label
+            if request.by_owner:
+                # Only an update brings weights that were dropped.
+                self.hooks.sleep_state.require_weights()
             self._ask_canary_before(request)
             # Not earlier: another update may have been in force in the meantime.
             before, unused = weights.saved(), weights.next_label(version)
@@ -284,6 +287,9 @@ class OpenEngine:
         try:
             loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
         except BaseException:
+            if weights.label == unused:
+                # What is there now are not the weights of an earlier update that the canary still has to ask about.
+                self._not_asked = None
             self._distrust(unused)
             raise
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
@@ -294,16 +300,16 @@ class OpenEngine:
 
         Raises:
             StaleWeightsError: the engine does not answer as its weights should. They get a label that none had before.
-            EngineError: the engine failed.
+            EngineError: the engine failed. Its weights, which nobody has asked about, get such a label, too.
         """
         update, self._not_asked = self._not_asked, None
         if self.canary is None:
             return
-        if update is None:
-            self.canary.look()
-            return
         try:
-            self.canary.after_update(update)
+            if update is None:
+                self.canary.look()
+            else:
+                self.canary.after_update(update)
         except BaseException:
             unused = self.hooks.weights.next_label()
             self.hooks.weights.put(unused)

@@ -45,14 +45,23 @@ class SleepState:
             tags = "" if len(self.asleep) == len(SLEEP_TAGS) else repr([*self.asleep])
             what = f"its {_named(self.asleep)} {'sleeps' if tags and 'weights' not in self.asleep else 'sleep'}"
             raise BackendAsleepError(f"backend {self._name!r} cannot answer: {what}; call backend.wake({tags}) first")
-        if hook in READ_WEIGHTS and self.without_weights:
-            raise BackendAsleepError(
-                f"backend {self._name!r} has no weights yet; call backend.update_weights(…) with a complete set first"
-            )
+        if hook in READ_WEIGHTS:
+            self.require_weights()
         if hook == "update_weights" and "weights" in self.asleep:
             raise BackendAsleepError(
                 f"backend {self._name!r}: there is no memory for new weights while its weights sleep; call "
                 "backend.wake(['weights']) first"
+            )
+
+    def require_weights(self) -> None:
+        """Refuse what needs weights, whether they sleep or not.
+
+        Raises:
+            BackendAsleepError: the engine has none.
+        """
+        if self.without_weights:
+            raise BackendAsleepError(
+                f"backend {self._name!r} has no weights yet; call backend.update_weights(…) with a complete set first"
             )
 
     def fall_asleep(self, level: int) -> None:
@@ -62,9 +71,10 @@ class SleepState:
             BackendAsleepError: part of it sleeps already.
         """
         if self.asleep:
+            verb = "are" if "weights" in self.asleep else "is"
             raise BackendAsleepError(
-                f"backend {self._name!r}: its {_named(self.asleep)} is asleep already, since sleep({self.level}); call "
-                "backend.wake() before it sleeps again"
+                f"backend {self._name!r}: its {_named(self.asleep)} {verb} asleep already, since sleep({self.level}); "
+                "call backend.wake() before it sleeps again"
             )
         self.asleep, self.level = frozenset(SLEEP_TAGS), level
         self.without_weights = self.without_weights or level == max(SLEEP_LEVELS)

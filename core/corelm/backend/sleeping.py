@@ -16,6 +16,12 @@ def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
     """Put an engine to sleep. Arguments and errors are those of `Backend.sleep`."""
     engine.require("sleep_levels", "it cannot sleep as it was opened; its README says how an engine that can is opened")
     hooks = engine.hooks
+    if hooks.entered:
+        raise EngineError(
+            f"backend {engine.name!r}: it cannot sleep in the middle of a call, which would go on without its memory; "
+            "call sleep outside other calls",
+            usable=True,
+        )
     request = SleepRequest(level=sleep_level(level, engine.capabilities.sleep_levels), drain=flag("drain", drain))
     state = hooks.sleep_state
     before = state.saved()
@@ -52,21 +58,26 @@ def wake(engine: OpenEngine, tags: str | Iterable[str] | None) -> None:
         hooks.require_open()
         return
     engine.require("sleep_levels", "it cannot sleep")
-    woken = frozenset[str]()
 
-    def fill(request: WakeRequest) -> WakeRequest:
-        nonlocal woken
+    def alone() -> None:
+        # Not earlier: another thread may have woken it in the meantime, and an engine is not asked for nothing.
         woken = wanted & state.asleep
-        return WakeRequest(tags=woken, last=woken == state.asleep)
+        if not woken:
+            return
+        if "weights" not in state.asleep:
+            # Their owner may have changed them since they were woken.
+            hooks.weights.look()
 
-    def finish(done: Any) -> None:
-        _require_done(engine, "wake", done)
-        state.asleep -= woken
-        hooks.weights.put(hooks.weights.label)
-        if state.answers:
-            engine.ask_canary_awake()
+        def finish(done: Any) -> None:
+            _require_done(engine, "wake", done)
+            state.asleep -= woken
+            hooks.weights.put(hooks.weights.label)
+            if state.answers:
+                engine.ask_canary_awake()
 
-    hooks.call("wake", WakeRequest(tags=wanted, last=False), finish, fill)
+        hooks.call("wake", WakeRequest(tags=woken, last=woken == state.asleep), finish)
+
+    hooks.alone(alone)
 
 
 def _require_done(engine: OpenEngine, hook: str, done: Any) -> None:

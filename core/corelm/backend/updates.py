@@ -50,6 +50,7 @@ class WeightUpdates:
             expect: as for `update_weights`.
 
         Raises:
+            BackendAsleepError: the engine has dropped its weights, or was opened without: only an update brings some.
             StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
         """
         return self.engine.weights_changed(version, expect)

@@ -8,7 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from corelm.backend.futures import in_thread, unfinished
-from corelm.errors import CapabilityError, EngineError, StaleWeightsError, brief, first_few, message
+from corelm.errors import (
+    CapabilityError,
+    EngineError,
+    InvalidRequestError,
+    StaleWeightsError,
+    brief,
+    first_few,
+    message,
+)
 from corelm.fleet.records import STARTING, Life, State
 from corelm.fleet.replica import OpenReplica
 from corelm.spec.sleeping import SleepRequest, WakeRequest
@@ -18,13 +26,16 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks whether all engines have started.
 _LOOK = 0.05
+#: What an engine raises that has refused and changed nothing.
+_REFUSALS = (CapabilityError, InvalidRequestError)
 
 
 def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
     """Put every engine to sleep. One that does not fall asleep is ended, so that its memory is free nevertheless.
 
     Raises:
-        CapabilityError: an engine refused, and all are awake.
+        CapabilityError: an engine refused, and all are awake. One that had dropped its weights is started again.
+        InvalidRequestError: as above.
         EngineError: no engine is left.
     """
     # From now on, nothing is started. What is being started finishes first: it could not be put to sleep half-way.
@@ -34,8 +45,8 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
         _each(runner, lambda replica: replica.backend.sleep(request.level), "it did not fall asleep")
     except BaseException as error:
         runner.asleep = False
-        if isinstance(error, CapabilityError):
-            _each(runner, lambda replica: replica.backend.wake(), "it did not wake")
+        if isinstance(error, _REFUSALS):
+            _each(runner, _wake_with_weights, "it did not wake")
         raise
 
 
@@ -54,6 +65,12 @@ def wake_all(runner: FleetRunner, request: WakeRequest) -> None:
             runner.do(runner.state.woken)
 
 
+def _wake_with_weights(replica: OpenReplica) -> None:
+    replica.backend.wake()
+    if not replica.backend.engine.hooks.sleep_state.answers:
+        raise EngineError("it has dropped its weights, and another engine refused to sleep", usable=False)
+
+
 def _await_started(runner: FleetRunner) -> None:
     """Wait until no engine is being started or loads weights. The limits of the fleet bound this."""
     busy = (*STARTING, State.STALE)
@@ -67,16 +84,17 @@ def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) ->
 
     Raises:
         CapabilityError: an engine refused.
+        InvalidRequestError: as above.
         EngineError: all failed.
     """
     running = dict(runner.lives.running)
     futures = {life: in_thread(partial(job, each), f"corelm-fleet-{life.replica}") for life, each in running.items()}
     late = unfinished(futures.values(), runner.state.limits.load)
     failures: dict[Life, BaseException] = {}
-    refusals: list[CapabilityError] = []
+    refusals: list[CapabilityError | InvalidRequestError] = []
     for life, future in futures.items():
         error = TimeoutError(f"not within {runner.state.limits.load:g} s") if future in late else future.exception()
-        if isinstance(error, CapabilityError):
+        if isinstance(error, _REFUSALS):
             refusals.append(error)
         elif error is not None:
             failures[life] = error

@@ -181,7 +181,7 @@ def test_a_server_sleeps_through_its_routes(fake: FakeVLLM, connect: Connect) ->
 def test_a_server_is_not_resumed_before_its_cache_is_awake(fake: FakeVLLM, connect: Connect) -> None:
     routes = SleepRoutes(fake, enabled=True)
     backend = connect()
-    backend.sleep(2)
+    backend.sleep(1)
     backend.wake("weights")
     backend.weights_changed()
     assert not any(call.startswith("/resume") for call in routes.calls)
@@ -206,3 +206,18 @@ def test_a_server_that_takes_no_weights_sleeps_at_level_1_only(fake: FakeVLLM, c
     del fake.pages["/openapi.json"]["paths"]["/collective_rpc"]
     with pytest.raises(InvalidRequestError, match="at level 1 only"):
         connect().sleep(2)
+
+
+def test_a_server_that_refused_to_sleep_is_resumed_after_an_update(fake: FakeVLLM, connect: Connect) -> None:
+    routes = SleepRoutes(fake, enabled=True)
+    backend = connect()
+
+    def refuse(request: Request) -> Reply | None:
+        refused = json_reply({"error": {"message": "no such mode"}}, status=422)
+        return refused if request.path.startswith("/sleep") else routes(request)
+
+    fake.fault = refuse
+    with pytest.raises(InvalidRequestError, match="no such mode"):
+        backend.sleep()
+    backend.weights_changed()
+    assert routes.calls[-1] == "/resume"

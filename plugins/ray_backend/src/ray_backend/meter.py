@@ -79,8 +79,13 @@ class Meter:
     def sleep(self, request: SleepRequest) -> Generator[None, bool, bool]:
         # A driver that joins now would find an engine that does not answer.
         self._woken_as = self.changed or request.level > 1
+        before = self.changed
         self._claim_alone("sleep_levels", "get no answers while it sleeps")
-        return (yield)
+        try:
+            return (yield)
+        except (InvalidRequestError, CapabilityError):
+            self.changed = before
+            raise
 
     @hookimpl(wrapper=True)
     def wake(self, request: WakeRequest) -> Generator[None, bool, bool]:

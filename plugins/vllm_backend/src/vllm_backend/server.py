@@ -186,7 +186,12 @@ class VLLMServer:
         """Free the memory of the server's GPUs. Requests of other clients wait until it is awake."""
         self._asleep = True
         mode = "wait" if request.drain else "abort"
-        self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
+        try:
+            self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
+        except InvalidRequestError:
+            # It was refused, so the next update has to resume the server.
+            self._asleep = False
+            raise
 
     def wake(self, request: WakeRequest) -> None:
         """Take the memory again."""
