@@ -36,6 +36,9 @@ WEIGHT_ROUTES = frozenset(
     {"/collective_rpc", "/pause", "/reset_prefix_cache", "/resume", "/update_weight_version", "/weight_info"}
 )
 
+#: The routes by which a server loads adapters, if it was started with LoRA and may change what it has loaded.
+ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
 
@@ -52,12 +55,16 @@ class ModelInfo:
         tokenizer: the tokenizer of the backend.
         checkpoint: the folder of the model's safetensors; None if vLLM could not load other weights.
         speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
+        files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
+        largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     checkpoint: Path | None
     speculative: bool = False
+    files: Path | None = None
+    largest_rank: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -98,13 +105,15 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         argmax=model.max_logprobs != 0 and not _has_logits_processors(model),
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
-        concurrent_calls=concurrent_calls,
+        concurrent_calls=concurrent_calls and not _mixes_adapters(config),
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
+        adapters=config.lora_config is not None,
         abort=abort,
     )
-    return ModelInfo(capabilities, tokenizer, checkpoint, speculative)
+    rank = None if config.lora_config is None else config.lora_config.max_lora_rank
+    return ModelInfo(capabilities, tokenizer, checkpoint, speculative, checkpoint or _files(config), rank)
 
 
 def _seeds_are_costly() -> bool:
@@ -112,6 +121,17 @@ def _seeds_are_costly() -> bool:
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
+
+
+def _mixes_adapters(config: Any) -> bool:
+    """Return whether vLLM gives rows without an adapter the one of other rows that it runs in the same step.
+
+    It does so on a CPU, where a row without an adapter has the index -1, which is the last one (seen with vLLM 0.32). A
+    call has one adapter, so calls that are made one after another are right.
+    """
+    from vllm.platforms import current_platform
+
+    return config.lora_config is not None and current_platform.is_cpu()
 
 
 def _has_logits_processors(model: Any) -> bool:
@@ -134,9 +154,11 @@ def _can_reload(config: Any) -> bool:
 
 def _checkpoint(config: Any) -> Path | None:
     """Return the folder of the model's safetensors; None if vLLM has loaded something else or cannot load again."""
+    return _files(config) if _can_reload(config) else None
+
+
+def _files(config: Any) -> Path | None:
     model = config.model_config
-    if not _can_reload(config):
-        return None
     return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
 
 
@@ -173,6 +195,9 @@ class ServerInfo:
         name: the model's name in requests.
         routes: the paths that the server lists; empty where it does not describe itself.
         fields: the fields of a completion request; None where the server does not describe itself.
+        files: the folder or hub name of the model's files; of an adapter, those of its base model.
+        base_name: the name in requests of the model without adapters.
+        adapters: the names of the adapters of this model that the server has.
     """
 
     capabilities: Capabilities
@@ -181,6 +206,9 @@ class ServerInfo:
     name: str
     routes: frozenset[str]
     fields: frozenset[str] | None
+    files: str = ""
+    base_name: str = ""
+    adapters: frozenset[str] = frozenset()
 
     @property
     def max_context(self) -> int:
@@ -214,7 +242,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completion requests lack {missing}", usable=True
         )
-    card, parent = _model_cards(client, hints.name, deadline)
+    card, parent, adapters = _model_cards(client, hints.name, deadline)
     model = str(card.get("root") or card["id"])
     # A server must not choose whose code runs here, so only a model that the caller has named is trusted.
     trusted = hints.trust_remote_code and model == hints.name
@@ -245,10 +273,19 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=routes >= WEIGHT_ROUTES,
+        adapters=bool(adapters) or routes >= ADAPTER_ROUTES,
         abort=True,
     )
     return ServerInfo(
-        capabilities=capabilities, tokenizer=tokenizer, model=model, name=str(card["id"]), routes=routes, fields=fields
+        capabilities=capabilities,
+        tokenizer=tokenizer,
+        model=model,
+        name=str(card["id"]),
+        routes=routes,
+        fields=fields,
+        files=files,
+        base_name=str((parent or card)["id"]),
+        adapters=adapters,
     )
 
 
@@ -281,8 +318,12 @@ def _description(client: HttpClient, deadline: Deadline) -> tuple[frozenset[str]
     return routes, fields
 
 
-def _model_cards(client: HttpClient, model: str | None, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the card of the model, and that of its parent if it is an adapter; else an empty one."""
+def _model_cards(
+    client: HttpClient, model: str | None, deadline: Deadline
+) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
+    """Return the card of the model; that of its parent if it is an adapter, else an empty one; and the names of the
+    adapters of the base model.
+    """
     page = client.get("/v1/models", timeout=deadline.left())
     try:
         cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
@@ -295,7 +336,9 @@ def _model_cards(client: HttpClient, model: str | None, deadline: Deadline) -> t
     if len(names) != 1 or names[0] not in cards:
         raise _must_be_passed("model", f"the server has {', '.join(map(repr, cards)) or 'no model'}")
     card = cards[names[0]]
-    return card, cards.get(str(card.get("parent")), {})
+    parent = cards.get(str(card.get("parent")), {})
+    base = str((parent or card)["id"])
+    return card, parent, frozenset(name for name, each in cards.items() if each.get("parent") == base)
 
 
 def _max_context(of_server: Any, given: int | None) -> int:

@@ -19,6 +19,7 @@ from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
 from corelm.support import EventLoopThread, RowFailure
 from vllm_backend import protocol_inprocess as protocol
+from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
@@ -48,18 +49,20 @@ class InProcessEngine(ABC):
         self.capabilities = info.capabilities
         self.tokenizer = info.tokenizer
         self.checkpoint = info.checkpoint
+        self.adapters = Adapters(info)
         self._info = info
         self._closed = False
         self._broken = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        requests = protocol.generation_requests(request, self._info)
+        lora = self.adapters.named(request.adapter)
+        requests = protocol.generation_requests(request, self._info, lora)
         on_output = protocol.on_output(request, self.tokenizer)
         outputs = self.run(requests, request.request_ids, request.timeout, on_output)
         return protocol.generation_result(request, outputs, self.tokenizer)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        requests = protocol.scoring_requests(request, self._info)
+        requests = protocol.scoring_requests(request, self._info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
         outputs = self.run(list(requests.values()), names, request.timeout)
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), self._info)
@@ -79,6 +82,15 @@ class InProcessEngine(ABC):
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
         self._load(None)
+
+    def load_adapter(self, request: WeightUpdate) -> None:
+        """Load, replace or unload an adapter. Errors are those of `Adapters.update`."""
+        self._require_usable()
+        self.adapters.update(request, self._replace_adapter)
+
+    @abstractmethod
+    def _replace_adapter(self, new: Any, old: Any) -> None:
+        """Have vLLM load one `LoRARequest` and forget another. Either may be None."""
 
     def _load(self, folder: Path | None) -> None:
         self._require_usable()
@@ -226,6 +238,7 @@ class AsyncEngine(InProcessEngine):
         self._closed = True
         # This cancels the requests in flight; their callers get a BackendClosedError.
         self.loop.stop()
+        self.adapters.close()
         _shut_down(self.llm)
         with collecting_garbage():
             self.llm = None
@@ -239,12 +252,25 @@ class AsyncEngine(InProcessEngine):
         if request_id in self._aborted:
             return ABORTED_EARLY
         try:
-            async for output in self.llm.generate(request.prompt, request.params, request_id):
+            generate = self.llm.generate
+            async for output in generate(request.prompt, request.params, request_id, lora_request=request.lora):
                 if on_output is not None:
                     on_output(output)
         except refusals() as error:
             return RowFailure(str(error))
         return output
+
+    def _replace_adapter(self, new: Any, old: Any) -> None:
+        self.loop.run(self._replace_on_loop(new, old))
+
+    async def _replace_on_loop(self, new: Any, old: Any) -> None:
+        if new is not None:
+            await self.llm.add_lora(new)
+        if old is not None:
+            # A request whose caller has left may still be in the engine and need it.
+            await self.llm.pause_generation(mode="abort", clear_cache=False)
+            await self.llm.remove_lora(old.lora_int_id)
+            await self.llm.resume_generation()
 
     def _load_folder(self, folder: Path | None) -> None:
         self.loop.run(self._load_on_loop(folder))

@@ -24,6 +24,9 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
         CapabilityError: a state dict for a server. Nothing has changed.
         EngineError: the weights fit, but were not loaded. The engine has no usable weights.
     """
+    if request.adapter is not None:
+        engine.load_adapter(request)
+        return
     if request.by_owner:
         engine.forget(request)
         return
