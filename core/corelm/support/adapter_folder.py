@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,12 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_folder(
-    request: WeightUpdate, checkpoint: Path | None, *, largest_rank: int | None, option: str
+    request: WeightUpdate,
+    checkpoint: Path | None,
+    *,
+    largest_rank: int | None,
+    option: str,
+    problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
 ) -> TemporaryDirectory[str]:
     """Return a temporary folder with the LoRA adapter of a request, once it has been found to fit.
 
@@ -36,12 +41,13 @@ def adapter_folder(
         checkpoint: the folder of the base model's checkpoint. None if it cannot be read here: shapes are not compared.
         largest_rank: the largest rank that the engine takes; None if that is not known.
         option: how the engine is told a larger rank, as in ``max_lora_rank``.
+        problems: returns what else this engine cannot take of tensors with these names and shapes.
 
     Raises:
         InvalidRequestError: there is no adapter, or it does not fit; `field` is ``path`` or ``state_dict``.
         CapabilityError: it is not a LoRA adapter.
     """
-    config = checked_adapter(request, checkpoint, largest_rank=largest_rank, option=option)
+    config = checked_adapter(request, checkpoint, largest_rank=largest_rank, option=option, problems=problems)
     temporary = TemporaryDirectory(prefix="corelm-adapter-")
     folder = Path(temporary.name)
     try:
@@ -58,7 +64,12 @@ def adapter_folder(
 
 
 def checked_adapter(
-    request: WeightUpdate, checkpoint: Path | None, *, largest_rank: int | None, option: str
+    request: WeightUpdate,
+    checkpoint: Path | None,
+    *,
+    largest_rank: int | None,
+    option: str,
+    problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
 ) -> Mapping[str, Any]:
     """Return the configuration of an adapter, if it fits. Arguments and errors are those of `adapter_folder`."""
     field = "path" if request.state_dict is None else "state_dict"
@@ -70,9 +81,9 @@ def checked_adapter(
         assert request.path is not None
         config, shapes = _read(request.path)
     _check_kind(config)
-    problems = [*_rank_problems(config, largest_rank, option), *_shape_problems(shapes, checkpoint)]
-    if problems:
-        raise InvalidRequestError(f"{field}: the adapter does not fit: {first_few(problems)}", field=field)
+    found = [*_rank_problems(config, largest_rank, option), *_shape_problems(shapes, checkpoint), *problems(shapes)]
+    if found:
+        raise InvalidRequestError(f"{field}: the adapter does not fit: {first_few(found)}", field=field)
     return config
 
 

@@ -52,12 +52,16 @@ class ServerInfo:
         tokenizer: the model's tokenizer.
         model: the folder or hub name that the server was started with.
         weight_label: the server's own name for the weights in force. A reply that names others is an error.
+        adapters: the names of the adapters that the server was started with.
+        largest_rank: the largest rank of an adapter; None if the server does not say.
     """
 
     capabilities: Capabilities
     tokenizer: Any
     model: str
     weight_label: str
+    adapters: frozenset[str] = frozenset()
+    largest_rank: int | None = None
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -89,9 +93,21 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # Such a server sends deltas and not, as others do, the whole answer so far.
         streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
+        adapters=bool(settings.get("enable_lora")),
         abort=True,
     )
-    return ServerInfo(capabilities, tokenizer, model, weight_label=str(model_info.get("weight_version")))
+    label, rank = str(model_info.get("weight_version")), settings.get("max_lora_rank")
+    return ServerInfo(
+        capabilities, tokenizer, model, label, _adapters(settings), rank if isinstance(rank, int) else None
+    )
+
+
+def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the adapters that a server was started with."""
+    given = settings.get("lora_paths") or []
+    if isinstance(given, dict):
+        return frozenset(given)
+    return frozenset(str(each["lora_name"]) for each in given if isinstance(each, dict) and "lora_name" in each)
 
 
 def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:
