@@ -31,7 +31,7 @@ from corelm.support import HttpClient
 from sglang_backend import protocol as sglang
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
-from vllm_backend.capabilities import ServerInfo as VLLMInfo
+from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 
 #: Goal: seconds of the client for a token.
 GOAL = 0.5e-6

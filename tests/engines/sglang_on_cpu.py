@@ -36,3 +36,12 @@ CPU_ENVIRONMENT = {
 #: A server that is started with these as well honours seeds.
 SEEDS_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(_STAND_INS), str(_STAND_INS / "seeds")])}
 SEEDS_ARGUMENTS = {"enable_deterministic_inference": True}
+
+#: A server that is started with these as well takes adapters.
+LORA_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(_STAND_INS), str(_STAND_INS / "lora")])}
+LORA_ARGUMENTS: dict[str, Any] = {
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+    "lora_backend": "torch_native",
+}

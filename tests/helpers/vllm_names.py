@@ -8,6 +8,7 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.distributed.weight_transfer.packed_tensor": frozenset({"packed_ipc_producer"}),
     "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
     "vllm.inputs": frozenset({"tokens_input"}),
+    "vllm.lora.request": frozenset({"LoRARequest"}),
     "vllm.platforms": frozenset({"current_platform"}),
     "vllm.sampling_params": frozenset({"RequestOutputKind"}),
     "vllm.usage.usage_lib": frozenset({"UsageContext"}),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tensordict import TensorDict
 from toy_backend import ToyBackend
 
@@ -27,6 +28,8 @@ from corelm.errors import (
 from corelm.hosting.engine import HostedEngine
 from corelm.hosting.failures import HostTraceback
 from corelm.spec import BackendSpec
+from helpers import oracle
+from helpers.lora import lora, merged
 from hosting.conftest import wait_for_calls
 
 Open = Callable[..., Backend]
@@ -130,6 +133,19 @@ def test_a_chat_template_that_is_set_here_is_used_there(tiny_model: Path) -> Non
         result = policy(TensorDict(history=History.from_chats([[{"role": "user", "content": "a"}]])), seed=0)
         assert result["text"].prompt[0] == "<a>"
         assert backend.tokenizer.convert_tokens_to_ids("<|im_end|>") == backend.tokenizer.eos_token_id
+
+
+def test_adapters_cross_to_the_engine(tiny_model: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    row, (state, config) = [5, 6, 7, 8, 9], lora(model)
+    with corelm.get_backend("transformers", tiny_model, python=sys.executable, dtype="float32") as backend:
+        backend.load_adapter("policy", state, config=config)
+        found = {name: backend.score_logprobs([row], adapter=name) for name in ("policy", False)}
+        with pytest.raises(InvalidRequestError, match="size mismatch"):
+            backend.load_adapter("policy", state, config={**config, "r": 4})
+    assert found["policy"].weight_versions == ("0+policy@1",)
+    oracle.close(found[False].logprobs.values, oracle.logprobs(model, row))
+    oracle.close(found["policy"].logprobs.values, oracle.logprobs(merged(model, state), row))
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

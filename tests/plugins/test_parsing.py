@@ -22,7 +22,7 @@ from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import protocol as sglang
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
-from vllm_backend.capabilities import ServerInfo as VLLMInfo
+from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 
 COUNT, MIDDLE = 300, 150
 CAPABILITIES = Capabilities(vocab_size=VOCAB, max_context=4 * COUNT)

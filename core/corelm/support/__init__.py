@@ -12,6 +12,7 @@
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `as_in_checkpoint`, `saved_shapes`: the names that a model's weights have in its checkpoint.
+- `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
 - `refuse_missing_path`, `torch_device`, `torch_dtype`: checks of a path and of options, before anything is opened.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).

@@ -1,3 +1,5 @@
+from .adapter_folder import adapter_folder as adapter_folder
+from .adapter_folder import checked_adapter as checked_adapter
 from .answer_text import AnswerText as AnswerText
 from .answer_text import AnswerTexts as AnswerTexts
 from .checkpoint_names import as_in_checkpoint as as_in_checkpoint

@@ -26,7 +26,7 @@ import corelm
 from corelm import Backend
 from engines.vllm.engine_access import async_engine
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-from vllm_backend.engine import AsyncEngine
+from vllm_backend.engine_async import AsyncEngine
 
 #: Engine arguments that keep vLLM small and exact.
 SMALL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}

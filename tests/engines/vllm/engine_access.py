@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from corelm import Backend
 from vllm_backend import VLLMBackend
-from vllm_backend.engine import AsyncEngine
+from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
 
 

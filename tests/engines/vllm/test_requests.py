@@ -10,7 +10,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import ScoreRequest
 from helpers import oracle
 from helpers.tiny_models import CONTEXT, VOCAB, random_rows, tiny_model
-from vllm_backend.engine import AsyncEngine
+from vllm_backend.engine_async import AsyncEngine
 
 MODEL = tiny_model(hidden_size=128)
 

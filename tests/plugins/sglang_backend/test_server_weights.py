@@ -97,3 +97,24 @@ def test_weights_whose_cache_is_kept_do_not_have_the_old_version(backend: Backen
     with pytest.raises(CoreLMError, match="Flush cache failed"):
         backend.weights_changed("trained")
     assert backend.weight_version == "1"
+
+
+def test_a_request_names_an_adapter_that_the_server_was_started_with(connect, fake):
+    fake.server_info |= {"enable_lora": True, "lora_paths": [{"lora_name": "sql", "lora_path": "/x"}]}
+    backend = connect()
+    for adapter, field in (("sql", "sql"), (False, None), (None, None)):
+        backend.score_logprobs([[5, 6]], adapter=adapter)
+        assert fake.requests[-1].get("lora_path") == field
+        backend.generate([[5]], {"max_new_tokens": 2}, adapter=adapter)
+        assert fake.requests[-1].get("lora_path") == field
+    with pytest.raises(InvalidRequestError, match="there is no 'other'; there are 'sql'"):
+        backend.generate([[5]], {"max_new_tokens": 2}, adapter="other")
+
+
+def test_a_server_without_adapters_is_not_asked_for_one(backend: Backend, fake):
+    before = len(fake.requests)
+    with pytest.raises(CapabilityError, match="leave out adapter="):
+        backend.generate([[5]], {"max_new_tokens": 2}, adapter="sql")
+    with pytest.raises(CapabilityError):
+        backend.load_adapter("sql", "/x")
+    assert len(fake.requests) == before

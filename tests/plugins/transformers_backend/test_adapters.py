@@ -248,11 +248,14 @@ def test_what_does_not_fit_changes_nothing(owned: Backend, tmp_path: Path, loade
     assert owned.weight_version == "0"
 
 
-def test_loading_draws_nothing_from_the_callers_generator(owned: Backend) -> None:
-    one = wrapped()
-    state = torch.get_rng_state()
+def test_loading_draws_nothing_from_the_callers_generator_and_freezes_nothing(owned: Backend) -> None:
+    one, model = wrapped(), owned.engine.plugin.engine.base
+    state, trained = torch.get_rng_state(), {each: each.requires_grad for each in model.parameters()}
     owned.load_adapter("one", one)
     assert torch.equal(state, torch.get_rng_state())
+    assert any(trained.values()) and {each: each.requires_grad for each in trained} == trained
+    owned.unload_adapter("one")
+    assert {each: each.requires_grad for each in model.parameters()} == trained
 
 
 def test_beams_and_streams_use_the_adapter(owned: Backend) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import corelm
-from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import FaultServer, drip, hang, json_reply, raw
 from helpers.tiny_models import tiny_model, tiny_tokenizer, tokenizer_that_names_only_eos
@@ -79,6 +79,16 @@ def test_an_adapter_has_the_configuration_and_tokenizer_of_its_parent(
     assert backend.tokenize("Hello").ids.tolist() == [tiny_tokenizer()("Hello")["input_ids"]]
     backend.generate(PROMPTS, SAMPLING)
     assert server.requests[-1].body["model"] == "adapter"
+    backend.generate(PROMPTS, SAMPLING, adapter=False)
+    assert server.requests[-1].body["model"] == "fake"
+    base = connect(vocab_size=None, tokenizer=None)
+    for adapter, model in (("adapter", "adapter"), (False, "fake"), (None, "fake")):
+        base.score_logprobs(PROMPTS, adapter=adapter)
+        assert server.requests[-1].body["model"] == model
+    with pytest.raises(InvalidRequestError, match="there is no 'other'; there are 'adapter'"):
+        base.generate(PROMPTS, SAMPLING, adapter="other")
+    with pytest.raises(CapabilityError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        base.load_adapter("other", tmp_path)
     cards[1]["parent"] = "unknown"
     with pytest.raises(InvalidRequestError, match="pass vocab_size="):
         connect(model="adapter", vocab_size=None, max_context=64)

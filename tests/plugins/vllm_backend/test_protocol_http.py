@@ -16,7 +16,7 @@ from corelm.spec import Capabilities, GenerateRequest, Ragged
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
-from vllm_backend.capabilities import ServerInfo
+from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import generation_requests, generation_result
 
 

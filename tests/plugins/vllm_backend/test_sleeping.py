@@ -18,7 +18,7 @@ from helpers.http_server import Reply, Request, json_reply
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from vllm_backend import VLLMBackend
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.engine import AsyncEngine
+from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
 
 

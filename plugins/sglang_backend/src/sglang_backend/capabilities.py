@@ -58,6 +58,8 @@ class ServerInfo:
         weight_label: the server's own name for the weights in force. A reply that names others is an error.
         ranks: how many processes of the server read each handle of a tensor.
         needs_file: why the server takes no handles; empty if it does.
+        adapters: the names of the adapters that the server was started with.
+        largest_rank: the largest rank of an adapter; None if the server does not say.
     """
 
     capabilities: Capabilities
@@ -66,6 +68,8 @@ class ServerInfo:
     weight_label: str
     ranks: int = 1
     needs_file: str = ""
+    adapters: frozenset[str] = frozenset()
+    largest_rank: int | None = None
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -98,9 +102,11 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         streaming=not settings.get("incremental_streaming_output"),
         update_weights=True,
         weight_stream=True,
+        adapters=bool(settings.get("enable_lora")),
         sleep_levels=_sleep_levels(settings),
         abort=True,
     )
+    rank = settings.get("max_lora_rank")
     return ServerInfo(
         capabilities,
         tokenizer,
@@ -108,6 +114,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         weight_label=str(model_info.get("weight_version")),
         ranks=int(settings.get("tp_size") or 1),
         needs_file=_needs_file(settings),
+        adapters=_adapters(settings),
+        largest_rank=rank if isinstance(rank, int) else None,
     )
 
 
@@ -150,6 +158,14 @@ def _sleep_levels(settings: Mapping[str, Any]) -> frozenset[int]:
     if not settings.get("enable_memory_saver"):
         return frozenset()
     return frozenset({1, 2} if settings.get("enable_weights_cpu_backup") else {2})
+
+
+def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the adapters that a server was started with."""
+    given = settings.get("lora_paths") or []
+    if isinstance(given, dict):
+        return frozenset(given)
+    return frozenset(str(each["lora_name"]) for each in given if isinstance(each, dict) and "lora_name" in each)
 
 
 def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:

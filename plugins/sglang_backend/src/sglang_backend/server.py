@@ -34,6 +34,7 @@ from corelm.support import (
     raise_if_none_was_served,
 )
 from sglang_backend import handover, protocol
+from sglang_backend.adapters import Adapters
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
@@ -75,6 +76,7 @@ class SGLangServer:
         self._asleep = False
         self._weight_labels = {info.weight_label}
         self._in_flight = InFlight()
+        self._adapters = Adapters(client, info, reads_files_here=takes_state_dict)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -90,7 +92,7 @@ class SGLangServer:
         return local_checkpoint(self.info.model) if self._dummy is None else self._dummy
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        payloads = protocol.generation_requests(request, self.info)
+        payloads = self._with_adapter(request, protocol.generation_requests(request, self.info))
         streams = streamed = None
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, self.info)
@@ -99,9 +101,13 @@ class SGLangServer:
         return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        payloads = protocol.scoring_requests(request)
+        payloads = self._with_adapter(request, protocol.scoring_requests(request))
         entries = self._post_all(payloads, request.request_ids, request.timeout)
         return self._client.secrets.masked_result(protocol.scoring_result(request, entries, self.info))
+
+    def load_adapter(self, request: WeightUpdate) -> None:
+        """Load, replace or unload an adapter. Errors are those of `Adapters.update`."""
+        self._adapters.update(request, local_checkpoint(self.info.model))
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, which the server must see at the same path.
@@ -215,8 +221,13 @@ class SGLangServer:
 
     def close(self) -> None:
         self._client.close()
+        self._adapters.close()
 
     # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _with_adapter(self, request: GenerateRequest | ScoreRequest, payloads: Sequence[Payload]) -> list[Payload]:
+        named = self._adapters.fields(request.adapter)
+        return [{**payload, **named} for payload in payloads]
 
     def _post_all(
         self,

@@ -34,6 +34,9 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
         CapabilityError: tensors for a server that this backend did not launch.
         EngineError: the server did not load them.
     """
+    if request.adapter is not None:
+        engine.load_adapter(request)
+        return
     if request.by_owner:
         engine.forget(request)
         engine.weights_came()

@@ -25,7 +25,8 @@ from corelm.spec import (
 from corelm.support import device_numbers, refuse_missing_path
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
-from vllm_backend.engine import AsyncEngine, InProcessEngine
+from vllm_backend.engine import InProcessEngine
+from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
 from vllm_backend.server import VLLMServer
 

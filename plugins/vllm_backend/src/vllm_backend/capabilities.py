@@ -1,48 +1,22 @@
-"""What the engine can do, read from vLLM's configuration (`read_model`) or from a server (`read_server`)."""
+"""What an engine in this process can do, read from vLLM's configuration."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
-from corelm.support import eos_token_ids, why_unreadable
-from vllm_backend.cpu_reload import answers_wrongly_afterwards
-from vllm_backend.reloading import DUMMY, checkpoint_of, runs_here
+from corelm.support import eos_token_ids
+from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
 from vllm_backend.sampling import HONOURED
-from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, Expected, HttpClient
+    from corelm.support import Expected
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
-
-#: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
-#: which request a reply answers.
-REQUIRED_FIELDS = frozenset(
-    {"request_id", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids", "ignore_eos"}
-)
-
-#: Fields that scoring needs.
-SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
-
-#: The routes that new weights need. A server has them only in its development mode.
-WEIGHT_ROUTES = frozenset(
-    {"/collective_rpc", "/pause", "/reset_prefix_cache", "/resume", "/update_weight_version", "/weight_info"}
-)
-
-#: The routes of a server that can sleep, also of its development mode.
-SLEEP_ROUTES = frozenset({"/sleep", "/wake_up"})
-
-#: The server's names of sampling parameters, where they differ from corelm's.
-_SERVER_NAMES = {"min_new_tokens": "min_tokens"}
-
-
-# In this process ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,6 +33,8 @@ class ModelInfo:
         in_this_process: the worker of a synchronous engine runs in this process.
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
         scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
+        files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
+        largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
     capabilities: Capabilities
@@ -69,6 +45,8 @@ class ModelInfo:
     in_this_process: bool = False
     takes_gpu_memory: bool = False
     scores_by_id: bool = False
+    files: Path | None = None
+    largest_rank: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -112,13 +90,14 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         argmax=model.max_logprobs != 0 and not _has_logits_processors(model),
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
-        concurrent_calls=concurrent_calls,
+        concurrent_calls=concurrent_calls and not _mixes_adapters(config),
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
         weight_stream=checkpoint is not None,
         without_weights=config.load_config.load_format == DUMMY,
-        sleep_levels=_sleep_levels(model.enable_sleep_mode, checkpoint is not None),
+        sleep_levels=sleep_levels(model.enable_sleep_mode, checkpoint is not None),
+        adapters=config.lora_config is not None,
         abort=abort,
     )
     transfer = getattr(config, "weight_transfer_config", None)
@@ -130,10 +109,12 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         dummy=config.load_config.load_format == DUMMY,
         in_this_process=runs_here(config),
         takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
+        files=files_of(config),
+        largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
     )
 
 
-def _sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
+def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
     """Return the levels at which vLLM can sleep; level 2 needs weights afterwards."""
     return frozenset(level for level in SLEEP_LEVELS if enabled and (level == 1 or takes_weights))
 
@@ -145,222 +126,17 @@ def _seeds_are_costly() -> bool:
     return not current_platform.is_cpu()
 
 
+def _mixes_adapters(config: Any) -> bool:
+    """Return whether vLLM gives rows without an adapter the one of other rows that it runs in the same step.
+
+    It does so on a CPU, where a row without an adapter has the index -1, which is the last one (seen with vLLM 0.32). A
+    call has one adapter, so calls that are made one after another are right.
+    """
+    from vllm.platforms import current_platform
+
+    return config.lora_config is not None and current_platform.is_cpu()
+
+
 def _has_logits_processors(model: Any) -> bool:
     """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
     return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
-
-
-# Behind a URL ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelHints:
-    """What the caller says about a server's model. Each hint replaces what would be read from the server or its files.
-
-    Attributes:
-        name: the model's name in requests; None for the server's only model.
-        tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
-        vocab_size: ids are below it; None to read the model's configuration.
-        max_context: the longest prompt + answer, in tokens; None for the server's limit.
-        trust_remote_code: allow code from the folder or repository that `tokenizer` or `name` names.
-    """
-
-    name: str | None = None
-    tokenizer: Any = None
-    vocab_size: int | None = None
-    max_context: int | None = None
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """What is known about one model of a server.
-
-    Attributes:
-        capabilities: what the backend declares; `probing.probe_server` adds what the server does not say.
-        tokenizer: the model's tokenizer.
-        model: the folder or hub name that the server loaded the model from.
-        name: the model's name in requests.
-        routes: the paths that the server lists; empty where it does not describe itself.
-        fields: the fields of a completion request; None where the server does not describe itself.
-    """
-
-    capabilities: Capabilities
-    tokenizer: Any
-    model: str
-    name: str
-    routes: frozenset[str]
-    fields: frozenset[str] | None
-
-    @property
-    def max_context(self) -> int:
-        context = self.capabilities.max_context
-        assert context is not None
-        return context
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.capabilities.eos_token_ids or frozenset()
-
-    def has_field(self, name: str) -> bool:
-        """Return whether completion requests have that field, or the server does not say.
-
-        A server ignores other fields without an error.
-        """
-        return self.fields is None or name in self.fields
-
-
-def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
-    """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
-
-    Raises:
-        InvalidRequestError: the caller has to pass something that the server does not say; `field` names it.
-        EngineError: the server cannot be asked, or its requests lack a field that every call needs.
-        TimeoutError: the deadline has passed.
-    """
-    routes, fields = _description(client, deadline)
-    if fields is not None and not fields >= REQUIRED_FIELDS:
-        missing = ", ".join(sorted(REQUIRED_FIELDS - fields))
-        raise EngineError(
-            f"{client.base_url} is not a vLLM server, or too old: its completion requests lack {missing}", usable=True
-        )
-    card, parent = _model_cards(client, hints.name, deadline)
-    model = str(card.get("root") or card["id"])
-    # A server must not choose whose code runs here, so only a model that the caller has named is trusted.
-    trusted = hints.trust_remote_code and model == hints.name
-    if hints.trust_remote_code and not trusted and not isinstance(hints.tokenizer, (str, os.PathLike)):
-        raise InvalidRequestError(
-            f"trust_remote_code: code runs only from a folder or repository that you name, and not from {model!r}, "
-            "which the server names; pass it as tokenizer= if you trust it",
-            field="trust_remote_code",
-        )
-    files = model
-    config, problem = _config(model, trusted)
-    if config is None and parent:
-        # The folder of an adapter holds no configuration, and often no tokenizer.
-        files, trusted = str(parent.get("root") or parent["id"]), False
-        config, problem = _config(files, trusted)
-    vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
-    tokenizer = _tokenizer(hints, files, trusted)
-    scores = fields is None or fields >= SCORING_FIELDS
-    running = running_config(client, routes, deadline)
-    reloads = not answers_wrongly_afterwards(config, setting(running, "device_config", "device"))
-    takes_weights = routes >= WEIGHT_ROUTES and reloads
-    # Without this mode, a server that is told to sleep frees nothing.
-    may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
-    capabilities = Capabilities(
-        vocab_size=vocab_size,
-        max_context=_max_context(card.get("max_model_len") or parent.get("max_model_len"), hints.max_context),
-        eos_token_ids=eos_token_ids(_generation_config(files) or config, tokenizer, vocab_size=vocab_size),
-        sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
-        score=scores,
-        # A server does not state its --max-logprobs. With 0, it refuses each row that asks for the most probable ids.
-        argmax=scores,
-        concurrent_calls=True,
-        stops_at_timeout=True,
-        streaming=_honours(fields, "stream"),
-        update_weights=takes_weights,
-        weight_stream=takes_weights,
-        sleep_levels=_sleep_levels(may_sleep, takes_weights),
-        abort=True,
-    )
-    return ServerInfo(
-        capabilities=capabilities, tokenizer=tokenizer, model=model, name=str(card["id"]), routes=routes, fields=fields
-    )
-
-
-def _honours(fields: frozenset[str] | None, parameter: str) -> bool:
-    """Return whether requests with these fields have one for that parameter of `SamplingParams`."""
-    if parameter == "engine_kwargs":
-        # Their names can be checked only against a server that describes itself.
-        return fields is not None
-    return fields is None or _SERVER_NAMES.get(parameter, parameter) in fields
-
-
-def _vocab_size(config: Any, model: str, problem: str) -> int:
-    if config is None:
-        raise _must_be_passed("vocab_size", f"the configuration of the server's model {model!r} {problem}")
-    return int(config.get_text_config().vocab_size)
-
-
-def _description(client: HttpClient, deadline: Deadline) -> tuple[frozenset[str], frozenset[str] | None]:
-    """Return the routes and the fields of a completion request from the server's OpenAPI page, if it has one."""
-    try:
-        page = client.get("/openapi.json", timeout=deadline.left())
-        routes = frozenset(page["paths"])
-        fields = frozenset(page["components"]["schemas"]["CompletionRequest"]["properties"])
-    except InvalidRequestError:
-        return frozenset(), None
-    except (KeyError, TypeError):
-        raise EngineError(
-            f"{client.base_url} is not a vLLM server: its /openapi.json describes no CompletionRequest"
-        ) from None
-    return routes, fields
-
-
-def _model_cards(client: HttpClient, model: str | None, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the card of the model, and that of its parent if it is an adapter; else an empty one."""
-    page = client.get("/v1/models", timeout=deadline.left())
-    try:
-        cards: dict[str, dict[str, Any]] = {str(card["id"]): card for card in page["data"]}
-    except (KeyError, TypeError):
-        # Masked before it is cut, or a part of the key could be left at the end.
-        said = client.secrets.masked(str(page))[:200]
-        raise EngineError(f"{client.base_url}: /v1/models lists no models: {said}") from None
-    # Adapters have a parent. They are used only if they are named.
-    names = [model] if model is not None else [name for name, card in cards.items() if not card.get("parent")]
-    if len(names) != 1 or names[0] not in cards:
-        raise _must_be_passed("model", f"the server has {', '.join(map(repr, cards)) or 'no model'}")
-    card = cards[names[0]]
-    return card, cards.get(str(card.get("parent")), {})
-
-
-def _max_context(of_server: Any, given: int | None) -> int:
-    if given is None and not isinstance(of_server, int):
-        raise _must_be_passed("max_context", "the server does not say how long its context is")
-    if given is not None and isinstance(of_server, int) and given > of_server:
-        raise InvalidRequestError(
-            f"max_context: the server's context is {of_server} tokens, got {given}", field="max_context"
-        )
-    return of_server if given is None else given
-
-
-def _config(model: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the model's configuration; None and the reason if it cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), ""
-    except (OSError, ValueError) as error:
-        return None, why_unreadable(error)
-
-
-def _tokenizer(hints: ModelHints, model: str, trusted: bool) -> Any:
-    given = hints.tokenizer
-    if given is not None and not isinstance(given, (str, os.PathLike)):
-        return given
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            given or model, trust_remote_code=trusted if given is None else hints.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        if given is not None:
-            raise
-        raise _must_be_passed(
-            "tokenizer", f"the tokenizer of the server's model {model!r} {why_unreadable(error)}"
-        ) from error
-
-
-def _generation_config(model: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
-
-
-def _must_be_passed(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {why}; pass {field}=", field=field)

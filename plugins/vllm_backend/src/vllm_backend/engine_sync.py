@@ -105,6 +105,7 @@ class SyncEngine(InProcessEngine):
     def close(self) -> None:
         self._closed = True
         self._cleanup.close()
+        self.adapters.close()
         with collecting_garbage():
             self.llm = None
 
@@ -120,7 +121,7 @@ class SyncEngine(InProcessEngine):
                 if isinstance(request, VLLMRequest):
                     request_id = str(next(self._numbers))
                     try:
-                        self.llm.add_request(request_id, request.prompt, request.params)
+                        self.llm.add_request(request_id, request.prompt, request.params, lora_request=request.lora)
                     except refusals() as error:
                         outputs[number] = RowFailure(str(error))
                     else:
@@ -137,6 +138,15 @@ class SyncEngine(InProcessEngine):
             self._broken = True
             raise EngineError(f"{type(error).__name__}: {error}. {DEAD}", usable=False) from error
         return outputs
+
+    def _replace_adapter(self, new: Any, old: Any) -> None:
+        self.thread.submit(self._replace_on_thread, new, old).result()
+
+    def _replace_on_thread(self, new: Any, old: Any) -> None:
+        if new is not None:
+            self.llm.add_lora(new)
+        if old is not None:
+            self.llm.remove_lora(old.lora_int_id)
 
     def _sleep(self, level: int) -> None:
         self.thread.submit(self.llm.sleep, level).result()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.support import Deadline, RowError
-from vllm_backend.capabilities import ServerInfo
+from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to, only_choice
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from corelm.support import (
     row_outcome,
     score_result,
 )
-from vllm_backend.capabilities import ServerInfo
+from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 
 Payload = dict[str, Any]

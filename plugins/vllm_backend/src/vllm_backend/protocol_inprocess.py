@@ -39,10 +39,12 @@ class VLLMRequest:
     Attributes:
         prompt: vLLM's own prompt object with the row's token ids.
         params: vLLM's `SamplingParams`.
+        lora: vLLM's `LoRARequest`; None for the base weights.
     """
 
     prompt: Any
     params: Any
+    lora: Any = None
 
 
 #: What the engine returns for one row. Any is vLLM's `RequestOutput`.
@@ -52,8 +54,11 @@ RowOutput = RowFailure | Any
 # Generating -----------------------------------------------------------------------------------------------------------
 
 
-def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMRequest | RowFailure]:
+def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = None) -> list[VLLMRequest | RowFailure]:
     """Return one request for each prompt, with its own seed; a failure where vLLM refuses the parameters.
+
+    Args:
+        lora: vLLM's `LoRARequest` for the adapter of the request.
 
     Raises:
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
@@ -72,6 +77,7 @@ def generation_requests(request: GenerateRequest, info: ModelInfo) -> list[VLLMR
                 # Decoding takes time, and only stop strings need the text.
                 detokenize=bool(sampling.stop),
                 streams=request.on_tokens is not None,
+                lora=lora,
             )
         )
     check_raw(request)
@@ -151,7 +157,7 @@ def _counting(on_answer: Callable[[int, int], None] | None) -> Callable[[int, An
 # Scoring --------------------------------------------------------------------------------------------------------------
 
 
-def scoring_requests(request: ScoreRequest, info: ModelInfo) -> dict[int, VLLMRequest | RowFailure]:
+def scoring_requests(request: ScoreRequest, info: ModelInfo, lora: Any = None) -> dict[int, VLLMRequest | RowFailure]:
     """Return the requests by row number, without the rows of which nothing is asked.
 
     vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
@@ -180,6 +186,7 @@ def scoring_requests(request: ScoreRequest, info: ModelInfo) -> dict[int, VLLMRe
                 **_of_prompt(prompt, start, request, info),
                 logprob_token_ids=None if whole else ids[-1:],
                 detokenize=False,
+                lora=lora,
             )
     return requests
 
@@ -270,7 +277,9 @@ def _outcome(output: RowOutput, parse: Callable[[Any], T]) -> T | RowFailure:
         return RowFailure(str(error))
 
 
-def _vllm_request(ids: list[int], *, streams: bool = False, **values: Any) -> VLLMRequest | RowFailure:
+def _vllm_request(
+    ids: list[int], *, streams: bool = False, lora: Any = None, **values: Any
+) -> VLLMRequest | RowFailure:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
@@ -281,7 +290,7 @@ def _vllm_request(ids: list[int], *, streams: bool = False, **values: Any) -> VL
         params = kind(**values, flat_logprobs=True, output_kind=output_kind, skip_clone=True)
     except refusals() as error:
         return RowFailure(str(error))
-    return VLLMRequest(tokens_input(ids), params)
+    return VLLMRequest(tokens_input(ids), params, lora)
 
 
 @functools.cache

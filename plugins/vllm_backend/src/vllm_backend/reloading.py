@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,14 @@ def checkpoint_of(config: Any) -> Expected | None:
                 "on a CPU vLLM cannot replace the weights of this model: its head is tied, or it has experts"
             )
         return None
-    folder = local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    folder = files_of(config)
     return _shapes_by_configuration(model) if dummy and folder is None else folder
+
+
+def files_of(config: Any) -> Path | None:
+    """Return the folder of the model's safetensors, even if vLLM could not load others; None if there is none."""
+    model = config.model_config
+    return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
 
 
 def _shapes_by_configuration(model: Any) -> Mapping[str, tuple[int, ...]]:

@@ -21,7 +21,8 @@ from corelm.spec import (
 )
 from corelm.support import Deadline, InFlight, Streamed, local_checkpoint, opening_within, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
-from vllm_backend.capabilities import ModelHints, ServerInfo, read_server
+from vllm_backend.adapters import ServerAdapters
+from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
@@ -56,6 +57,7 @@ class VLLMServer:
         self._client = client
         self._info = info
         self._in_flight = InFlight()
+        self._adapters = ServerAdapters(client, info, self.health)
         self._initial_version = self._weight_version(deadline.left())
         self._loaded_version: str | None = None
         self._asleep = False
@@ -141,21 +143,23 @@ class VLLMServer:
         return local_checkpoint(self._info.model)
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        model = self._adapters.model(request.adapter)
         payloads = protocol.generation_requests(request, self._info)
         streams = streamed = None
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, payloads, self._info)
         answered = protocol.counted(request.on_answer)
-        entries, version = self._post(payloads, request.request_ids, request.timeout, streamed, answered)
+        entries, version = self._post(payloads, request.request_ids, request.timeout, model, streamed, answered)
         result = self._client.secrets.masked_result(
             protocol.generation_result(request, payloads, entries, self._info, streams)
         )
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
+        model = self._adapters.model(request.adapter)
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
-        entries, version = self._post(list(payloads.values()), names, request.timeout)
+        entries, version = self._post(list(payloads.values()), names, request.timeout, model)
         result = self._client.secrets.masked_result(protocol.scoring_result(request, payloads, entries, self._info))
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
 
@@ -163,6 +167,11 @@ class VLLMServer:
         """Load the safetensors in `folder`, which the server must see at the same path."""
         with self._new_weights(request):
             self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def load_adapter(self, request: WeightUpdate) -> None:
+        """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
+        with self._client.secrets.masking_errors():
+            self._adapters.update(request, local_checkpoint(self._info.files))
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget what was computed with the old weights: their owner has changed them in the server."""
@@ -226,6 +235,7 @@ class VLLMServer:
         payloads: Sequence[Payload],
         names: Sequence[str],
         timeout: float | None,
+        model: str,
         streamed: Streamed | None = None,
         answered: Callable[[int, Any], None] | None = None,
     ) -> tuple[list[Any], str | None]:
@@ -241,7 +251,7 @@ class VLLMServer:
         before = self._weight_version(deadline.left())
         with self._in_flight.named(names) as ids:
             requests = [
-                {**payload, "model": self._info.name, "request_id": request_id}
+                {**payload, "model": model, "request_id": request_id}
                 for payload, request_id in zip(payloads, ids, strict=True)
             ]
             entries = self._client.post_each(

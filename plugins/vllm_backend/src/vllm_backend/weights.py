@@ -36,6 +36,9 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
         EngineError: the weights fit, but were not loaded; or a tensor of a stream that was handed over one by one did
             not fit. The engine has no usable weights.
     """
+    if request.adapter is not None:
+        engine.load_adapter(request)
+        return
     if request.by_owner:
         engine.forget(request)
     elif request.path is not None:

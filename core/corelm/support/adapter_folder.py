@@ -1,0 +1,149 @@
+"""A LoRA adapter for an engine that reads a folder: found to fit first, as engines fail half-way or not at all.
+
+An engine may look at such a folder again, long after it has loaded it. So the folder is kept until the adapter goes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
+from corelm.spec.records import WeightUpdate
+from corelm.support.checkpoints import Shapes, shapes_of, tensor_shapes, whole_tensor
+
+#: How PEFT ends the names of the two matrices of a layer, and what it begins all names with.
+_DOWN, _UP, _PREFIX = ".lora_A.weight", ".lora_B.weight", "base_model.model."
+#: How PEFT names the files of an adapter.
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapter_folder(
+    request: WeightUpdate,
+    checkpoint: Path | None,
+    *,
+    largest_rank: int | None,
+    option: str,
+    problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
+) -> TemporaryDirectory[str]:
+    """Return a temporary folder with the LoRA adapter of a request, once it has been found to fit.
+
+    The folder of a path is copied: its owner may write the next version there, and the engine may read it again.
+
+    Args:
+        request: an update that loads an adapter.
+        checkpoint: the folder of the base model's checkpoint. None if it cannot be read here: shapes are not compared.
+        largest_rank: the largest rank that the engine takes; None if that is not known.
+        option: how the engine is told a larger rank, as in ``max_lora_rank``.
+        problems: returns what else this engine cannot take of tensors with these names and shapes.
+
+    Raises:
+        InvalidRequestError: there is no adapter, or it does not fit; `field` is ``path`` or ``state_dict``.
+        CapabilityError: it is not a LoRA adapter.
+    """
+    config = checked_adapter(request, checkpoint, largest_rank=largest_rank, option=option, problems=problems)
+    temporary = TemporaryDirectory(prefix="corelm-adapter-")
+    folder = Path(temporary.name)
+    try:
+        if request.state_dict is not None:
+            _save(request.state_dict, folder / _TENSORS)
+        else:
+            assert request.path is not None
+            shutil.copyfile(request.path / _TENSORS, folder / _TENSORS)
+        (folder / _CONFIG).write_text(json.dumps(config))
+    except BaseException:
+        temporary.cleanup()
+        raise
+    return temporary
+
+
+def checked_adapter(
+    request: WeightUpdate,
+    checkpoint: Path | None,
+    *,
+    largest_rank: int | None,
+    option: str,
+    problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
+) -> Mapping[str, Any]:
+    """Return the configuration of an adapter, if it fits. Arguments and errors are those of `adapter_folder`."""
+    field = "path" if request.state_dict is None else "state_dict"
+    config: Mapping[str, Any]
+    shapes: Shapes
+    if request.state_dict is not None:
+        config, shapes = request.adapter_config or {}, shapes_of(request.state_dict)
+    else:
+        assert request.path is not None
+        config, shapes = _read(request.path)
+    _check_kind(config)
+    found = [*_rank_problems(config, largest_rank, option), *_shape_problems(shapes, checkpoint), *problems(shapes)]
+    if found:
+        raise InvalidRequestError(f"{field}: the adapter does not fit: {first_few(found)}", field=field)
+    return config
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    # Copies, since safetensors refuses tensors that share memory.
+    copies = {name: whole_tensor(value).to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+    save_file(copies, file, metadata={"format": "pt"})
+
+
+def _read(folder: Path) -> tuple[Mapping[str, Any], Shapes]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((folder / _CONFIG).read_text())
+        with safe_open(folder / _TENSORS, framework="pt") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+        if not isinstance(config, dict):
+            raise ValueError(f"{_CONFIG} is not a mapping")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidRequestError(
+            f"path: there is no readable adapter in {folder} ({described(error)}); give a folder that save_pretrained "
+            "of a PEFT model wrote",
+            field="path",
+        ) from error
+    return config, shapes
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CapabilityError(
+            f"the engine takes LoRA adapters only, and this one is {config.get('peft_type')!r}; merge it into the "
+            "model with update_weights(peft_model)",
+            capability="adapters",
+        )
+
+
+def _rank_problems(config: Mapping[str, Any], largest: int | None, option: str) -> list[str]:
+    rank = max([config.get("r") or 0, *(config.get("rank_pattern") or {}).values()])
+    if largest is None or rank <= largest:
+        return []
+    return [f"its rank {rank} is above {option}={largest}; open the engine with {option}={rank} or more"]
+
+
+def _shape_problems(shapes: Shapes, checkpoint: Path | None) -> list[str]:
+    if not shapes:
+        return ["it has no tensors"]
+    if checkpoint is None:
+        return []
+    base, problems = tensor_shapes(checkpoint), []
+    for name, shape in sorted(shapes.items()):
+        end = next((end for end in (_DOWN, _UP) if name.endswith(end)), None)
+        layer = name.removeprefix(_PREFIX).removesuffix(end or "")
+        # Experts have other names in the module than in the checkpoint, and a tied head has none there.
+        if end is None or "expert" in layer or (layer == "lm_head" and "lm_head.weight" not in base):
+            continue
+        weight = base.get(f"{layer}.weight")
+        if weight is None:
+            problems.append(f"{name!r} belongs to no layer of this model")
+        elif len(weight) == 2 and shape[-1 if end == _DOWN else 0] != weight[-1 if end == _DOWN else 0]:
+            problems.append(f"{name!r} is {shape}, for a weight that is {weight}")
+    return problems

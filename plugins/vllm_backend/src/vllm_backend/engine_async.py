@@ -1,0 +1,235 @@
+"""vLLM in this process, asynchronous mode: an event loop drives vLLM's `AsyncLLM`, for many threads at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from threading import Thread
+from typing import Any
+
+from torch import Tensor
+
+from corelm.errors import BackendClosedError, EngineError
+from corelm.spec import (
+    AbortRequest,
+)
+from corelm.support import EventLoopThread, RowFailure, done_within
+from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.compat import refusals
+from vllm_backend.engine import DEAD, KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.handover import GpuHandover
+from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+
+ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
+
+#: Seconds that the engine's process gets to shut down before it is killed.
+_SHUTDOWN_GRACE = 30.0
+
+
+class AsyncEngine(InProcessEngine):
+    """vLLM's `AsyncLLM`, which runs its engine in another process, driven by an event loop on its own thread.
+
+    Attributes:
+        loop: the event loop; everything that touches `llm` runs there.
+        llm: vLLM's `AsyncLLM`; None once the engine is closed.
+        in_flight: vLLM's id of every request in flight, with the caller's name. Two callers may use the same name.
+    """
+
+    streams_tensors = True
+
+    def __init__(self, loop: EventLoopThread, llm: Any, info: ModelInfo) -> None:
+        super().__init__(info)
+        self.loop = loop
+        self.llm = llm
+        self.in_flight: dict[str, str] = {}
+        self._aborted: set[str] = set()
+        self._handover: GpuHandover | None = None
+        self._numbers = itertools.count()
+
+    @classmethod
+    def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
+        """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
+        loop = EventLoopThread("vllm")
+        starting = loop.submit(_start(arguments))
+        try:
+            done_within(starting)
+        except BaseException:
+            # Ctrl-C, for example. Nothing ends vLLM while it starts, so that is done afterwards.
+            Thread(target=_discard, args=(loop, starting), name="vllm-discarded").start()
+            raise
+        try:
+            llm = starting.result()
+        except BaseException:
+            loop.stop()
+            raise
+        try:
+            info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
+            engine = cls(loop, llm, info)
+            engine.choose_scoring(llm.vllm_config)
+        except BaseException:
+            loop.stop()
+            _shut_down(llm)
+            raise
+        return engine
+
+    def run(
+        self,
+        requests: Sequence[VLLMRequest | RowFailure],
+        names: Sequence[str],
+        timeout: float | None,
+        on_output: OnOutput | None = None,
+    ) -> list[RowOutput]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._require_usable()
+        try:
+            return self.loop.run(self.serve(requests, names, on_output), timeout)
+        except TimeoutError:
+            raise timeout_error(timeout) from None
+        except Exception as error:
+            if self._closed:
+                raise BackendClosedError("this vLLM engine was closed during the call") from error
+            if isinstance(error, EngineDeadError):
+                raise EngineError(DEAD, usable=False) from error
+            raise
+
+    async def serve(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], on_output: OnOutput | None = None
+    ) -> list[RowOutput]:
+        """Do what `run` does, on the event loop and without a timeout."""
+        ids = [str(next(self._numbers)) for _ in requests]
+        self.in_flight.update(zip(ids, names, strict=True))
+        tasks = [
+            asyncio.create_task(self._answer(request, name, None if on_output is None else partial(on_output, number)))
+            for number, (request, name) in enumerate(zip(requests, ids, strict=True))
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # If one request has failed or the caller has left, the others must not go on in the engine.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for request_id in ids:
+                del self.in_flight[request_id]
+            self._aborted.difference_update(ids)
+
+    def abort(self, request: AbortRequest) -> bool:
+        self._require_usable()
+        self.loop.run(self.abort_named(frozenset(request.request_ids)))
+        return True
+
+    async def abort_named(self, names: frozenset[str]) -> None:
+        """Do what `abort` does, on the event loop."""
+        ids = [request_id for request_id, name in self.in_flight.items() if name in names]
+        self._aborted.update(ids)
+        await self.llm.abort(ids)
+
+    def health(self) -> bool:
+        return not (self._closed or self._broken or self.llm.errored)
+
+    def close(self) -> None:
+        self._closed = True
+        # This cancels the requests in flight; their callers get a BackendClosedError.
+        self.loop.stop()
+        self.adapters.close()
+        _shut_down(self.llm)
+        with collecting_garbage():
+            self.llm = None
+
+    async def _answer(
+        self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None
+    ) -> RowOutput:
+        """Return the engine's final output for one request. If this is cancelled, vLLM aborts the request."""
+        if isinstance(request, RowFailure):
+            return request
+        if request_id in self._aborted:
+            return ABORTED_EARLY
+        try:
+            generate = self.llm.generate
+            async for output in generate(request.prompt, request.params, request_id, lora_request=request.lora):
+                if on_output is not None:
+                    on_output(output)
+        except refusals() as error:
+            return RowFailure(str(error))
+        return output
+
+    def _replace_adapter(self, new: Any, old: Any) -> None:
+        self.loop.run(self._replace_on_loop(new, old))
+
+    async def _replace_on_loop(self, new: Any, old: Any) -> None:
+        if new is not None:
+            await self.llm.add_lora(new)
+        if old is not None:
+            # A request whose caller has left may still be in the engine and need it.
+            await self.llm.pause_generation(mode="abort", clear_cache=False)
+            await self.llm.remove_lora(old.lora_int_id)
+            if not self._asleep:
+                await self.llm.resume_generation()
+
+    def needs_file(self, tensors: Iterable[Tensor]) -> str:
+        if not self._info.takes_gpu_memory:
+            return "the engine was opened without weight_transfer_config={'backend': 'ipc'}"
+        from vllm import envs
+
+        if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            return "vLLM passes handles of GPU memory only with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+        if not all(tensor.is_cuda for tensor in tensors):
+            return "they are not on a GPU"
+        self._handover = self._handover or GpuHandover(self._call_workers)
+        return self._handover.obstacle()
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        assert self._handover is not None, "needs_file was not asked"
+        self._handover.load(tensors, largest)
+
+    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
+        found: list[Any] = self.loop.run(self.llm.collective_rpc(method, kwargs=arguments))
+        return found
+
+    @contextmanager
+    def _while_idle(self) -> Iterator[None]:
+        # A request whose caller has left may still be in the engine and would keep its cached blocks.
+        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+        yield
+        if not self.loop.run(self.llm.reset_prefix_cache()):
+            raise RuntimeError(KEPT_CACHE)
+        if not self._asleep:
+            # Otherwise there is no cache to run with; waking it resumes vLLM.
+            self.loop.run(self.llm.resume_generation())
+
+    def _sleep(self, level: int) -> None:
+        self.loop.run(self.llm.sleep(level))
+
+    def _wake(self, tags: list[str]) -> None:
+        self.loop.run(self.llm.wake_up(tags))
+
+
+def _shut_down(llm: Any) -> None:
+    # vLLM's default of 5 seconds is too short on a busy machine.
+    llm.shutdown(timeout=_SHUTDOWN_GRACE)
+
+
+def _discard(loop: EventLoopThread, starting: Future[Any]) -> None:
+    """Shut down an engine that nobody waits for any more, once it has started."""
+    failed = starting.exception() is not None
+    loop.stop()
+    if not failed:
+        _shut_down(starting.result())
+
+
+async def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # With its own default, vLLM works on an eighth of the rows and tokens that `vllm.LLM` does on a large GPU.
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    # vLLM asks its process for this once. Afterwards a request is registered in the same step that makes it, so that an
+    # abort finds it.
+    await llm.get_supported_tasks()
+    return llm

@@ -1,0 +1,148 @@
+"""LoRA adapters in a real vLLM: named in each call, replaced while it runs, and never mixed in its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import corelm
+from corelm import Backend
+from corelm.errors import CapabilityError, InvalidRequestError
+from engines.vllm.conftest import Open
+from engines.vllm.launch import VLLMServerProcess
+from helpers import oracle
+from helpers.lora import lora, merged, save
+from helpers.tiny_models import random_rows, tiny_model
+
+ROWS = random_rows(3, 40, 33)
+BASE = tiny_model(hidden_size=128)
+ONE, TWO, HEAD = lora(BASE), lora(BASE, seed=1, rank=4), lora(BASE, seed=2, targets=["q_proj", "lm_head"])
+
+
+def plain(adapter: Any = None) -> Any:
+    model = tiny_model(hidden_size=128)
+    return model if adapter is None else merged(model, adapter[0])
+
+
+@pytest.fixture(scope="module", params=["async", "sync"])
+def backend(open_vllm: Open, request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with open_vllm(engine=request.param, enable_lora=True, max_lora_rank=8, max_loras=2) as backend:
+        yield backend
+
+
+def assert_is(backend: Backend, adapter: Any, model: Any, label: str) -> None:
+    scored = backend.score_logprobs(ROWS, adapter=adapter)
+    for ids, found in zip(ROWS, scored.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-4)
+    out = backend.generate(ROWS, {"max_new_tokens": 8, "ignore_eos": True, "seed": 0}, adapter=adapter)
+    for prompt, answer, found in zip(ROWS, out.ids.tolist(), out.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=0, atol=1e-4)
+    assert scored.weight_versions == out.weight_versions == (label,) * len(ROWS)
+
+
+def test_each_call_has_its_adapter(backend: Backend, tmp_path: Path) -> None:
+    backend.load_adapter("one", ONE[0], config=ONE[1], version="1")
+    folder = save(*TWO, tmp_path / "two")
+    backend.load_adapter("two", folder, version="1")
+    # vLLM may read the folder again, and its owner may write another version there.
+    save(*HEAD, folder)
+    models = {"one": plain(ONE), "two": plain(TWO), None: plain(), False: plain()}
+    labels = {"one": "0+one@1", "two": "0+two@1", None: "0", False: "0+none"}
+    assert float((oracle.logprobs(models["one"], ROWS[0]) - oracle.logprobs(models[None], ROWS[0])).abs().max()) > 0.1
+    for _ in range(2):
+        for adapter, model in models.items():
+            assert_is(backend, adapter, model, labels[adapter])
+    # On a CPU, vLLM would give rows without an adapter that of other rows in the same step.
+    with ThreadPoolExecutor(4) as threads:
+        scored = {name: threads.submit(backend.score_logprobs, ROWS, adapter=name) for name in models}
+        for name, future in scored.items():
+            found = future.result().logprobs.split()[0]
+            torch.testing.assert_close(found, oracle.logprobs(models[name], ROWS[0]), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_is_replaced_and_its_cached_blocks_are_not_read(backend: Backend) -> None:
+    for version, adapter in enumerate((ONE, TWO, ONE)):
+        backend.load_adapter("policy", adapter[0], config=adapter[1], version=str(version))
+        assert_is(backend, "policy", plain(adapter), f"0+policy@{version}")
+        assert_is(backend, "policy", plain(adapter), f"0+policy@{version}")
+    assert_is(backend, False, plain(), "0+none")
+    backend.unload_adapter("policy")
+    with pytest.raises(InvalidRequestError, match="there is no 'policy'"):
+        backend.score_logprobs(ROWS, adapter="policy")
+
+
+def test_new_base_weights_leave_the_adapters(backend: Backend) -> None:
+    backend.load_adapter("one", ONE[0], config=ONE[1], version="2")
+    other = tiny_model(hidden_size=128, seed=1)
+    backend.update_weights(other.state_dict(), version="other")
+    assert_is(backend, False, other, "other+none")
+    assert_is(backend, "one", merged(other, ONE[0]), "other+one@2")
+    backend.update_weights(plain().state_dict(), version="0")
+    assert_is(backend, "one", plain(ONE), "0+one@2")
+
+
+def test_what_does_not_fit_is_refused(backend: Backend, tmp_path: Path) -> None:
+    backend.load_adapter("one", ONE[0], config=ONE[1], version="3")
+    large, wide = lora(BASE, rank=16), lora(tiny_model(hidden_size=64))
+    deep = lora(tiny_model(hidden_size=128, num_hidden_layers=3))
+    bad = [
+        (large, InvalidRequestError, "max_lora_rank=16"),
+        (wide, InvalidRequestError, "for a weight that is"),
+        (deep, InvalidRequestError, "belongs to no layer"),
+        (({}, ONE[1]), InvalidRequestError, "no tensors"),
+        ((ONE[0], {**ONE[1], "peft_type": "IA3"}), CapabilityError, "LoRA adapters only"),
+        (HEAD, InvalidRequestError, "expected target modules"),
+        ((ONE[0], {**ONE[1], "use_dora": True}), InvalidRequestError, "DoRA"),
+    ]
+    for (state, config), kind, says in bad:
+        with pytest.raises(kind, match=says):
+            backend.load_adapter("one", state, config=config)
+    with pytest.raises(InvalidRequestError, match="no readable adapter"):
+        backend.load_adapter("one", tmp_path)
+    assert_is(backend, "one", plain(ONE), "0+one@3")
+
+
+def test_an_engine_without_lora_says_how_to_open_it(shared: Backend) -> None:
+    with pytest.raises(CapabilityError, match="README"):
+        shared.load_adapter("one", ONE[0], config=ONE[1])
+
+
+def test_a_server_loads_adapters_from_folders(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    one, two, large = (save(*each, tmp_path / str(n)) for n, each in enumerate((ONE, TWO, lora(BASE, rank=16))))
+    options = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", f"sql={one}")
+    with VLLMServerProcess(tiny_folder, tmp_path / "log", *options) as server:
+        opening = {"base_url": server.url, "api_key": server.key}
+        with corelm.get_backend("vllm", **opening) as backend:
+            assert_is(backend, "sql", plain(ONE), "0+sql@0")
+            backend.load_adapter("policy", two, version="a")
+            assert_is(backend, "policy", plain(TWO), "0+policy@a")
+            # The folder has another version now.
+            save(*ONE, two)
+            backend.load_adapter("policy", two, version="b")
+            assert_is(backend, "policy", plain(ONE), "0+policy@b")
+            assert_is(backend, False, plain(), "0+none")
+            for weights, kind, says in (
+                (large, InvalidRequestError, "rank 16"),
+                (tmp_path, InvalidRequestError, "no readable adapter"),
+                (tmp_path / "nothing", InvalidRequestError, "No adapter found"),
+                (ONE[0], CapabilityError, "from a folder"),
+            ):
+                with pytest.raises(kind, match=says):
+                    backend.load_adapter("policy", weights, **({"config": ONE[1]} if weights is ONE[0] else {}))
+            with pytest.raises(InvalidRequestError, match="was started with 'sql'"):
+                backend.load_adapter("sql", one)
+            assert_is(backend, "policy", plain(ONE), "0+policy@b")
+            backend.unload_adapter("policy")
+            with pytest.raises(InvalidRequestError, match="there is no 'policy'; there are 'sql'"):
+                backend.generate(ROWS, adapter="policy")
+        with corelm.get_backend("vllm", "sql", **opening) as backend:
+            assert_is(backend, None, plain(ONE), "0")
+            assert_is(backend, False, plain(), "0+none")
