@@ -5,6 +5,7 @@ Implausible replies are in `test_server`.
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
@@ -151,3 +152,72 @@ def test_scores_that_are_aborted_are_an_error(info):
     )
     result = scoring_result(request, [ABORTED], info)
     assert result.errors == ("the request was aborted",) and result.scored.tolist() == [[False, False]]
+
+
+# The most probable ids, as lists and as arrays ------------------------------------------------------------------------
+
+ROW, BEST, VALUES = [5, 6, 7, 8], [9, 7, 8], [-0.25, -1.0, -0.125]
+
+
+def scored(info: ServerInfo, **candidates: Any) -> Any:
+    """Return what becomes of a row with these fields for its most probable ids."""
+    request = ScoreRequest(
+        sequences=Ragged.from_list([ROW]),
+        score_from=torch.tensor([1]),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("row",),
+        timeout=None,
+        return_argmax=True,
+    )
+    entries = [[None, 5, None], [-2.0, 6, None], [-1.0, 7, None], [-0.125, 8, None]]
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "default", "input_token_logprobs": entries}
+    return scoring_result(request, [{"output_ids": [], "meta_info": meta | candidates}], info)
+
+
+def arrays(best: list[int] = BEST, values: list[float] = VALUES, **changes: Any) -> dict[str, Any]:
+    """The fields of a server that knows ``return_flat_raw_top_logprobs_b64``."""
+    parts = {"idx": torch.tensor(best, dtype=torch.int32), "val": torch.tensor(values, dtype=torch.float32)}
+    fields: dict[str, Any] = {"input_top_logprobs_shape": [3, 1], "input_top_logprobs_null_prefix": 1}
+    for part, found in parts.items():
+        name = f"input_top_logprobs_{part}_flat_b64"
+        fields[name] = base64.b64encode(found.numpy().tobytes()).decode()
+        fields[f"{name}_dtype"] = str(found.dtype).removeprefix("torch.")
+    return fields | {f"input_top_logprobs_{name}": value for name, value in changes.items()}
+
+
+def test_the_most_probable_ids_are_the_same_from_lists_and_from_arrays(info):
+    nested = [None, *([[value, token, None]] for value, token in zip(VALUES, BEST, strict=True))]
+    plain = {"val_flat": VALUES, "idx_flat": BEST, "shape": [3, 1], "null_prefix": 1}
+    for fields in (
+        {"input_top_logprobs": nested},
+        arrays(),
+        {f"input_top_logprobs_{name}": value for name, value in plain.items()},
+    ):
+        result = scored(info, **fields)
+        assert result.errors is None and result.argmax.tolist() == [[-1, *BEST]]
+        assert result.logprobs.tolist() == [[0.0, -2.0, -1.0, -0.125]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (arrays(shape=[3, 2]), "leave out return_argmax=True"),
+        (arrays(shape=[2, 1]), "leave out return_argmax=True"),
+        (arrays(null_prefix=0), "leave out return_argmax=True"),
+        (arrays(best=BEST[:2]), "leave out return_argmax=True"),
+        (arrays(values=VALUES[:2]), "leave out return_argmax=True"),
+        (arrays(best=[], values=[]), "leave out return_argmax=True"),
+        (arrays(val_flat_b64="***"), "not built as expected"),
+        (arrays(val_flat_b64="AAA="), "not built as expected"),
+        (arrays(val_flat_b64_dtype="float64"), "not built as expected"),
+        (arrays(best=[9, 7, VOCAB]), "outside the vocabulary"),
+        (arrays(values=[math.nan, -1.0, -0.125]), "log-prob at position 0 is nan"),
+        (arrays(values=[-3.0, -1.0, -0.125]), "names id 9 with the log-prob -3"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_an_error_of_their_row(info, fields, message):
+    result = scored(info, **fields)
+    assert message in result.errors[0] and result.scored.tolist() == [[False] * 4]

@@ -6,10 +6,13 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
+
+import torch
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -40,6 +43,12 @@ GENERATE = "/generate"
 _MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
+#: Asks for the most probable ids, and with the last two fields for arrays of them. Older servers ignore these fields.
+_MOST_PROBABLE: Payload = {
+    "top_logprobs_num": 1,
+    "return_flat_raw_top_logprobs": True,
+    "return_flat_raw_top_logprobs_b64": True,
+}
 #: The parts of an entry ``[logprob, id, text]``.
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
@@ -166,7 +175,7 @@ def scoring_requests(request: ScoreRequest) -> list[Payload]:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": _logprob_start(ids, start),
-            **({"top_logprobs_num": 1} if request.return_argmax else {}),
+            **(_MOST_PROBABLE if request.return_argmax else {}),
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
@@ -284,12 +293,43 @@ def _argmax(meta: Any, ids: Sequence[int], logprobs: Sequence[float], info: Serv
 
     Here SGLang does not write the last id of the vocabulary as 0; see `_check_echo`.
     """
-    top = meta.get("input_top_logprobs")
-    if not isinstance(top, list) or len(top) != len(ids) + 1 or not all(top[1:]):
-        raise RowError("it does not have input_top_logprobs for every token; leave out return_argmax=True")
-    best = [candidates[0] for candidates in top[1:]]
-    argmax = checked_ids([token for _, token, *_ in best], vocab_size=info.capabilities.vocab_size, limit=len(ids))
-    return checked_argmax(argmax, [value for value, *_ in best], ids, logprobs)
+    if "input_top_logprobs_shape" in meta:
+        best, values = _flat_candidates(meta, len(ids))
+    else:
+        top = meta.get("input_top_logprobs")
+        if not isinstance(top, list) or len(top) != len(ids) + 1 or not all(top[1:]):
+            raise _no_candidates()
+        candidates = [each[0] for each in top[1:]]
+        best, values = [token for _, token, *_ in candidates], [value for value, *_ in candidates]
+    argmax = checked_ids(best, vocab_size=info.capabilities.vocab_size, limit=len(ids))
+    return checked_argmax(argmax, values, ids, logprobs)
+
+
+def _flat_candidates(meta: Any, count: int) -> tuple[Any, Any]:
+    """Return the most probable ids and their log-probs from the arrays of a reply, which leave out its first position.
+
+    Raises:
+        RowError: there is not one for each of `count` positions.
+    """
+    shape, skipped = meta["input_top_logprobs_shape"], meta["input_top_logprobs_null_prefix"]
+    found = [_array(meta, f"input_top_logprobs_{part}_flat") for part in ("idx", "val")]
+    if shape != [count, 1] or skipped != 1 or any(len(array) != count for array in found):
+        raise _no_candidates()
+    return found[0], found[1]
+
+
+def _array(meta: Any, name: str) -> Any:
+    """Return an array of a reply as a list. A server that cannot write it in base64 sends a list."""
+    if name in meta:
+        return meta[name]
+    dtype = {"float32": torch.float32, "int32": torch.int32}[meta[f"{name}_b64_dtype"]]
+    data = bytearray(base64.b64decode(meta[f"{name}_b64"], validate=True))
+    # An empty buffer has no tensor.
+    return torch.frombuffer(data, dtype=dtype).tolist() if data else []
+
+
+def _no_candidates() -> RowError:
+    return RowError("it does not have input_top_logprobs for every token; leave out return_argmax=True")
 
 
 def _finish_reason(meta: Any) -> str:
