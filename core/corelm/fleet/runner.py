@@ -64,7 +64,6 @@ class FleetRunner(Flights):
         state: the state machine.
         lives: the engines.
         closed: whether the fleet was closed.
-        asleep: whether the engines sleep, so that none is started.
 
     Raises:
         InvalidRequestError: two replicas would not answer alike.
@@ -83,7 +82,6 @@ class FleetRunner(Flights):
         self.lives = Lives(members, opened, canary, self.state, self._lock, self.do)
         self._checks: dict[Life, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
-        self.asleep = False
         for name, replica in opened.items():
             self._speeds[name] = Throughput(time.monotonic())
             most = None if replica.capabilities.concurrent_calls else 1
@@ -168,7 +166,7 @@ class FleetRunner(Flights):
         with self._lock:
             if self.closed:
                 raise BackendClosedError("the fleet is closed")
-            if self.asleep:
+            if self.state.asleep:
                 raise BackendAsleepError("an engine cannot join a fleet that sleeps; call backend.wake() first")
             one_call = any(not each.capabilities.concurrent_calls for each in self.lives.replicas())
             now = time.monotonic()
@@ -213,7 +211,7 @@ class FleetRunner(Flights):
                 self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
             elif now - since > _HEALTH:
                 self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
-        self.do(self.state.tick, restart=not self.asleep)
+        self.do(self.state.tick)
 
     # Decisions --------------------------------------------------------------------------------------------------------
 

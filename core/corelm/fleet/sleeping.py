@@ -39,14 +39,16 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
         EngineError: no engine is left.
     """
     # From now on, nothing is started. What is being started finishes first: it could not be put to sleep half-way.
-    runner.asleep = True
+    runner.do(runner.state.fall_asleep)
     try:
         _await_started(runner)
         _each(runner, lambda replica: replica.backend.sleep(request.level), "it did not fall asleep")
     except BaseException as error:
-        runner.asleep = False
         if isinstance(error, _REFUSALS):
             _each(runner, _wake_with_weights, "it did not wake")
+        if isinstance(error, Exception):
+            runner.do(runner.state.woken)
+        # After Ctrl-C, engines may still fall asleep. `wake` wakes them, and starts those that were lost.
         raise
 
 
@@ -61,7 +63,6 @@ def wake_all(runner: FleetRunner, request: WakeRequest) -> None:
         _each(runner, lambda replica: replica.backend.wake(request.tags), "it did not wake")
     finally:
         if request.last:
-            runner.asleep = False
             runner.do(runner.state.woken)
 
 
@@ -75,7 +76,7 @@ def _await_started(runner: FleetRunner) -> None:
     """Wait until no engine is being started or loads weights. The limits of the fleet bound this."""
     busy = (*STARTING, State.STALE)
     while not runner.closed and any(each.state in busy for each in list(runner.state.replicas.values())):
-        runner.do(runner.state.tick, restart=False)
+        runner.do(runner.state.tick)
         time.sleep(_LOOK)
 
 

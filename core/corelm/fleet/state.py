@@ -47,6 +47,7 @@ class FleetState(FleetSteps):
         rows: the rows that have no answer yet, and the flights that they are in.
         epoch: the weights in force.
         updating: the epoch that an update is loading; None while the gate is open.
+        asleep: whether the replicas sleep, so that none may be started: others use the memory that it would take.
     """
 
     # Replicas ---------------------------------------------------------------------------------------------------------
@@ -183,8 +184,14 @@ class FleetState(FleetSteps):
             self._advance(replica, now)
         return self._decided(now)
 
+    def fall_asleep(self, now: float) -> list[Decision]:
+        """Start no replica any more, because those that run will sleep."""
+        self.asleep = True
+        return self._decided(now)
+
     def woken(self, now: float) -> list[Decision]:
         """Note that the replicas have slept and are awake: their canaries have to agree again."""
+        self.asleep = False
         for replica in self.replicas.values():
             if replica.state is State.HEALTHY and not replica.flights:
                 replica.agreed = None
@@ -300,17 +307,12 @@ class FleetState(FleetSteps):
 
     # Time -------------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float, restart: bool = True) -> list[Decision]:
-        """Restart replicas whose backoff is over, and end what takes too long. Call this about once a second.
-
-        Args:
-            now: the time.
-            restart: False starts none: the memory that it would take is used by others.
-        """
+    def tick(self, now: float) -> list[Decision]:
+        """Restart replicas whose backoff is over, and end what takes too long. Call this about once a second."""
         limits = self.limits
         for replica in self.replicas.values():
             waited = now - replica.since
-            if replica.state is State.DEAD and now >= replica.retry_at and restart:
+            if replica.state is State.DEAD and now >= replica.retry_at and not self.asleep:
                 replica.life = Life(replica.name, replica.life.number + 1)
                 self._move(replica, State.RESTARTING, now)
                 self._decisions.append(Start(replica.life))

@@ -37,6 +37,7 @@ class FleetSteps:
         rows: the rows that have no answer yet, and the flights that they are in.
         epoch: the weights in force.
         updating: the epoch that an update is loading; None while the gate is open.
+        asleep: whether the replicas sleep, so that none may be started.
     """
 
     def __init__(self, limits: FleetLimits | None = None) -> None:
@@ -45,6 +46,7 @@ class FleetSteps:
         self.rows = Rows(self.limits.deaths)
         self.epoch = 0
         self.updating: int | None = None
+        self.asleep = False
         self._epochs = itertools.count(1)
         self._states: Counter[State] = Counter()
         # Replicas that take accused rows only; replicas that an update waits for; since when no replica is healthy.

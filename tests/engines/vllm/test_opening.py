@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -84,8 +85,14 @@ def test_ctrl_c_ends_the_wait_for_an_engine_that_is_starting(open_vllm: Open, en
     def own() -> bool:
         return any(each.name.startswith("vllm") and each not in others for each in threading.enumerate())
 
+    def waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        while frame.f_code.co_name != "done_within" and frame.f_back is not None:
+            frame = frame.f_back
+        return frame.f_code.co_name == "done_within"
+
     def interrupt() -> None:
-        wait_until(own)
+        assert wait_until(lambda: own() and waits(), 120.0)
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

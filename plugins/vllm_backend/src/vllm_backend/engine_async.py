@@ -54,8 +54,9 @@ class AsyncEngine(InProcessEngine):
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
         """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
         loop = EventLoopThread("vllm")
-        starting = loop.submit(_start(arguments))
+        starting: Future[Any] | None = None
         try:
+            starting = loop.submit(_start(arguments))
             done_within(starting)
         except BaseException:
             # Ctrl-C, for example. Nothing ends vLLM while it starts, so that is done afterwards.
@@ -214,11 +215,11 @@ def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=_SHUTDOWN_GRACE)
 
 
-def _discard(loop: EventLoopThread, starting: Future[Any]) -> None:
+def _discard(loop: EventLoopThread, starting: Future[Any] | None) -> None:
     """Shut down an engine that nobody waits for any more, once it has started."""
-    failed = starting.exception() is not None
+    failed = starting is None or starting.exception() is not None
     loop.stop()
-    if not failed:
+    if starting is not None and not failed:
         _shut_down(starting.result())
 
 
