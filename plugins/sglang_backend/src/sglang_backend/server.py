@@ -186,7 +186,8 @@ class SGLangServer:
         """Free the memory of the server's GPUs: weights, cache and CUDA graphs.
 
         Raises:
-            EngineError: the server works on requests of other clients, or failed.
+            InvalidRequestError: the server works on requests of other clients. Nothing has changed.
+            EngineError: the server failed.
         """
         # A server that is not idle would end itself; this refuses instead.
         self._client.post("/flush_cache", {}, expect_json=False)
