@@ -171,7 +171,7 @@ def test_a_row_that_overflows_leaves_the_fast_ways_alone(open_model: Open) -> No
 
     model.model.forward = forward
     backend = open_model(model)
-    backend.generate(PROMPTS, {"max_new_tokens": 4})
+    backend.generate(PROMPTS, {"max_new_tokens": 4, "seed": 0})
     sick = [[9] * 30, [7, 8] * 12]
     self_test = backend.engine.plugin.self_test
     plain_rows = [torch.tensor(row) for row in sick]
