@@ -51,7 +51,6 @@ test-tensordict: .venv-tensordict/.installed ## test everything that holds tenso
 
 test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU; takes minutes
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
-	.venv-vllm/bin/python -m pytest tests/plugins/transformers_backend/fast/test_reductions.py
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU; takes minutes
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
