@@ -253,7 +253,7 @@ def test_capabilities_are_the_intersection() -> None:
         if name == "score":
             without |= dict.fromkeys(("score_temperature", "logits", "argmax", "gradients"), False)
         if name == "update_weights":
-            without["without_weights"] = False
+            without |= dict.fromkeys(("without_weights", "weight_stream"), False)
         if name == "per_answer_seeds":
             without["seeds_are_costly"] = False
         less = Capabilities(vocab_size=9, max_context=4, **without)

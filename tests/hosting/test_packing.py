@@ -17,7 +17,7 @@ from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
 from corelm.hosting import packing
 from corelm.hosting.packing import pack, unpack
-from corelm.spec import Capabilities, Message, ProbeScores, records
+from corelm.spec import Capabilities, Message, ProbeScores, records, sleeping
 from corelm.spec.records import GenerateRequest, Ragged
 
 
@@ -109,6 +109,8 @@ def sample(annotation: str) -> Any:
         "Adapter": "policy",
         "Mapping[str, Any] | None": {"r": 4},
         "ProbeScores | None": ProbeScores(((1, 2, 3),), ((-0.5, -0.25),), "float32"),
+        # An iterator is read where it is: hosts do not declare `weight_stream`.
+        "Iterator[tuple[str, Tensor]] | None": None,
     }
     return values[annotation]
 
@@ -117,8 +119,9 @@ def sample(annotation: str) -> Any:
 LOCAL = {"ContainerRequest", "Parts", "Columns"}
 CROSSING = [
     cls
-    for name, cls in vars(records).items()
-    if inspect.isclass(cls) and cls.__module__ == records.__name__ and name not in LOCAL
+    for module in (records, sleeping)
+    for name, cls in vars(module).items()
+    if inspect.isclass(cls) and cls.__module__ == module.__name__ and name not in LOCAL
 ]
 
 
