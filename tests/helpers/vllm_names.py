@@ -5,6 +5,10 @@ from __future__ import annotations
 #: The names by the module that they are imported from.
 NEEDED: dict[str, frozenset[str]] = {
     "vllm": frozenset({"SamplingParams", "envs", "exceptions"}),
+    "vllm.distributed.weight_transfer.base": frozenset({"ParamMeta"}),
+    "vllm.distributed.weight_transfer.nccl_engine": frozenset(
+        {"NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"}
+    ),
     "vllm.distributed.weight_transfer.packed_tensor": frozenset({"packed_ipc_producer"}),
     "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
     "vllm.inputs": frozenset({"tokens_input"}),

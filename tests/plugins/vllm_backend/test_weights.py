@@ -37,7 +37,7 @@ class FakeEngine:
         self.handed_over: list[tuple[str, list[Any]]] = []
         self.largest = 0
         self.checkpoint = checkpoint
-        self.takes_state_dict = takes_state_dict
+        self.takes_state_dict, self.channel = takes_state_dict, None
         self.loaded: list[tuple[Path, dict[str, Tensor]]] = []
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:

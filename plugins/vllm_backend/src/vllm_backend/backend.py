@@ -22,7 +22,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import device_numbers, refuse_missing_path
+from corelm.support import WeightGroup, device_numbers, refuse_missing_path
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import InProcessEngine
@@ -61,6 +61,7 @@ class VLLMBackend:
         max_in_flight: int | None = None,
         max_retries: int | None = None,
         open_timeout: float | None = None,
+        weight_group: WeightGroup | str | None = None,
         **engine_args: Any,
     ) -> VLLMBackend:
         """Start vLLM on `model`, or use the server at `base_url`.
@@ -86,6 +87,8 @@ class VLLMBackend:
             max_in_flight: HTTP requests at a time; None is 4,096, or fewer if this process may not open as many.
             max_retries: how often a failed HTTP request is repeated.
             open_timeout: seconds to find out what the server can do.
+            weight_group: where the server's workers join this process, so that `update_weights` sends them tensors over
+                NCCL; None to load weights from a folder only.
             engine_args: vLLM's own engine arguments, passed on unchanged.
 
         Raises:
@@ -103,6 +106,7 @@ class VLLMBackend:
             "max_in_flight": max_in_flight,
             "max_retries": max_retries,
             "open_timeout": open_timeout,
+            "weight_group": weight_group,
         }
         if base_url is not None:
             _refuse_engine_options({"engine": engine, "devices": devices, **engine_args}, server_options)

@@ -74,6 +74,7 @@ class ServerInfo:
         files: the folder or hub name of the model's files; of an adapter, those of its base model.
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
+        weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
     """
 
     capabilities: Capabilities
@@ -85,6 +86,7 @@ class ServerInfo:
     files: str = ""
     base_name: str = ""
     adapters: frozenset[str] = frozenset()
+    weight_transfer: str | None = None
 
     @property
     def max_context(self) -> int:
@@ -169,6 +171,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         files=files,
         base_name=str((parent or card)["id"]),
         adapters=adapters,
+        weight_transfer=setting(running, "weight_transfer_config", "backend"),
     )
 
 

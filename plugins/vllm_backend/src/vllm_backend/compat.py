@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from corelm.errors import CapabilityError
+
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
@@ -26,3 +28,22 @@ def packer() -> Any:
     except ImportError:
         return None
     return packed_ipc_producer
+
+
+def nccl_trainer() -> tuple[Any, Any, Any]:
+    """Return what vLLM has for a trainer that sends weights over NCCL: the class of its settings, its class, and the
+    class that describes a tensor.
+
+    Raises:
+        CapabilityError: there is no vLLM in this process, or one without them.
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    except ImportError as error:
+        raise CapabilityError(
+            f"weight_group: this process needs vLLM 0.32 or newer as well, to send tensors over NCCL ({error}); "
+            'install it here: pip install "core[vllm]"',
+            capability="update_weights",
+        ) from error
+    return NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine, ParamMeta

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from corelm.errors import EngineError, InvalidRequestError
+from torch import Tensor
+
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     GenerateRequest,
@@ -19,13 +21,22 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import Deadline, InFlight, Streamed, local_checkpoint, opening_within, raise_if_none_was_served
+from corelm.support import (
+    Deadline,
+    InFlight,
+    Streamed,
+    WeightGroup,
+    local_checkpoint,
+    opening_within,
+    raise_if_none_was_served,
+)
 from vllm_backend import protocol_http as protocol
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
+from vllm_backend.weight_channel import ANSWER_TIMEOUT, FLAG, WeightChannel
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -47,13 +58,17 @@ class VLLMServer:
         capabilities: what the backend declares.
         tokenizer: the model's tokenizer.
         checkpoint: the folder on this machine with the model's safetensors; None where they are not on this machine.
+        channel: sends tensors to the server's workers; None if the server takes weights from a folder only.
     """
 
     takes_state_dict: Literal[False] = False
 
-    def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
+    def __init__(
+        self, client: HttpClient, info: ServerInfo, deadline: Deadline, group: WeightGroup | None = None
+    ) -> None:
         self.capabilities = info.capabilities
         self.tokenizer = info.tokenizer
+        self.channel = None if group is None else WeightChannel(client, group)
         self._client = client
         self._info = info
         self._in_flight = InFlight()
@@ -79,6 +94,7 @@ class VLLMServer:
         max_in_flight: int | None = None,
         max_retries: int = 5,
         open_timeout: float = OPEN_TIMEOUT,
+        weight_group: WeightGroup | str | None = None,
         trust_remote_code: bool = False,
     ) -> VLLMServer:
         """Find out what the server at `base_url` serves and what it can do.
@@ -98,6 +114,8 @@ class VLLMServer:
             max_in_flight: see `corelm.support.HttpClient`.
             max_retries: see `corelm.support.HttpClient`.
             open_timeout: seconds for all requests that find out what the server can do.
+            weight_group: where the server's workers join this process, to be sent tensors over NCCL; None to load
+                weights from a folder only.
             trust_remote_code: allow Python code that comes with the tokenizer, or with the model's configuration. Only
                 from a folder or repository that `tokenizer` or `model` names: a server must not choose which code runs.
 
@@ -108,6 +126,7 @@ class VLLMServer:
         """
         from corelm.support import HttpClient
 
+        group = WeightGroup.given(weight_group)
         if logprobs_mode not in (None, "raw", "processed"):
             raise InvalidRequestError(
                 f"logprobs_mode: with base_url it is 'raw' or 'processed', got {logprobs_mode!r}", field="logprobs_mode"
@@ -133,7 +152,9 @@ class VLLMServer:
         try:
             with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
                 info = probe_server(client, read_server(client, hints, deadline), logprobs_mode, deadline)
-                return cls(client, info, deadline)
+                if group is not None:
+                    _require_transfer(info)
+                return cls(client, info, deadline, group)
         except BaseException:
             client.close()
             raise
@@ -167,6 +188,23 @@ class VLLMServer:
         """Load the safetensors in `folder`, which the server must see at the same path."""
         with self._new_weights(request):
             self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def reload_tensors(
+        self, pairs: Iterable[tuple[str, Tensor]], some: Iterable[Tensor], request: WeightUpdate
+    ) -> None:
+        """Send tensors to the server's workers, which load them. Errors are those of `WeightChannel`.
+
+        Args:
+            pairs: names and tensors as in the checkpoint.
+            some: tensors of `pairs` that can be looked at before.
+        """
+        assert self.channel is not None
+        with self._client.secrets.masking_errors():
+            # A server that was restarted, or that another client has changed, has left the group.
+            again = self._weight_version(ANSWER_TIMEOUT) != self._loaded_version
+            self.channel.join(some, again=again)
+        with self._new_weights(request):
+            self.channel.send(pairs, reused=request.stream is not None)
 
     def load_adapter(self, request: WeightUpdate) -> None:
         """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
@@ -226,6 +264,8 @@ class VLLMServer:
         return True
 
     def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
         self._client.close()
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -297,10 +337,28 @@ class VLLMServer:
         self._client.post(f"/pause?mode={mode}", {}, retry=True)
         try:
             yield
-        finally:
-            # A server without its KV cache has nothing to run requests with; waking it resumes them.
-            if not self._asleep:
-                self._client.post("/resume", {}, retry=True)
+        except BaseException:
+            # What went wrong is what the caller has to know. The next update resumes a server that does not answer now.
+            with suppress(CoreLMError):
+                self._resume(ANSWER_TIMEOUT)
+            raise
+        self._resume()
+
+    def _resume(self, timeout: float | None = None) -> None:
+        # A server without its KV cache has nothing to run requests with; waking it resumes them.
+        if not self._asleep:
+            self._client.post("/resume", {}, retry=True, timeout=timeout)
 
     def _set_weight_version(self, version: str) -> None:
         self._client.post("/update_weight_version", {"new_version": version}, retry=True)
+
+
+def _require_transfer(info: ServerInfo) -> None:
+    """Refuse a server that takes no tensors over NCCL, as far as it says."""
+    if info.weight_transfer != "nccl":
+        says = "" if info.weight_transfer is None else f"; its backend is {info.weight_transfer!r}"
+        raise InvalidRequestError(
+            f"weight_group: the server does not take tensors over NCCL{says}; start it with {FLAG}, and with "
+            "VLLM_SERVER_DEV_MODE=1 in its environment, or leave the option out",
+            field="weight_group",
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate
 from corelm.support import expected_shapes, fitting, fitting_stream, weights_folder, whole_tensor
 
@@ -32,7 +32,7 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
 
     Raises:
         InvalidRequestError: the weights cannot be read or do not fit the model. Nothing has changed.
-        CapabilityError: tensors for a server. Nothing has changed.
+        CapabilityError: tensors for a server that cannot be sent any. Nothing has changed.
         EngineError: the weights fit, but were not loaded; or a tensor of a stream that was handed over one by one did
             not fit. The engine has no usable weights.
     """
@@ -45,9 +45,12 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
         _reload(engine, request)
     elif engine.takes_state_dict is True:
         _load_tensors(engine, request)
+    elif engine.channel is not None:
+        _send_tensors(engine, request)
     else:
         raise CapabilityError(
-            "a server loads weights from a folder that it can read; save the weights there and give the path",
+            "a server loads weights from a folder that it can read: save the weights there and give the path; or open "
+            "the backend with weight_group=, so that tensors are sent to the server's GPUs over NCCL",
             capability="update_weights",
         )
 
@@ -76,6 +79,25 @@ def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
         given = fitting(given, checkpoint, "state_dict" if stream is None else "weights")
         pairs = ((name, whole_tensor(tensor)) for name, tensor in given.items())
         engine.reload_tensors(pairs, max((tensor.nbytes for tensor in given.values()), default=0))
+
+
+def _send_tensors(server: VLLMServer, request: WeightUpdate) -> None:
+    """Send tensors to a server, a state dict once all of them fit, a stream once the first one does."""
+    checkpoint, stream = server.checkpoint, request.stream
+    field = "state_dict" if stream is None else "weights"
+    if checkpoint is None:
+        raise InvalidRequestError(
+            f"{field}: there is no checkpoint of the server's model on this machine to compare the names with; put it "
+            "at the same path as on the server, or download it",
+            field=field,
+        )
+    if stream is None:
+        given = fitting(request.state_dict or {}, checkpoint, field)
+        server.reload_tensors(given.items(), given.values(), request)
+    else:
+        checked = fitting_stream(stream, checkpoint)
+        first = list(itertools.islice(checked, 1))
+        server.reload_tensors(itertools.chain(first, checked), [tensor for _, tensor in first], request)
 
 
 def _reload(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
