@@ -20,6 +20,7 @@
 - `SignOfWork`: how a server that takes long shows that it works.
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.
+- `WeightGroup`: where a server on another machine is sent the tensors of new weights.
 - `EventLoopThread`: an asyncio event loop on a thread.
 - `next_item`, `done_within`: waits for another thread that Ctrl-C ends.
 

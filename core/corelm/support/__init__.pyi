@@ -59,3 +59,4 @@ from .stop_strings import skipped_texts as skipped_texts
 from .stop_strings import text_before_stop as text_before_stop
 from .waiting import done_within as done_within
 from .waiting import next_item as next_item
+from .weight_group import WeightGroup as WeightGroup
