@@ -76,10 +76,11 @@ class WeightChannel:
         """Leave the group, if there is one, and tell the server to. The next tensors make another one."""
         group, self._group = self._group, None
         if group is not None:
-            group.end()
-            # A server that was restarted, or failed to join, has none.
+            group.stop_listening()
+            # The server first: gloo may wait for tensors that are being sent. One that was restarted has no group.
             with suppress(CoreLMError):
                 self._tell("/destroy_weights_update_group", {"group_name": group.name}, _LEAVE_TIMEOUT)
+            group.end()
 
     def _joined(self) -> _Group:
         """Return a group that the server has joined."""
@@ -176,9 +177,13 @@ class _Group:
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
 
+    def stop_listening(self) -> None:
+        """End the wait of processes that have not joined yet, here and in the server."""
+        self._listener = None
+
     def end(self) -> None:
         """End whatever waits, here and in the server. Ending twice is fine."""
-        self._listener = None
+        self.stop_listening()
         group, self._group = self._group, None
         if group is not None:
             group.abort()
