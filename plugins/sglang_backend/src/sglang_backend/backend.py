@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -23,7 +23,14 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import VISIBLE_DEVICES, HttpClient, opening_within, refuse_missing_path, visible_devices
+from corelm.support import (
+    VISIBLE_DEVICES,
+    HttpClient,
+    WeightGroup,
+    opening_within,
+    refuse_missing_path,
+    visible_devices,
+)
 from sglang_backend import weights
 from sglang_backend.capabilities import DUMMY, MODEL_INFO, ModelHints, checkpoint_of, read_server
 from sglang_backend.probing import modes_by_environment, probe_server
@@ -80,6 +87,7 @@ class SGLangBackend:
         max_in_flight: int | None = None,
         max_retries: int = 5,
         open_timeout: float = OPEN_TIMEOUT,
+        weight_group: str | WeightGroup | None = None,
         startup_timeout: float = STARTUP_TIMEOUT,
         env: Mapping[str, str] | None = None,
         devices: int | str | Sequence[int] | None = None,
@@ -104,6 +112,8 @@ class SGLangBackend:
                 process may not open as many connections.
             max_retries: how often a request is repeated after a failure that may pass.
             open_timeout: seconds for all requests that find out what the server can do.
+            weight_group: the host by which a server behind a URL reaches this process, or that and a port. New weights
+                can be tensors then: they are sent to the server, which joins this process at the first ones.
             startup_timeout: seconds that a launched server may take to start, before those requests.
             env: added to the environment of a launched server.
             devices: the numbers of the GPUs that a launched server uses, as torch counts them here; None for the first.
@@ -116,6 +126,7 @@ class SGLangBackend:
                 about the model that has to be passed because it cannot be read here.
             EngineError: the server ends while it starts (the message holds the end of its log), or what answers at
                 `base_url` is not an SGLang server.
+            CapabilityError: `weight_group` for a server that cannot be sent tensors.
             BackendTimeoutError: the server is not ready in time, or does not answer within `open_timeout`.
         """
         launching = {
@@ -127,6 +138,9 @@ class SGLangBackend:
         }
         connecting = {"api_key": api_key, "headers": headers}
         _check_options(model, base_url, launching, connecting)
+        group = WeightGroup.given(weight_group)
+        if base_url is None:
+            _refuse({"weight_group": group}, "only for a server behind base_url; a launched one takes tensors without")
         hints = ModelHints(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
@@ -166,8 +180,23 @@ class SGLangBackend:
             with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
                 info = probe_server(client, read_server(client, hints, deadline), deadline, modes)
                 info = replace(info, capabilities=replace(info.capabilities, without_weights=dummy is not None))
+            if group is not None and info.no_group:
+                raise CapabilityError(
+                    f"weight_group: {info.no_group}, and SGLang can only send tensors to one replica in one stage; "
+                    "leave weight_group out, save new weights where the server can read them, and pass "
+                    "update_weights that path; or run one server for each replica",
+                    capability="update_weights",
+                )
             cleanup.pop_all()
-        return cls(SGLangServer(client, info, takes_state_dict=launched is not None, dummy=dummy), launched)
+        engine = SGLangServer(
+            client,
+            info,
+            takes_state_dict=launched is not None,
+            dummy=dummy,
+            weight_group=group,
+            group_timeout=read_timeout,
+        )
+        return cls(engine, launched)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -58,6 +58,8 @@ class ServerInfo:
         weight_label: the server's own name for the weights in force. A reply that names others is an error.
         ranks: how many processes of the server read each handle of a tensor.
         needs_file: why the server takes no handles; empty if it does.
+        no_group: why the server cannot be sent tensors; empty if it can.
+        on_gpu: whether the server holds its weights on GPUs of CUDA.
         adapters: the names of the adapters that the server was started with.
         largest_rank: the largest rank of an adapter; None if the server does not say.
     """
@@ -68,6 +70,8 @@ class ServerInfo:
     weight_label: str
     ranks: int = 1
     needs_file: str = ""
+    no_group: str = ""
+    on_gpu: bool = False
     adapters: frozenset[str] = frozenset()
     largest_rank: int | None = None
 
@@ -113,15 +117,18 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         model,
         weight_label=str(model_info.get("weight_version")),
         ranks=int(settings.get("tp_size") or 1),
-        needs_file=_needs_file(settings),
+        needs_file=_larger_than_one(settings, "dp_size", "pp_size", "nnodes"),
+        # SGLang numbers the processes of a group by their tensor-parallel ranks alone.
+        no_group=_larger_than_one(settings, "dp_size", "pp_size"),
+        on_gpu=str(settings.get("device")).startswith("cuda"),
         adapters=_adapters(settings),
         largest_rank=rank if isinstance(rank, int) else None,
     )
 
 
-def _needs_file(settings: Mapping[str, Any]) -> str:
-    """Return why a server with these settings takes no handles of tensors."""
-    for name in ("dp_size", "pp_size", "nnodes"):
+def _larger_than_one(settings: Mapping[str, Any], *names: str) -> str:
+    """Return which of these settings is above 1, as a part of a message; empty if none is."""
+    for name in names:
         if (settings.get(name) or 1) != 1:
             return f"the server runs with {name}={settings[name]}"
     return ""

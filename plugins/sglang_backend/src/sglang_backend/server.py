@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import EngineError
+from corelm.errors import CapabilityError, EngineError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -30,14 +31,16 @@ from corelm.support import (
     HttpClient,
     InFlight,
     Streamed,
+    WeightGroup,
     local_checkpoint,
     raise_if_none_was_served,
 )
 from sglang_backend import handover, protocol
 from sglang_backend.adapters import Adapters
-from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo
+from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of
 from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
+from sglang_backend.weight_channel import WeightChannel
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 _ABORT_TIMEOUT = 10.0
@@ -58,6 +61,8 @@ class SGLangServer:
         info: what is known about the server.
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
         dummy: what the first weights have to fit, if the server was launched without weights.
+        weight_group: where the server joins this process to be sent tensors; None if it is sent none.
+        group_timeout: seconds that the server may take to join, or to receive tensors.
 
     Attributes:
         info: likewise; `reload` replaces it.
@@ -65,7 +70,14 @@ class SGLangServer:
     """
 
     def __init__(
-        self, client: HttpClient, info: ServerInfo, *, takes_state_dict: bool, dummy: Expected | None = None
+        self,
+        client: HttpClient,
+        info: ServerInfo,
+        *,
+        takes_state_dict: bool,
+        dummy: Expected | None = None,
+        weight_group: WeightGroup | None = None,
+        group_timeout: float = 600.0,
     ) -> None:
         self._client = client
         self.info = info
@@ -76,6 +88,11 @@ class SGLangServer:
         self._asleep = False
         self._weight_labels = {info.weight_label}
         self._in_flight = InFlight()
+        self._channel = None
+        if weight_group is not None:
+            self._channel = WeightChannel(
+                weight_group, ranks=info.ranks, on_gpu=info.on_gpu, tell=self._tell, timeout=group_timeout
+            )
         self._adapters = Adapters(client, info, reads_files_here=takes_state_dict)
 
     @property
@@ -87,9 +104,21 @@ class SGLangServer:
         return self.info.tokenizer
 
     @property
+    def is_sent_tensors(self) -> bool:
+        """Whether the server is sent the tensors of new weights, as `broadcast` does."""
+        return self._channel is not None
+
+    @property
     def checkpoint(self) -> Expected | None:
-        """What new weights have to fit: the folder on this machine with the model's safetensors; None without one."""
-        return local_checkpoint(self.info.model) if self._dummy is None else self._dummy
+        """What new weights have to fit: the folder on this machine with the model's safetensors; None without one.
+
+        Names and shapes from the model's configuration do if tensors are sent: the server may be on another machine.
+        """
+        if self._dummy is not None or self._channel is None:
+            return self._dummy if self._dummy is not None else local_checkpoint(self.info.model)
+        with suppress(CapabilityError):
+            return checkpoint_of(self.info.model, trust_remote_code=False)
+        return None
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = self._with_adapter(request, protocol.generation_requests(request, self.info))
@@ -137,16 +166,31 @@ class SGLangServer:
         Raises:
             EngineError: the server did not load them. Its weights may be partly new.
         """
-        label = self._new_weight_label(request.version)
-        self._tell("/begin_weight_update", {})
-        try:
-            for bucket in handover.buckets(tensors, bucket_size):
-                # One for each reader, because each of them releases its own.
-                handles = [handover.handle(bucket) for _ in range(self.info.ranks)]
-                self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
-        finally:
-            self._tell("/end_weight_update", {})
-        self._forget(label)
+
+        def hand_over(bucket: handover.Pairs) -> None:
+            # One for each reader, because each of them releases its own.
+            handles = [handover.handle(bucket) for _ in range(self.info.ranks)]
+            self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
+
+        self._load(handover.buckets(tensors, bucket_size), hand_over, request)
+
+    def broadcast(
+        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
+    ) -> None:
+        """Send tensors to a server that `is_sent_tensors`, with their names in the checkpoint.
+
+        Args:
+            bucket_size: bytes of tensors after which a bucket is sent and loaded.
+
+        Raises:
+            CoreLMError: the errors of `WeightChannel.send`. The server's weights may be partly new.
+        """
+        assert self._channel is not None
+        page = self._client.get(MODEL_INFO)
+        if not isinstance(page, dict) or str(page.get("weight_version")) != self.info.weight_label:
+            # It may have been restarted: its processes have left the group.
+            self._channel.leave()
+        self._load(handover.buckets(tensors, bucket_size), self._channel.send, request)
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         """Return why these tensors have to go through a file; empty if they can be handed to the server."""
@@ -221,6 +265,8 @@ class SGLangServer:
         return self._answers(MODEL_INFO, timeout)
 
     def close(self) -> None:
+        if self._channel is not None:
+            self._channel.leave()
         self._client.close()
         self._adapters.close()
 
@@ -287,6 +333,22 @@ class SGLangServer:
                 answered=answered,
             )
 
+    def _load(
+        self,
+        buckets: Iterable[handover.Pairs],
+        load: Callable[[handover.Pairs], None],
+        request: WeightUpdate,
+    ) -> None:
+        """Have the server load all buckets as one update."""
+        label = self._new_weight_label(request.version)
+        self._tell("/begin_weight_update", {})
+        try:
+            for bucket in buckets:
+                load(bucket)
+        finally:
+            self._tell("/end_weight_update", {})
+        self._forget(label)
+
     def _forget(self, label: str) -> None:
         """Empty the cache, and give the weights their name."""
         self._client.post("/flush_cache", {}, expect_json=False)
@@ -294,13 +356,14 @@ class SGLangServer:
         self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         self.info = replace(self.info, weight_label=label)
 
-    def _tell(self, path: str, payload: dict[str, Any]) -> None:
+    def _tell(self, path: str, payload: dict[str, Any], timeout: float | None = None) -> None:
         """Post what changes the weights. Not retried: the first attempt may have succeeded and only its reply be lost.
 
         Raises:
             EngineError: the server did not do it.
+            BackendTimeoutError: it took longer than `timeout` seconds.
         """
-        reply = self._client.post(path, payload)
+        reply = self._client.post(path, payload, timeout=timeout)
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise EngineError(self._client.secrets.masked(f"the server refused {path}: {reply}"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -31,7 +32,7 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
 
     Raises:
         InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
-        CapabilityError: tensors for a server that this backend did not launch.
+        CapabilityError: tensors for a server that this backend did not launch, without ``weight_group``.
         EngineError: the server did not load them.
     """
     if request.adapter is not None:
@@ -41,10 +42,10 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
         engine.forget(request)
         engine.weights_came()
         return
-    if request.path is None and not engine.takes_state_dict:
+    if request.path is None and not engine.takes_state_dict and not engine.is_sent_tensors:
         raise CapabilityError(
-            "tensors cannot be sent to a server behind a URL; save them where the server can read them, and pass that "
-            "path",
+            "to send tensors to a server behind a URL, open the backend with weight_group='HOST', the host by which "
+            "the server reaches this process; or save them where the server can read them, and pass that path",
             capability="update_weights",
         )
     checkpoint = engine.checkpoint
@@ -63,8 +64,13 @@ def load(engine: SGLangServer, request: WeightUpdate) -> None:
 def _load(engine: SGLangServer, request: WeightUpdate, checkpoint: Expected) -> None:
     """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder that it loads.
 
-    A stream is written, because a server that got half of one would have half of its weights.
+    A stream is written, because a server that got half of one would have half of its weights. A server on another
+    machine is sent what was written.
     """
+    if engine.is_sent_tensors and request.state_dict is not None:
+        given = fitting(request.state_dict, checkpoint)
+        engine.broadcast(((name, whole_tensor(tensor)) for name, tensor in given.items()), request)
+        return
     if request.state_dict is not None:
         given = fitting(request.state_dict, checkpoint)
         why = engine.needs_file(given.values())
@@ -73,7 +79,20 @@ def _load(engine: SGLangServer, request: WeightUpdate, checkpoint: Expected) -> 
             return
         _say_why(why)
     with weights_folder(request, checkpoint) as folder:
-        engine.reload(folder, request)
+        if engine.is_sent_tensors and request.path is None:
+            engine.broadcast(_saved(folder), request)
+        else:
+            engine.reload(folder, request)
+
+
+def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that were written to `folder`, one at a time."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
 
 
 def _own(given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
