@@ -123,7 +123,7 @@ class ScriptedLLM:
         self.waiting: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
 
-    async def generate(self, prompt: str, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: str, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
         if prompt == "fail":
             raise ArithmeticError("in the engine")
         if prompt == "wait":
@@ -139,6 +139,8 @@ class ScriptedLLM:
         for request_id in request_ids:
             if request_id in self.waiting:
                 self.waiting[request_id].set()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
 
     def shutdown(self, timeout: float) -> None: ...
 
