@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,3 +147,15 @@ def _check_alive(backend: Backend) -> None:
     assert backend.health()
     batch = backend.generate([GOOD], {"max_new_tokens": 1}, logprobs="none")
     assert batch.ids.lengths.tolist() == [1]
+
+
+def test_answers_may_take_more_than_twice_the_read_timeout(launch: Callable[..., Backend]) -> None:
+    """Without a sign of work, the rows that wait longest in the server's queue would fail after twice that time."""
+    patience, took, rows = 2.0, 0.0, 64
+    with launch(read_timeout=patience) as backend:
+        while took < 2.5 * patience:
+            rows *= 2
+            start = time.monotonic()
+            result = backend.generate([[5, 6]] * rows, {"max_new_tokens": CONTEXT - 16, "ignore_eos": True})
+            took = time.monotonic() - start
+            assert set(result.finish_reasons) == {"length"} and len(result.finish_reasons) == rows
