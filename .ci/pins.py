@@ -65,7 +65,7 @@ def closure(requirements: list[Requirement]) -> set[str]:
 def pins() -> Iterator[str]:
     asked = list(direct())
     named = {canonicalize_name(requirement.name) for requirement in asked}
-    # What is asked for on some machines only is pinned for those only.
+    # A package that only some machines need gets a pin for those machines.
     where = {canonicalize_name(each.name): f" and {each.marker}" for each in asked if each.marker is not None}
     for name in sorted(closure(asked)):
         # The local part of a version, as in 2.13.0+cpu, says which build it is and not which release.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from corelm import Backend
 from helpers.pages import Page
 
 BLOCKS = Page(Path(__file__).parent.parent / "docs" / "gpus.md").blocks("py")
@@ -32,7 +31,6 @@ def run(tmp_path, tiny_model, name, *command):
     return done.stdout
 
 
-@pytest.mark.skipif(not hasattr(Backend, "sleep"), reason="engines of this version cannot sleep")
 def test_two_ranks_sample_and_train_in_turns(tmp_path, tiny_model):
     said = run(tmp_path, tiny_model, "colocated", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert sorted(re.findall(r"rank \d, step \d: weights step-\d", said)) == [

@@ -1,4 +1,4 @@
-"""Putting an engine to sleep, and waking it: the memory of a GPU goes to the trainer beside it and comes back."""
+"""`sleep` and `wake`: give the memory of an engine's GPU to the trainer beside it, and take it back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
 
     def fill(request: SleepRequest) -> SleepRequest:
         nonlocal before
-        # A change by the owner until now is noticed now: later on, the weights are where nobody looks.
+        # Notice what the owner has changed so far: once the engine sleeps, its weights are elsewhere.
         hooks.weights.look()
         before = state.saved()
         if request.level > 1 and engine.adapters.versions:
