@@ -73,7 +73,7 @@ def small(folder: Path) -> Path:
 
 @contextmanager
 def opened_llm(model: Path) -> Iterator[Any]:
-    """Yield ``vllm.LLM`` of this model, whose engine is a process, as corelm's is."""
+    """Yield a ``vllm.LLM`` for this model. Its engine runs in a process of its own, like that of corelm."""
     from vllm import LLM
 
     llm = LLM(str(model), **ENGINE)

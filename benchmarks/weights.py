@@ -6,7 +6,7 @@ In this process, from the tensors of a trainer:
     a state dict        ``backend.update_weights(trainer.state_dict())``
     a model             ``backend.update_weights(trainer)``
 
-In a process of its own, which `get_backend(python=…)` opens, from the tensors of a trainer in this one:
+A trainer in this process hands its tensors to an engine in a process that `get_backend(python=…)` opens:
 
     a saved checkpoint  ``trainer.save_pretrained(folder)``, then ``from_pretrained(folder)``: what a program without
                         corelm does, except that the second half would run in the other process

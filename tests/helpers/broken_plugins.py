@@ -24,8 +24,11 @@ from corelm.spec.records import (
     ScoreResult,
     WeightUpdate,
 )
-from corelm.spec.sleeping import SleepRequest, WakeRequest
-from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled, Sleeper
+from helpers.broken_sleepers import CopyOutlivesUpdate as CopyOutlivesUpdate
+from helpers.broken_sleepers import WakesAsBefore as WakesAsBefore
+from helpers.broken_sleepers import WeightsLostInSleep as WeightsLostInSleep
+from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled
+from helpers.capable_plugins import Sleeper as Sleeper
 
 
 class CutThoughScaled(Scaled):
@@ -338,49 +341,6 @@ class OwnerUnheard(ToyBackend):
         if request.by_owner:
             raise AttributeError("'NoneType' object has no attribute 'items'")
         return super().update_weights(request)
-
-
-class WeightsLostInSleep(Sleeper):
-    """It wakes with other weights than it fell asleep with."""
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        if self.kept is not None:
-            self.kept = self.kept.flip(0)
-        return super().wake(request)
-
-
-class WakesAsBefore(Sleeper):
-    """Waking the cache brings back the weights that it fell asleep with, whatever was loaded since then."""
-
-    @hookimpl
-    def sleep(self, request: SleepRequest) -> bool:
-        self.before = self.model.table.detach().clone()
-        return super().sleep(request)
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        super().wake(request)
-        if request.last:
-            self.model.table.data = self.before
-        return True
-
-
-class CopyOutlivesUpdate(Sleeper):
-    """Waking the cache brings back the weights that level 1 kept, whatever was loaded since then."""
-
-    @hookimpl
-    def sleep(self, request: SleepRequest) -> bool:
-        super().sleep(request)
-        self.copy = None if self.kept is None else self.kept.clone()
-        return True
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        super().wake(request)
-        if request.last and self.copy is not None:
-            self.model.table.data = self.copy
-        return True
 
 
 class NeverStops(ToyBackend):

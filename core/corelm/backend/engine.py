@@ -288,7 +288,7 @@ class OpenEngine:
             loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
         except BaseException:
             if weights.label == unused:
-                # What is there now are not the weights of an earlier update that the canary still has to ask about.
+                # The engine no longer has the weights of the update that the canary still had to ask about.
                 self._not_asked = None
             self._distrust(unused)
             raise

@@ -38,7 +38,7 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
         InvalidRequestError: as above.
         EngineError: no engine is left.
     """
-    # From now on, nothing is started. What is being started finishes first: it could not be put to sleep half-way.
+    # Start no engine from now on. Those that are starting finish first: nothing can put them to sleep half-way.
     runner.do(runner.state.fall_asleep)
     try:
         _await_started(runner)
