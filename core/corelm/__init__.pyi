@@ -32,3 +32,4 @@ from .spec.provenance import Provenance as Provenance
 from .spec.sampling import SamplingParams as SamplingParams
 from .tensors.categorical import MaskedCategorical as MaskedCategorical
 from .tensors.ragged import Ragged as Ragged
+from .tensors.token_sets import TokenSets as TokenSets

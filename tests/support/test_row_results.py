@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from corelm.support import (
     RowAnswer,
     RowFailure,
     RowScores,
+    TopIds,
     TransientError,
     generate_result,
     raise_if_none_was_served,
@@ -173,3 +176,33 @@ def test_a_call_fails_as_a_whole_only_if_the_server_does():
     assert type(caught.value) is EngineError
     with pytest.raises(AccessError, match="key"):
         raise_if_none_was_served([refused, broken, barred], serves(True))
+
+
+def test_kept_ids_are_sorted_and_flat() -> None:
+    rows = [
+        RowAnswer([4, 2], [-0.1, -0.2], "stop", [[7, 4], [2]], [-0.3, 0.0]),
+        RowFailure("broken"),
+        RowFailure("broken"),
+    ]
+    result = generate_result(replace(generation(), return_support=True), rows)
+    assert result.kept_ids.tolist() == [[[4, 7], [2]], [], []]
+    assert result.kept_log_mass.lengths.tolist() == [2, 0, 0]
+
+
+def test_the_tail_is_what_the_top_ids_leave() -> None:
+    top = TopIds.of([{4: math.log(0.5), 7: math.log(0.25), 9: math.log(0.125)}, {2: 0.0}], 2)
+    rows = [RowAnswer([4, 2], [-0.1, -0.2], "stop", top=top), RowFailure("broken"), RowFailure("broken")]
+    result = generate_result(replace(generation(), top_logprobs=2), rows)
+    assert result.top_ids.values.tolist() == [[4, 7], [2, -1]]
+    assert result.top_logprobs.values[1].tolist() == [0.0, -math.inf]
+    assert result.tail_log_mass.values.tolist() == pytest.approx([math.log(0.25), -math.inf])
+    assert result.top_ids.lengths.tolist() == [2, 0, 0]
+
+
+def test_a_scored_row_without_all_of_its_top_ids_is_an_error_of_that_row() -> None:
+    request = replace(scoring([[1, 2, 3], [4, 5, 6]], [1, 1]), top_k=1)
+    whole, short = TopIds.of([{2: -0.5}, {3: -0.25}], 1), TopIds.of([{5: -0.5}], 1)
+    result = score_result(request, {0: RowScores([-0.5, -0.25], top=whole), 1: RowScores([-0.5, -1.0], top=short)})
+    assert result.errors == ("", "the engine returned the most probable ids of 1 tokens for 2 log-probs")
+    assert result.top_ids.tolist() == [[[-1], [2], [3]], [[-1], [-1], [-1]]]
+    assert result.top_logprobs.values.flatten().tolist() == [0.0, -0.5, -0.25, 0.0, 0.0, 0.0]

@@ -30,6 +30,7 @@ from .records import Side as Side
 from .records import TokenChunk as TokenChunk
 from .records import TokenizeRequest as TokenizeRequest
 from .records import TokenizeResult as TokenizeResult
+from .records import TokenSets as TokenSets
 from .records import WeightsStateRequest as WeightsStateRequest
 from .records import WeightUpdate as WeightUpdate
 from .sampling import ALIASES as ALIASES

@@ -21,7 +21,7 @@ _LARGEST = 2**31 - 1
 #: Sampling parameters whose values are not numbers, so that they have no range.
 _WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
 #: What `score_logprobs` can do in addition to scoring.
-_OF_SCORES = ("score_temperature", "logits", "argmax", "gradients")
+_OF_SCORES = ("score_temperature", "logits", "argmax", "gradients", "score_support", "score_top_k", "score_top_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,13 @@ class Capabilities:
         logits: `score_logprobs` can return full logits.
         argmax: `score_logprobs` can return the most probable id at every position.
         gradients: the results of `score_logprobs` can carry gradients to the model.
+        score_support: `score_logprobs` can normalise over the ids of ``request.support``.
+        score_top_k: the most ids for which `score_logprobs` can return the log-probs of the most probable ones at every
+            position; 0 if it cannot.
+        score_top_ids: `score_logprobs` can return the log-probs of the ids in ``request.top_ids``.
+        return_support: `generate` can return the ids that each token was drawn from.
+        top_logprobs: the most ids for which `generate` can return the log-probs of the most probable ones at every
+            token; 0 if it cannot.
         empty_prompt: a prompt may have no tokens.
         per_answer_seeds: the same seed gives the same answer, independent of the other rows.
         seeds_are_costly: an answer with a seed takes longer than one without. Core then sends seeds only if the caller
@@ -84,6 +91,11 @@ class Capabilities:
     logits: bool = False
     argmax: bool = False
     gradients: bool = False
+    score_support: bool = False
+    score_top_k: int = 0
+    score_top_ids: bool = False
+    return_support: bool = False
+    top_logprobs: int = 0
     empty_prompt: bool = False
     per_answer_seeds: bool = False
     seeds_are_costly: bool = False
@@ -107,6 +119,8 @@ class Capabilities:
             put("max_context", _size("max_context", self.max_context, "; None means that there is no limit"))
         if self.eos_token_ids is not None:
             put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
+        for name in ("score_top_k", "top_logprobs"):
+            put(name, _count(name, getattr(self, name)))
         put("sampling", _parameters(self.sampling))
         put("generation_modes", _modes(self.generation_modes))
         put("sleep_levels", _levels(self.sleep_levels))
@@ -122,6 +136,8 @@ class Capabilities:
         for name, given in (("without_weights", self.without_weights), ("sleep_levels", 2 in self.sleep_levels)):
             if given and not self.update_weights:
                 raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
+        if self.top_logprobs and not self.generation_modes:
+            raise invalid("top_logprobs", "the engine returns no log-probs; declare generation_modes as well")
         if self.weight_stream and not self.update_weights:
             raise invalid("weight_stream", "belongs to update_weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
@@ -137,6 +153,13 @@ def _size(name: str, given: Any, hint: str = "") -> int:
     value = _integer(given)
     if value is None or not 1 <= value <= _LARGEST:
         raise invalid(name, f"expected a whole number from 1 to {_LARGEST}, got {shown(given)}{hint}")
+    return value
+
+
+def _count(name: str, given: Any) -> int:
+    value = _integer(given)
+    if value is None or not 0 <= value <= _LARGEST:
+        raise invalid(name, f"expected a whole number from 0 to {_LARGEST}, got {shown(given)}; 0 means none")
     return value
 
 

@@ -73,13 +73,16 @@ class Provenance:
         return {"mode": "processed", "temperature": sampling.temperature, "support": support}
 
     @staticmethod
-    def label_of_scores(temperature: float) -> LogProbLabel:
+    def label_of_scores(temperature: float, truncated: bool = False) -> LogProbLabel:
         """Return the label of given tokens' log-probs: at a temperature other than 1 they are not the model's own.
 
         Args:
             temperature: ``request.temperature``.
+            truncated: whether ``request.support`` is given.
         """
-        return {"mode": "raw" if temperature == 1.0 else "processed", "temperature": temperature, "support": "full"}
+        own = temperature == 1.0 and not truncated
+        support: Support = "truncated" if truncated else "full"
+        return {"mode": "raw" if own else "processed", "temperature": temperature, "support": support}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name."""
@@ -96,6 +99,9 @@ class Provenance:
 
     def matches(self, other: Provenance) -> bool:
         """Return whether log-probabilities of the two may be subtracted from one another.
+
+        The label of truncated numbers does not say which ids were left. Two of them may be subtracted only if they were
+        normalised over the same ids: whoever has them, as `corelm.kl` does, compares those as well.
 
         >>> policy, reference = Provenance("vllm", "mine", "12"), Provenance("transformers", "base", "0")
         >>> policy.matches(reference), policy.matches(Provenance("vllm", "mine", "12", "processed", 0.7))

@@ -30,6 +30,7 @@ from corelm.spec.container_request import Parts as Parts
 from corelm.spec.provenance import Adapter, Mode, Support
 from corelm.tensors.ragged import Ragged as Ragged
 from corelm.tensors.ragged import Side as Side
+from corelm.tensors.token_sets import TokenSets as TokenSets
 
 if TYPE_CHECKING:
     from corelm.spec.probes import ProbeScores
@@ -119,6 +120,10 @@ class GenerateRequest:
             without it is repeated with it.
         adapter: the adapter that answers: its name, or False for none. None, the engine's default, unless the backend
             declares `adapters`.
+        return_support: whether to return the ids that each token was drawn from. True only for a backend that declares
+            `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
+        top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under the
+            distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
     """
 
     prompts: Ragged
@@ -131,6 +136,8 @@ class GenerateRequest:
     on_tokens: Callable[[TokenChunk], None] | None = None
     on_answer: Callable[[int, int], None] | None = None
     adapter: Adapter = None
+    return_support: bool = False
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,6 +164,16 @@ class GenerateResult:
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
+        kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
+            unless requested.
+        kept_log_mass: float32, one per id: the log of the probability that these ids had together before truncation, at
+            the temperature and with the penalties of the request. None unless requested.
+        top_ids: int64, ``values[total, top_logprobs]``: the most probable ids where each id was sampled, the most
+            probable first; -1 in the last columns if fewer ids have a probability. None unless requested.
+        top_logprobs: float32, like `top_ids`: their log-probs, of the distribution of `logprobs`; -inf where the id is
+            -1.
+        tail_log_mass: float32, one per id: the log of the probability that all other ids have together; -inf if they
+            have none.
     """
 
     ids: Ragged
@@ -169,6 +186,11 @@ class GenerateResult:
     weight_versions: tuple[str, ...] | None = None
     errors: tuple[str, ...] | None = None
     adapter: Adapter = None
+    kept_ids: TokenSets | None = None
+    kept_log_mass: Ragged | None = None
+    top_ids: Ragged | None = None
+    top_logprobs: Ragged | None = None
+    tail_log_mass: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,6 +208,13 @@ class ScoreRequest:
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
         adapter: as in `GenerateRequest`.
+        support: as long as the sequences: the ids over which to normalise at each position, ascending, the given one
+            among them. An empty set stands for the whole vocabulary. None unless the backend declares `score_support`.
+        top_k: how many of the most probable ids to return at every scored position, at the temperature of the request;
+            at most what the backend declares as `score_top_k`. 0 for none. Never together with `support`.
+        top_ids: int64, ``values[total, k]``, as long as the sequences: ids whose log-probs to return at every scored
+            position, instead of the most probable ones; those of a position differ from one another, and -1 stands for
+            no id. None unless the backend declares `score_top_ids`; never together with `support` or `top_k`.
     """
 
     sequences: Ragged
@@ -198,6 +227,9 @@ class ScoreRequest:
     timeout: float | None
     return_argmax: bool = False
     adapter: Adapter = None
+    support: TokenSets | None = None
+    top_k: int = 0
+    top_ids: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -221,10 +253,17 @@ class ScoreResult:
         mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
             the next two fields.
         temperature: the temperature of that distribution.
-        support: always `full`.
+        support: `truncated` if the request has a `support`, else `full`.
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
+        top_ids: int64, ``values[total, k]``, as long as the sequences: the most probable ids at each position given the
+            ids before it, the most probable first; with ``request.top_ids``, those, in their order. -1 where `scored`
+            is False. None unless requested.
+        top_logprobs: float32, like `top_ids`: their log-probs at the temperature of the request, with gradients if
+            those were requested; -inf where the id is -1, and 0.0 where `scored` is False.
+        tail_log_mass: float32, as long as the sequences: the log of the probability that all other ids have together;
+            -inf if they have none, and 0.0 where `scored` is False.
     """
 
     logprobs: Ragged
@@ -237,6 +276,9 @@ class ScoreResult:
     weight_versions: tuple[str, ...] | None = None
     errors: tuple[str, ...] | None = None
     adapter: Adapter = None
+    top_ids: Ragged | None = None
+    top_logprobs: Ragged | None = None
+    tail_log_mass: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.support.top_ids import TopIds
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,17 @@ class RowAnswer:
         ids: the sampled ids, with the one that ended the answer.
         logprobs: one number for each id; empty if none were asked for.
         finish_reason: ``stop``, ``length`` or ``abort``.
+        kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
+        kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
+        top: the most probable ids where each id was sampled; None if they were not asked for.
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
+    kept_ids: Sequence[Sequence[int]] = ()
+    kept_log_mass: Sequence[float] = ()
+    top: TopIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +47,12 @@ class RowScores:
     Attributes:
         logprobs: one number for each of these ids.
         argmax: the most probable id at each of these positions; empty if none were asked for.
+        top: the most probable ids at each of these positions; None if they were not asked for.
     """
 
     logprobs: Sequence[float]
     argmax: Sequence[int] = ()
+    top: TopIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +85,33 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         logprobs=logprobs,
         finish_reasons=tuple(answer.finish_reason for answer in answers),
         errors=tuple(errors) if any(errors) else None,
+        **_kept(request, answers),
+        **_top_of_answers(request, answers),
         **Provenance.label(request.logprobs, request.sampling),
     )
+
+
+def _kept(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    if not request.return_support:
+        return {}
+    device = request.prompts.values.device
+    kept = TokenSets.from_list([[sorted(ids) for ids in answer.kept_ids] for answer in answers])
+    mass = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32)
+    return {"kept_ids": kept.to(device), "kept_log_mass": mass.to(device)}
+
+
+def _top_of_answers(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    k = request.top_logprobs
+    if not k:
+        return {}
+    found = [TopIds.nothing(0, k) if answer.top is None else answer.top for answer in answers]
+    lengths = torch.tensor([len(top.ids) for top in found], dtype=torch.int64)
+    return _laid_out(TopIds.cat(found, k), lengths, request.prompts.values.device)
+
+
+def _laid_out(top: TopIds, lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    values = {"top_ids": top.ids, "top_logprobs": top.logprobs, "tail_log_mass": top.tail}
+    return {name: Ragged(each, lengths).to(device) for name, each in values.items()}
 
 
 def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailure]) -> ScoreResult:
@@ -98,6 +134,7 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
     values = torch.zeros(sequences.values.shape[0])
     scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
     argmax = torch.full((sequences.values.shape[0],), -1) if request.return_argmax else None
+    top = TopIds.nothing(sequences.values.shape[0], request.top_k) if request.top_k else None
     errors = [""] * len(sequences)
     for number, found in rows.items():
         first, end = sequences.offsets[number : number + 2].tolist()
@@ -114,6 +151,14 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
                 errors[number] = f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
                 continue
             argmax[end - asked : end] = Ragged.from_list([found.argmax[count - asked :]]).values
+        if top is not None:
+            if found.top is None or len(found.top.ids) != count:
+                given = 0 if found.top is None else len(found.top.ids)
+                errors[number] = f"the engine returned the most probable ids of {given} tokens for {count} log-probs"
+                continue
+            top.ids[end - asked : end] = found.top.ids[count - asked :]
+            top.logprobs[end - asked : end] = found.top.logprobs[count - asked :]
+            top.tail[end - asked : end] = found.top.tail[count - asked :]
         values[end - asked : end] = Ragged.from_list([found.logprobs[count - asked :]], torch.float32).values
         scored[end - asked : end] = True
     device = request.device or sequences.values.device
@@ -122,7 +167,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
         scored=Ragged(scored, sequences.lengths).to(device),
         argmax=None if argmax is None else Ragged(argmax, sequences.lengths).to(device),
         errors=tuple(errors) if any(errors) else None,
-        **Provenance.label_of_scores(request.temperature),
+        **({} if top is None else _laid_out(top, sequences.lengths, device)),
+        **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
     )
 
 
