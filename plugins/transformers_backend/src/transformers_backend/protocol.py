@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -285,7 +286,8 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
     )
 
 
-def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Ragged]:
+def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:
+    """Return what is said of several ids at each position, in the places of their tokens."""
     k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
     if not request.top_k and request.top_ids is None:
         return {}

@@ -218,10 +218,7 @@ def _top_of(tempered: Tensor, query: TokenQuery) -> TopIds:
 
     The others are summed by themselves. One minus the sum of the wanted ones would lose the digits of a small rest.
     """
-    if query.top_ids is None:
-        ids = tempered.detach().topk(query.top_k, -1).indices
-    else:
-        ids = query.top_ids
+    ids = tempered.detach().topk(query.top_k, -1).indices if query.top_ids is None else query.top_ids
     given = ids >= 0
     places = ids.clamp_min(0)
     values = tempered.gather(-1, places).masked_fill(~given, -torch.inf)

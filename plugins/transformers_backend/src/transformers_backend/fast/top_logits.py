@@ -73,8 +73,9 @@ class GivenLogits:
 class LargestLogits:
     """Collects the k largest logits of each row.
 
-    The largest so far give a threshold, and a later tile has few logits above it: in random order, k of those that come
-    while the vocabulary seen doubles. Those wait, and are ranked when it has doubled. So most tiles cost one comparison.
+    The largest so far give a threshold, and a later tile has few logits above it: in random order, k of those that
+    come while the vocabulary seen doubles. They wait, and are ranked when it has doubled, so that most tiles cost one
+    comparison.
 
     Args:
         k: how many.

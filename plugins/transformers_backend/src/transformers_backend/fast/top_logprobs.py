@@ -1,9 +1,9 @@
 """`TopLogprobs`: log-probs of several ids at each position, and of all others together, from tiles of logits.
 
-With z the logits over temperature, N the log of the sum of their exponentials and R that of the ids that are not
-wanted, the log-probs are ``z_i - N`` and the tail is ``R - N``. For upstream gradients g of the token, g_i of the wanted
-ids and g_R of the tail, G their sum, the derivative by z_v is ``g_v - G · exp(z_v - N)`` for a wanted id and
-``g_R · exp(z_v - R) - G · exp(z_v - N)`` for another one; the token's own g is added.
+Let z be the logits over temperature, N the log of the sum of their exponentials, and R that of the ids that are not
+wanted. The log-probs are ``z_i - N`` and the tail is ``R - N``. Let g, g_i and g_R be the upstream gradients of the
+token, of the wanted ids and of the tail, and G their sum. The derivative by z_v is ``g_v - G · exp(z_v - N)`` for a
+wanted id and ``g_R · exp(z_v - R) - G · exp(z_v - N)`` for another one; the token's own g is added.
 """
 
 from __future__ import annotations
