@@ -139,6 +139,16 @@ class TokenSets:
         order = self._positions.join(after)
         return TokenSets(both.select(order.values), order.lengths)
 
+    def where(self, mask: Tensor) -> TokenSets:
+        """Return the sets of the positions where ``bool[positions]`` is True, and empty ones elsewhere.
+
+        >>> TokenSets.from_list([[[1], [2, 3]]]).where(torch.tensor([False, True])).tolist()
+        [[[], [2, 3]]]
+        """
+        mask = mask.cpu()
+        kept = self.ids.values[mask[self.ids.row_index].to(self.ids.values.device)]
+        return TokenSets(Ragged(kept, self.ids.lengths * mask), self.lengths)
+
     def contains(self, tokens: Tensor) -> Tensor:
         """Return bool[positions]: whether the set at each position has the id ``tokens[position]``.
 
