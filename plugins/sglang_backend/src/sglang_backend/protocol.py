@@ -7,6 +7,7 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 from __future__ import annotations
 
 import base64
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -34,6 +35,7 @@ from corelm.support import (
     score_result,
 )
 from sglang_backend.capabilities import ServerInfo
+from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
@@ -158,10 +160,10 @@ def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
 
 
-def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list[float]:
+def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
     """Return the log-probs that a reply reports for these tokens."""
-    _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs([*map(_LOGPROB, reported)], len(ids))
+    values = _echoed(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
+    return checked_logprobs(_doubles(values), len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def _answer(
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         _check_weights(meta, info.weight_label)
-    logprobs: list[float] = []
+    logprobs: Sequence[float] = []
     if request.logprobs != "none":
         logprobs = _reported(meta.get("output_token_logprobs") or [], ids, info)
     end = _end(ids, request.stop_ids, stops)
@@ -277,14 +279,13 @@ def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> 
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
-    reported = meta["input_token_logprobs"]
-    _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")
-    if reported[0][0] is not None:
+    values = _echoed(meta["input_token_logprobs"], ids, info.capabilities.vocab_size, "input_token_logprobs")
+    if values[0] is not None:
         raise RowError(
             "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
             "differently"
         )
-    logprobs = checked_logprobs([*map(_LOGPROB, reported[1:])], len(ids) - 1)
+    logprobs = checked_logprobs(_doubles(values[1:]), len(ids) - 1)
     return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
 
 
@@ -348,6 +349,21 @@ def _check_weights(meta: Any, label: str) -> None:
             f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
             "it was restarted, or another client has updated it; load the weights again"
         )
+
+
+def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str) -> list[Any]:
+    """Return the log-probs of the entries of a reply, if these are about exactly these ids; else see `_check_echo`."""
+    if isinstance(reported, Entries):
+        if reported.ids == ids:
+            return reported.logprobs
+        reported = reported.plain()
+    _check_echo(reported, ids, vocab_size, name)
+    return [*map(_LOGPROB, reported)]
+
+
+def _doubles(values: list[Any]) -> Sequence[Any]:
+    """Return values as an array, which is checked faster, if all are floats."""
+    return array("d", values) if {*map(type, values)} == {float} else values
 
 
 def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:
