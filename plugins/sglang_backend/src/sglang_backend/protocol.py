@@ -7,7 +7,6 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 from __future__ import annotations
 
 import base64
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -163,7 +162,7 @@ def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
 def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
     """Return the log-probs that a reply reports for these tokens."""
     values = _echoed(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs(_doubles(values), len(ids))
+    return checked_logprobs(values, len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -279,13 +278,8 @@ def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> 
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
-    values = _echoed(meta["input_token_logprobs"], ids, info.capabilities.vocab_size, "input_token_logprobs")
-    if values[0] is not None:
-        raise RowError(
-            "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
-            "differently"
-        )
-    logprobs = checked_logprobs(_doubles(values[1:]), len(ids) - 1)
+    vocab_size, name = info.capabilities.vocab_size, "input_token_logprobs"
+    logprobs = checked_logprobs(_echoed(meta[name], ids, vocab_size, name, without=1), len(ids) - 1)
     return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
 
 
@@ -351,19 +345,22 @@ def _check_weights(meta: Any, label: str) -> None:
         )
 
 
-def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str) -> list[Any]:
-    """Return the log-probs of the entries of a reply, if these are about exactly these ids; else see `_check_echo`."""
+def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: int = 0) -> Sequence[Any]:
+    """Return the log-probs of the entries of a reply, of which the first `without` have none.
+
+    Raises:
+        RowError: the entries are not about exactly these ids, or the first one has a log-prob.
+    """
     if isinstance(reported, Entries):
-        if reported.ids == ids:
+        if reported.without == without and reported.ids == ids:
             return reported.logprobs
         reported = reported.plain()
     _check_echo(reported, ids, vocab_size, name)
-    return [*map(_LOGPROB, reported)]
-
-
-def _doubles(values: list[Any]) -> Sequence[Any]:
-    """Return values as an array, which is checked faster, if all are floats."""
-    return array("d", values) if {*map(type, values)} == {float} else values
+    if without and reported[0][0] is not None:
+        raise RowError(
+            f"{name} starts with a number and not with None; this version of SGLang counts positions differently"
+        )
+    return [*map(_LOGPROB, reported[without:])]
 
 
 def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:

@@ -7,6 +7,7 @@ wrong with them.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -24,19 +25,22 @@ class Entries:
     """A list of ``[logprob, id, text]``, without the texts.
 
     Attributes:
-        logprobs: of each entry, the log-prob: a float or None.
         ids: of each entry, the id.
+        logprobs: of each entry after the first ones without a log-prob, the log-prob.
+        without: how many entries at the start have None: 0 or 1.
     """
 
-    logprobs: list[float | None]
     ids: list[int]
+    logprobs: array[float]
+    without: int
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def plain(self) -> list[list[Any]]:
         """Return the entries as `json` decodes them, without their texts."""
-        return [[value, token, None] for value, token in zip(self.logprobs, self.ids, strict=True)]
+        values = [None] * self.without + self.logprobs.tolist()
+        return [[value, token, None] for value, token in zip(values, self.ids, strict=True)]
 
 
 #: The lists of entries, and the other fields of ``meta_info`` that `protocol` reads.
@@ -78,9 +82,15 @@ else:
         meta = found["meta_info"] = _set_fields(found["meta_info"])
         for name in _LISTS:
             if meta.get(name):
-                entries = meta[name]
-                meta[name] = Entries([*map(attrgetter("logprob"), entries)], [*map(attrgetter("id"), entries)])
+                meta[name] = _entries(meta[name])
         return found
+
+    def _entries(entries: list[Any]) -> Entries:
+        values = [*map(attrgetter("logprob"), entries)]
+        without = int(values[0] is None)
+        if None in values[without:]:
+            raise ValueError("an entry after the first one has no log-prob")
+        return Entries([*map(attrgetter("id"), entries)], array("d", values[without:]), without)
 
     def _set_fields(struct: Any) -> dict[str, Any]:
         """Return the fields that a reply has."""
