@@ -151,6 +151,7 @@ def spread_answers(
         finish_reasons=served.values(batch.finish_reasons, "error"),
         texts=None if batch.texts is None else served.values(batch.texts, ""),
         weight_versions=served.values(batch.weight_versions or (), version),
+        version_runs=None if batch.version_runs is None else served.values(batch.version_runs, ((version, 0),)),
         errors=_errors(batch, served, skipped),
     )
 
