@@ -278,7 +278,7 @@ class OpenEngine:
             # Before the label changes: a call that begins now waits for the end of the update.
             attempt = begin(label)
             weights.put(unused)
-            return replace(request, version=label)
+            return replace(request, version=label, number=attempt.number)
 
         def finish(done: Any) -> str:
             if done is not True:

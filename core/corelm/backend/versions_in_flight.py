@@ -30,6 +30,7 @@ class Attempt:
 
     Attributes:
         asked: the label that the update asked for, which the engine was told.
+        number: counts the attempts.
         goes_on: whether answers go on in it. In another, a call is under way only if its own wrapper makes the update,
             before the engine is asked; all of its tokens are then of the new weights.
         label: the one that the weights have got; None if the update was refused and changed nothing.
@@ -37,6 +38,7 @@ class Attempt:
     """
 
     asked: str
+    number: int
     goes_on: bool
     label: str | None = None
     done: bool = False
@@ -79,6 +81,7 @@ class VersionsInFlight:
         self._changed = threading.Condition()
         self._calls: set[CallUnderWay] = set()
         self._attempt: Attempt | None = None
+        self._count = 0
 
     def sampled(self, request: GenerateRequest) -> Any:
         """Have the engine sample, and return its result under the labels that the weights of its tokens have got.
@@ -93,10 +96,10 @@ class VersionsInFlight:
         with self._changed:
             while self._attempt is not None and not in_update:
                 self._changed.wait(_LOOK_AGAIN)
-            call = CallUnderWay(self._weights.label)
+            call, number = CallUnderWay(self._weights.label), self._count
             self._calls.add(call)
         try:
-            batch = self._ask("generate", replace(request, weight_version=call.label) if self._reports else request)
+            batch = self._ask("generate", replace(request, weight_version=call.label, weight_update=number) if self._reports else request)
             if not isinstance(batch, GenerateResult):
                 return batch
             check_runs(batch, self._fail)
@@ -115,9 +118,10 @@ class VersionsInFlight:
         made: list[Attempt] = []
 
         def begin(asked: str) -> Attempt:
-            attempt = Attempt(asked, goes_on)
-            made.append(attempt)
             with self._changed:
+                self._count += 1
+                attempt = Attempt(asked, self._count, goes_on)
+                made.append(attempt)
                 self._attempt = attempt
                 for call in self._calls:
                     call.attempts.append(attempt)
@@ -143,7 +147,7 @@ class VersionsInFlight:
             if batch.weight_versions is None:
                 raise self._fail(
                     "returned neither version_runs nor weight_versions, but a backend that declares "
-                    "updates_in_flight has to; a row begins with request.weight_version"
+                    "updates_in_flight has to; see corelm.support.VersionLog"
                 )
             given = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for runs in given for version, _ in runs}

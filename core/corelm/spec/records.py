@@ -125,8 +125,10 @@ class GenerateRequest:
             `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
         top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under the
             distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
-        weight_version: the label of the weights when the call begins, for `version_runs` of the result; None unless the
-            backend declares `updates_in_flight`.
+        weight_version: the label of the weights when core makes the request, for `version_runs` of the result; None
+            unless the backend declares `updates_in_flight`. An update may come before the hook sees the request: see
+            `corelm.support.VersionLog`.
+        weight_update: the `number` of the last update before that.
     """
 
     prompts: Ragged
@@ -142,6 +144,7 @@ class GenerateRequest:
     return_support: bool = False
     top_logprobs: int = 0
     weight_version: str | None = None
+    weight_update: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,9 +172,9 @@ class GenerateResult:
             it None: core sets it to the weights of the first token of each row.
         version_runs: for each row, which weights produced which of its tokens: ``((version, first token), ...)``, from
             token 0 on, ascending. A row without tokens has one run. None if each row is of one version. A backend that
-            declares `updates_in_flight` returns this or `weight_versions`: a row begins with
-            ``request.weight_version``, and tokens sampled after a call of `update_weights`, even one that failed after
-            it had changed weights, with ``WeightUpdate.version``.
+            declares `updates_in_flight` returns this or `weight_versions`: tokens sampled before any update are of
+            ``request.weight_version``, and those after a call of `update_weights`, even one that failed after it had
+            changed weights, of ``WeightUpdate.version``. `corelm.support.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
         kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
@@ -303,6 +306,7 @@ class WeightUpdate:
         version: the label that every later result carries.
         when: `drain`: the answers in flight have ended, on the old weights. `abort`: core has aborted them. `now`: they
             are in flight.
+        number: counts the updates of the base weights, from 1 on. See `GenerateRequest.weight_update`.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
         stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
@@ -319,6 +323,7 @@ class WeightUpdate:
 
     version: str
     when: When = "drain"
+    number: int = 0
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
     expect: ProbeScores | None = None
