@@ -99,7 +99,10 @@ class VersionsInFlight:
             call, number = CallUnderWay(self._weights.label), self._count
             self._calls.add(call)
         try:
-            batch = self._ask("generate", replace(request, weight_version=call.label, weight_update=number) if self._reports else request)
+            batch = self._ask(
+                "generate",
+                replace(request, weight_version=call.label, weight_update=number) if self._reports else request,
+            )
             if not isinstance(batch, GenerateResult):
                 return batch
             check_runs(batch, self._fail)

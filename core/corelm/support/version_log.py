@@ -1,4 +1,4 @@
-"""`VersionLog`: what a plugin with `updates_in_flight` remembers, so that it can say which weights sampled which token."""
+"""`VersionLog`: what a plugin with `updates_in_flight` remembers, to say which weights sampled which token."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ class VersionLog:
 
     def __init__(self) -> None:
         self._last = (0, "")
+
+    @property
+    def number(self) -> int:
+        """The number of the last update that was noted; 0 before the first."""
+        return self._last[0]
 
     def note(self, update: WeightUpdate) -> None:
         """Take note that the engine has these weights, or, after a failure, part of them."""

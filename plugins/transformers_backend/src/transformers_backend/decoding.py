@@ -113,7 +113,7 @@ class Decoder:
             if gone := call.aborted_among(batch.rows):
                 aborted = batch.select(torch.tensor(sorted(gone)))
                 done.append(aborted.rows)
-                yield aborted, no_answers(len(gone))
+                yield aborted, no_answers(request, len(gone))
                 if len(gone) == len(batch.rows):
                     continue
                 batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]))
@@ -123,6 +123,9 @@ class Decoder:
             check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
             with self._accelerated():
                 found = self._decode(batch, self.way, request, call, limits, keep_raw=check)
+            if call.updates is not None and call.updates.seen:
+                # The weights that the first of these tokens were sampled with are gone: there is nothing to compare.
+                check = False
             if check and not self._confirmed(self.way, batch, found):
                 if request.on_tokens is not None:
                     raise EngineError(
@@ -241,6 +244,8 @@ class Decoder:
             engine.vocab_size,
             engine.device,
             raw=request.logprobs == "raw",
+            support=request.return_support,
+            top=request.top_logprobs,
         )
         ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer)
         start = partial(self._start, way)

@@ -19,13 +19,17 @@ from corelm.support import RowVersions, VersionLog
 
 
 class UpdateGate:
-    """Lets one thread at a time work with the model. A thread that holds it may enter again."""
+    """Lets one thread at a time work with the model. A thread that holds it may enter again.
+
+    Attributes:
+        waiting: how many threads wait to be let in.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._depth = 0
-        self._waiting = 0
+        self.waiting = 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -33,12 +37,12 @@ class UpdateGate:
         me = threading.get_ident()
         with self._changed:
             if self._holder != me:
-                self._waiting += 1
+                self.waiting += 1
                 try:
                     self._changed.wait_for(lambda: self._holder is None)
                     self._holder = me
                 finally:
-                    self._waiting -= 1
+                    self.waiting -= 1
             self._depth += 1
         try:
             yield
@@ -53,12 +57,12 @@ class UpdateGate:
 
     def open(self) -> None:
         """Let those through who wait, if any do, and hold the gate again."""
-        if not self._waiting:
+        if not self.waiting:
             return
         with self._changed:
             depth, self._depth, self._holder = self._depth, 0, None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._holder is None and not self._waiting)
+            self._changed.wait_for(lambda: self._holder is None and not self.waiting)
             self._depth, self._holder = depth, threading.get_ident()
 
 
@@ -78,22 +82,28 @@ class CallUpdates:
     def __init__(self, gate: UpdateGate, log: VersionLog, request: GenerateRequest, *, rereads: bool) -> None:
         self.seen = False
         self._gate, self._log, self._request, self._rereads = gate, log, request, rereads
-        self._version = log.now(request)
+        self._version, self._number = log.now(request), log.number
         self._rows = RowVersions(len(request.prompts), self._version)
 
     def let_in(self) -> bool:
         """Let updates in before the model reads tokens; return whether the rows in the model have to be read again."""
         self._gate.open()
-        before, self._version = self._version, self._log.now(self._request)
-        if self._version == before:
+        if self._log.number == self._number:
             return False
+        self._version, self._number = self._log.now(self._request), self._log.number
         self.seen = True
         return self._rereads
 
-    def sampled(self, rows: Tensor, first: int) -> None:
-        """Note that these rows of the request got token `first`, from logits computed since the last `let_in`."""
+    def sampled(self, rows: Tensor, places: Tensor, first: int) -> None:
+        """Note that rows got their token `first`, from logits that were computed since the last `let_in`.
+
+        Args:
+            rows: int64[n], rows of the request.
+            places: int64[k], which of them.
+            first: the position of the token in the answer.
+        """
         if self.seen:
-            for row in rows.tolist():
+            for row in rows[places].tolist():
                 self._rows.sampled(row, first, self._version)
 
     @property
