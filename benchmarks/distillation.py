@@ -5,7 +5,7 @@
 
 Hidden states and heads are random: a teacher of 512 and a student of 256, V=151,936. Bodies are left out, since both
 ways run the same ones. Time is compared at 512 positions. Memory is measured at 8 rows of 512; there two tables would
-take over 10 GB. The gradient of a head that is trained is as large as the head, and is not extra memory: it is subtracted.
+take over 10 GB. The gradient of a trained head is as large as the head. It is no extra memory, and is subtracted.
 """
 
 from __future__ import annotations

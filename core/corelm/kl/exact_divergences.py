@@ -11,9 +11,9 @@ of the student is ``t − q · Σ t``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -204,7 +204,10 @@ class _Pair:
         return (slice(start, start + self._width) for start in range(0, self._vocab, self._width))
 
 
-def _plainly(method: Any) -> Any:
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _plainly(method: _Method) -> _Method:
     """Turn off autocast: the dtypes of products are those of the hidden states, and sums are not to be shortened."""
 
     @functools.wraps(method)
@@ -213,7 +216,7 @@ def _plainly(method: Any) -> Any:
         with torch.autocast(tensor.device.type, enabled=False):
             return method(ctx, *args)
 
-    return run
+    return cast(_Method, run)
 
 
 class _ExactDivergence(torch.autograd.Function):
