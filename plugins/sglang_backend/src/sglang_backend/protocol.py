@@ -6,13 +6,10 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
-
-import torch
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -25,7 +22,6 @@ from corelm.support import (
     RowStreams,
     StopStrings,
     Streamed,
-    checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -33,7 +29,9 @@ from corelm.support import (
     row_outcome,
     score_result,
 )
+from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
+from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
 from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
@@ -43,12 +41,6 @@ GENERATE = "/generate"
 _MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
-#: Asks for the most probable ids, and with the last two fields for arrays of them. Older servers ignore these fields.
-_MOST_PROBABLE: Payload = {
-    "top_logprobs_num": 1,
-    "return_flat_raw_top_logprobs": True,
-    "return_flat_raw_top_logprobs_b64": True,
-}
 #: The parts of an entry ``[logprob, id, text]``.
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
@@ -65,6 +57,10 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     capabilities = info.capabilities
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     stop = safe_stops(request.sampling, info.tokenizer)
+    top_k = None
+    if request.return_support:
+        top_k = top_k_of(request.sampling, info.support_limit, capabilities.vocab_size)
+    details = _fields(request)
     return [
         {
             "input_ids": ids,
@@ -76,8 +72,9 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
                 eos_token_ids=capabilities.eos_token_ids or frozenset(),
                 vocab_size=capabilities.vocab_size,
                 stop=stop,
+                top_k=top_k,
             ),
-            "return_logprob": request.logprobs != "none",
+            **details,
             **({} if request.on_tokens is None else {"stream": True}),
         }
         for ids, seed in zip(request.prompts.tolist(), seeds, strict=True)
@@ -85,7 +82,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
 
 
 def generation_result(
-    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: RowStreams | None = None
+    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: AnswerStreams | None = None
 ) -> GenerateResult:
     """Return the answers in `entries`, which are in the order of `generation_requests`.
 
@@ -97,19 +94,31 @@ def generation_result(
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
-            return streams.aborted(row)
+            return _aborted(streams, row, request, info)
         return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limits[row], stops, info))
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
 
 
-def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams, Streamed]:
+class AnswerStreams(RowStreams):
+    """Also remembers what was last reported of each row that goes on: of an aborted row, the server says no more.
+
+    Attributes:
+        reported: the last ``meta_info`` by row.
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
+        super().__init__(request, tokenizer)
+        self.reported: dict[int, Any] = {}
+
+
+def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[AnswerStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events.
 
     Each event of a server is a reply with the whole answer so far.
     """
-    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
-    limits = _limits(request, info)
+    streams, stops = AnswerStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
+    limits, lists = _limits(request, info), _lists(request)
 
     def tell(row: int, reply: Any) -> None:
         # A reply that does not fit its request is left to `generation_result`, which says why.
@@ -118,15 +127,42 @@ def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams,
             if meta.get("finish_reason") is not None:
                 streams.end(row, _answer(reply, False, request, limits[row], stops, info))
                 return
-            if request.logprobs == "none":
-                streams.tell(row, ids, lambda first, end: [])
-                return
-            # The server may add a token to one of the lists before it sends the other.
-            reported = meta.get("output_token_logprobs") or []
-            known = ids[: len(reported)]
-            streams.tell(row, known, lambda first, end: _reported(reported[first:end], known[first:end], info))
+            # The server may add a token to one of the lists before it sends the others.
+            known = ids[: min(len(ids), *(len(meta.get(name) or []) for name in lists))] if lists else ids
+            streams.reported[row] = meta
+
+            def logprobs(first: int, end: int) -> Sequence[float]:
+                return _row_answer(
+                    _part(meta, lists, first, end), known[first:end], None, "length", request, info
+                ).logprobs
+
+            streams.tell(row, known, logprobs)
 
     return streams, Streamed(_last_event, tell)
+
+
+def _aborted(streams: AnswerStreams, row: int, request: GenerateRequest, info: ServerInfo) -> RowAnswer | RowFailure:
+    """Return what was streamed of a row that was aborted."""
+    told = streams.aborted(row)
+    if not told.ids or not (request.return_support or request.top_logprobs):
+        return told
+    meta = _part(streams.reported[row], _lists(request), 0, len(told.ids))
+    return row_outcome(meta, lambda meta, _: _row_answer(meta, list(told.ids), None, "abort", request, info))
+
+
+def _lists(request: GenerateRequest) -> tuple[str, ...]:
+    """Return the fields of ``meta_info`` that have an entry for each token of the answer."""
+    names = ["output_token_logprobs"] if request.logprobs != "none" or request.return_support else []
+    if request.return_support:
+        names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
+    if request.top_logprobs and not wants_truncated(request):
+        names.append("output_top_logprobs")
+    return tuple(names)
+
+
+def _part(meta: Any, lists: Sequence[str], first: int, end: int) -> Any:
+    """Return the ``meta_info`` of an event for some of its tokens."""
+    return {**meta, **{name: meta[name][first:end] for name in lists}}
 
 
 def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
@@ -158,6 +194,14 @@ def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
 
 
+def _fields(request: GenerateRequest) -> Payload:
+    """Return the fields that ask for log-probs and for what is wanted of other ids."""
+    fields: Payload = {"return_logprob": request.logprobs != "none" or request.return_support, **kept_fields(request)}
+    if request.top_logprobs and not wants_truncated(request):
+        fields |= candidate_fields("output", request.top_logprobs, streamed=request.on_tokens is not None)
+    return fields
+
+
 def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list[float]:
     """Return the log-probs that a reply reports for these tokens."""
     _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
@@ -169,13 +213,14 @@ def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list
 
 def scoring_requests(request: ScoreRequest) -> list[Payload]:
     """Return one payload per sequence. It asks for log-probs from ``score_from[r]`` on, and samples nothing."""
+    k = _candidates(request)
     return [
         {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": _logprob_start(ids, start),
-            **(_MOST_PROBABLE if request.return_argmax else {}),
+            **(candidate_fields("input", k) if k else {}),
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
@@ -186,11 +231,16 @@ def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerIn
 
     def parse(entry: Any, ids: list[int], start: int) -> RowScores | RowFailure:
         asked = ids[_logprob_start(ids, start) :]
-        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request.return_argmax))
+        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request))
 
     sequences, starts = request.sequences.tolist(), request.score_from.tolist()
     rows = map(parse, entries, sequences, starts)
     return score_result(request, dict(enumerate(rows)))
+
+
+def _candidates(request: ScoreRequest) -> int:
+    """Return how many of the most probable ids to ask for at each position."""
+    return max(request.top_k, 1 if request.return_argmax else 0)
 
 
 # Payloads -------------------------------------------------------------------------------------------------------------
@@ -241,9 +291,6 @@ def _answer(
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         _check_weights(meta, info.weight_label)
-    logprobs: list[float] = []
-    if request.logprobs != "none":
-        logprobs = _reported(meta.get("output_token_logprobs") or [], ids, info)
     end = _end(ids, request.stop_ids, stops)
     reason = checked_finish_reason(
         reason,
@@ -254,7 +301,31 @@ def _answer(
         aborted=aborted,
         last=ids[-1] if ids else None,
     )
-    return RowAnswer(ids, logprobs, reason) if end is None else RowAnswer(ids[:end], logprobs[:end], "stop")
+    return _row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+
+
+def _row_answer(
+    meta: Any, ids: list[int], end: int | None, reason: str, request: GenerateRequest, info: ServerInfo
+) -> RowAnswer:
+    """Return an answer with its log-probs and with what was asked for of other ids.
+
+    Args:
+        meta: the ``meta_info`` of the reply.
+        ids: the tokens that it is about.
+        end: how many of them the answer has; None for all.
+    """
+    if not ids or not _lists(request):
+        return RowAnswer(ids[:end], [], reason)
+    full = _reported(meta.get("output_token_logprobs") or [], ids, info)[:end]
+    ids, size = ids[:end], info.capabilities.vocab_size
+    kept = KeptIds()
+    if request.return_support:
+        kept = kept_ids(meta, ids, full, request, limit=info.support_limit, vocab_size=size)
+    top = kept.top
+    if request.top_logprobs and top is None:
+        top = top_ids_of(meta, "output", len(ids), request.top_logprobs, size)
+    logprobs = kept.logprobs if wants_truncated(request) else full
+    return RowAnswer(ids, [] if request.logprobs == "none" else logprobs, reason, kept.ids, kept.log_mass, top)
 
 
 def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:
@@ -271,7 +342,7 @@ def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> in
     return by_id if by_string is None else by_string
 
 
-def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+def _scores(reply: Any, ids: list[int], info: ServerInfo, request: ScoreRequest) -> RowScores | RowFailure:
     """Return the scores of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
@@ -285,51 +356,10 @@ def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> 
             "differently"
         )
     logprobs = checked_logprobs([*map(_LOGPROB, reported[1:])], len(ids) - 1)
-    return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
-
-
-def _argmax(meta: Any, ids: Sequence[int], logprobs: Sequence[float], info: ServerInfo) -> list[int]:
-    """Return the most probable id at the position of each of `ids`.
-
-    Here SGLang does not write the last id of the vocabulary as 0; see `_check_echo`.
-    """
-    if "input_top_logprobs_shape" in meta:
-        best, values = _flat_candidates(meta, len(ids))
-    else:
-        top = meta.get("input_top_logprobs")
-        if not isinstance(top, list) or len(top) != len(ids) + 1 or not all(top[1:]):
-            raise _no_candidates()
-        candidates = [each[0] for each in top[1:]]
-        best, values = [token for _, token, *_ in candidates], [value for value, *_ in candidates]
-    argmax = checked_ids(best, vocab_size=info.capabilities.vocab_size, limit=len(ids))
-    return checked_argmax(argmax, values, ids, logprobs)
-
-
-def _flat_candidates(meta: Any, count: int) -> tuple[Any, Any]:
-    """Return the most probable ids and their log-probs from the arrays of a reply, which leave out its first position.
-
-    Raises:
-        RowError: there is not one for each of `count` positions.
-    """
-    shape, skipped = meta["input_top_logprobs_shape"], meta["input_top_logprobs_null_prefix"]
-    found = [_array(meta, f"input_top_logprobs_{part}_flat") for part in ("idx", "val")]
-    if shape != [count, 1] or skipped != 1 or any(len(array) != count for array in found):
-        raise _no_candidates()
-    return found[0], found[1]
-
-
-def _array(meta: Any, name: str) -> Any:
-    """Return an array of a reply as a list. A server that cannot write it in base64 sends a list."""
-    if name in meta:
-        return meta[name]
-    dtype = {"float32": torch.float32, "int32": torch.int32}[meta[f"{name}_b64_dtype"]]
-    data = bytearray(base64.b64decode(meta[f"{name}_b64"], validate=True))
-    # An empty buffer has no tensor.
-    return torch.frombuffer(data, dtype=dtype).tolist() if data else []
-
-
-def _no_candidates() -> RowError:
-    return RowError("it does not have input_top_logprobs for every token; leave out return_argmax=True")
+    scored, k, size = ids[1:], _candidates(request), info.capabilities.vocab_size
+    argmax = argmax_of(meta, scored, logprobs, k, size) if request.return_argmax else ()
+    top = top_ids_of(meta, "input", len(scored), k, size) if request.top_k else None
+    return RowScores(logprobs, argmax, top)
 
 
 def _finish_reason(meta: Any) -> str:
