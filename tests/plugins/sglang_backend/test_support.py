@@ -12,7 +12,8 @@ from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from corelm.support import ABORTED
 from helpers.tiny_models import VOCAB
-from sglang_backend.protocol import generation_result, row_streams
+from sglang_backend.events import row_streams
+from sglang_backend.protocol import generation_result
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 TRUNCATIONS: list[dict[str, Any]] = [

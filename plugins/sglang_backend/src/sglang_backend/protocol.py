@@ -11,7 +11,7 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import (
     ABORTED,
@@ -21,7 +21,6 @@ from corelm.support import (
     RowScores,
     RowStreams,
     StopStrings,
-    Streamed,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -32,13 +31,12 @@ from corelm.support import (
 from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
+from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
 
 GENERATE = "/generate"
-#: How many characters of the server's own message an error repeats.
-_MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
 #: The parts of an entry ``[logprob, id, text]``.
@@ -82,7 +80,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
 
 
 def generation_result(
-    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: AnswerStreams | None = None
+    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: RowStreams | None = None
 ) -> GenerateResult:
     """Return the answers in `entries`, which are in the order of `generation_requests`.
 
@@ -90,79 +88,14 @@ def generation_result(
         streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
     """
     stops = StopStrings.of(request.sampling, info.tokenizer)
-    limits = _limits(request, info)
+    most = limits(request, info)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
-            return _aborted(streams, row, request, info)
-        return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limits[row], stops, info))
+            return streams.aborted(row)
+        return row_outcome(entry, lambda reply, aborted: whole_answer(reply, aborted, request, most[row], stops, info))
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
-
-
-class AnswerStreams(RowStreams):
-    """Also remembers what was last reported of each row that goes on: of an aborted row, the server says no more.
-
-    Attributes:
-        reported: the last ``meta_info`` by row.
-    """
-
-    def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
-        super().__init__(request, tokenizer)
-        self.reported: dict[int, Any] = {}
-
-
-def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[AnswerStreams, Streamed]:
-    """Return what streams the rows of a request, and what the client does with their events.
-
-    Each event of a server is a reply with the whole answer so far.
-    """
-    streams, stops = AnswerStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
-    limits, lists = _limits(request, info), _lists(request)
-
-    def tell(row: int, reply: Any) -> None:
-        # A reply that does not fit its request is left to `generation_result`, which says why.
-        with suppress(RowError):
-            ids, meta = reply["output_ids"], reply["meta_info"]
-            if meta.get("finish_reason") is not None:
-                streams.end(row, _answer(reply, False, request, limits[row], stops, info))
-                return
-            # The server may add a token to one of the lists before it sends the others.
-            known = ids[: min(len(ids), *(len(meta.get(name) or []) for name in lists))] if lists else ids
-            streams.reported[row] = meta
-
-            def logprobs(first: int, end: int) -> Sequence[float]:
-                return _row_answer(
-                    _part(meta, lists, first, end), known[first:end], None, "length", request, info
-                ).logprobs
-
-            streams.tell(row, known, logprobs)
-
-    return streams, Streamed(_last_event, tell)
-
-
-def _aborted(streams: AnswerStreams, row: int, request: GenerateRequest, info: ServerInfo) -> RowAnswer | RowFailure:
-    """Return what was streamed of a row that was aborted."""
-    told = streams.aborted(row)
-    if not told.ids or not (request.return_support or request.top_logprobs):
-        return told
-    meta = _part(streams.reported[row], _lists(request), 0, len(told.ids))
-    return row_outcome(meta, lambda meta, _: _row_answer(meta, list(told.ids), None, "abort", request, info))
-
-
-def _lists(request: GenerateRequest) -> tuple[str, ...]:
-    """Return the fields of ``meta_info`` that have an entry for each token of the answer."""
-    names = ["output_token_logprobs"] if request.logprobs != "none" or request.return_support else []
-    if request.return_support:
-        names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
-    if request.top_logprobs and not wants_truncated(request):
-        names.append("output_top_logprobs")
-    return tuple(names)
-
-
-def _part(meta: Any, lists: Sequence[str], first: int, end: int) -> Any:
-    """Return the ``meta_info`` of an event for some of its tokens."""
-    return {**meta, **{name: meta[name][first:end] for name in lists}}
 
 
 def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
@@ -172,23 +105,17 @@ def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any]
     return lambda row, reply: on_answer(row, len(reply["output_ids"]))
 
 
-def _last_event(reply: Any, event: Any) -> Any:
-    """Return an event, which replaces the earlier ones; see `Streamed`.
-
-    Raises:
-        InvalidRequestError: the event says that the server refused the request.
-        EngineError: the event says that the request failed.
-    """
-    finish = event["meta_info"].get("finish_reason") or {}
-    status = finish.get("status_code")
-    if status is None:
-        return event
-    # Without streaming the server would send this status.
-    said = f"the server reports status {status}: {str(finish.get('message'))[:_MESSAGE_LENGTH]}"
-    raise InvalidRequestError(said) if status == 400 else EngineError(said)
+def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
+    """Return the fields of ``meta_info`` that have an entry for each token of the answer."""
+    names = ["output_token_logprobs"] if request.logprobs != "none" or request.return_support else []
+    if request.return_support:
+        names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
+    if request.top_logprobs and not wants_truncated(request):
+        names.append("output_top_logprobs")
+    return tuple(names)
 
 
-def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
+def limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     """Return the most tokens that each answer may have."""
     context = info.capabilities.max_context
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
@@ -202,10 +129,10 @@ def _fields(request: GenerateRequest) -> Payload:
     return fields
 
 
-def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list[float]:
+def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
     """Return the log-probs that a reply reports for these tokens."""
-    _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs([*map(_LOGPROB, reported)], len(ids))
+    values = _echoed(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
+    return checked_logprobs(values, len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -276,7 +203,7 @@ def is_duplicate(entry: Any) -> bool:
     return isinstance(entry, InvalidRequestError) and "Duplicate request ID" in str(entry)
 
 
-def _answer(
+def whole_answer(
     reply: Any, aborted: bool, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
     """Return the answer in a reply.
@@ -301,10 +228,10 @@ def _answer(
         aborted=aborted,
         last=ids[-1] if ids else None,
     )
-    return _row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+    return row_answer(meta, ids, end, reason if end is None else "stop", request, info)
 
 
-def _row_answer(
+def row_answer(
     meta: Any, ids: list[int], end: int | None, reason: str, request: GenerateRequest, info: ServerInfo
 ) -> RowAnswer:
     """Return an answer with its log-probs and with what was asked for of other ids.
@@ -314,7 +241,7 @@ def _row_answer(
         ids: the tokens that it is about.
         end: how many of them the answer has; None for all.
     """
-    if not ids or not _lists(request):
+    if not ids or not lists_of_answers(request):
         return RowAnswer(ids[:end], [], reason)
     full = _reported(meta.get("output_token_logprobs") or [], ids, info)[:end]
     ids, size = ids[:end], info.capabilities.vocab_size
@@ -348,17 +275,10 @@ def _scores(reply: Any, ids: list[int], info: ServerInfo, request: ScoreRequest)
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
-    reported = meta["input_token_logprobs"]
-    _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")
-    if reported[0][0] is not None:
-        raise RowError(
-            "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
-            "differently"
-        )
-    logprobs = checked_logprobs([*map(_LOGPROB, reported[1:])], len(ids) - 1)
-    scored, k, size = ids[1:], _candidates(request), info.capabilities.vocab_size
-    argmax = argmax_of(meta, scored, logprobs, k, size) if request.return_argmax else ()
-    top = top_ids_of(meta, "input", len(scored), k, size) if request.top_k else None
+    size, name, k = info.capabilities.vocab_size, "input_token_logprobs", _candidates(request)
+    logprobs = checked_logprobs(_echoed(meta[name], ids, size, name, without=1), len(ids) - 1)
+    argmax = argmax_of(meta, ids[1:], logprobs, k, size) if request.return_argmax else ()
+    top = top_ids_of(meta, "input", len(logprobs), k, size) if request.top_k else None
     return RowScores(logprobs, argmax, top)
 
 
@@ -378,6 +298,24 @@ def _check_weights(meta: Any, label: str) -> None:
             f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
             "it was restarted, or another client has updated it; load the weights again"
         )
+
+
+def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: int = 0) -> Sequence[Any]:
+    """Return the log-probs of the entries of a reply, of which the first `without` have none.
+
+    Raises:
+        RowError: the entries are not about exactly these ids, or the first one has a log-prob.
+    """
+    if isinstance(reported, Entries):
+        if reported.without == without and reported.ids == ids:
+            return reported.logprobs
+        reported = reported.plain()
+    _check_echo(reported, ids, vocab_size, name)
+    if without and reported[0][0] is not None:
+        raise RowError(
+            f"{name} starts with a number and not with None; this version of SGLang counts positions differently"
+        )
+    return [*map(_LOGPROB, reported[without:])]
 
 
 def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:
