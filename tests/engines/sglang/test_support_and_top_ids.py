@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from corelm import Backend
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest
+from corelm.spec import GenerateResult
 from helpers import oracle
 from helpers.tiny_models import VOCAB, random_rows
 
@@ -22,20 +22,8 @@ NEAR = 1e-5
 APART = 5e-5
 
 
-def generated(backend: Backend, sampling: dict[str, Any], **fields: Any) -> GenerateResult:
-    """Call the hook itself, without core's checks of what it is asked."""
-    request = GenerateRequest(
-        prompts=Ragged.from_list(PROMPTS),
-        sampling=SamplingParams(**({"max_new_tokens": 12, "ignore_eos": True} | sampling)),
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=tuple(f"row-{number}" for number in range(len(PROMPTS))),
-        timeout=None,
-        **fields,
-    )
-    found = backend.engine.plugin.generate(request)
-    assert found.errors is None
-    return found
+def generated(backend: Backend, sampling: dict[str, Any], **arguments: Any) -> GenerateResult:
+    return backend.generate(PROMPTS, {"max_new_tokens": 12, "ignore_eos": True} | sampling, **arguments)
 
 
 def tables(model: PreTrainedModel, found: GenerateResult, temperature: float) -> Tensor:
@@ -95,9 +83,8 @@ def test_the_kept_ids_are_those_of_the_oracle(shared: Backend, model, truncation
 
 
 def test_seeded_answers_have_sets_as_well(seeded: Backend, model):
-    seeds = torch.arange(len(PROMPTS))
-    request = {"logprobs": "processed", "return_support": True}
-    first, again = (_seeded(seeded, seeds, request) for _ in range(2))
+    sampling = {"temperature": 0.8, "top_p": 0.7, "seed": 5}
+    first, again = (generated(seeded, sampling, logprobs="processed", return_support=True) for _ in range(2))
     assert first.ids.tolist() == again.ids.tolist() and first.kept_ids.tolist() == again.kept_ids.tolist()
     table = tables(model, first, 0.8)
     for position, kept in enumerate(first.kept_ids.ids.tolist()):
@@ -105,19 +92,17 @@ def test_seeded_answers_have_sets_as_well(seeded: Backend, model):
         assert {*kept} ^ expected <= near
 
 
-def _seeded(backend: Backend, seeds: Tensor, fields: dict[str, Any]) -> GenerateResult:
-    request = GenerateRequest(
-        prompts=Ragged.from_list(PROMPTS),
-        sampling=SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.7),
-        seeds=seeds,
-        stop_ids=frozenset(),
-        request_ids=("a", "b", "c"),
-        timeout=None,
-        **fields,
-    )
-    found = backend.engine.plugin.generate(request)
-    assert found.errors is None
-    return found
+def test_a_stream_has_what_the_whole_answer_has(shared: Backend, model):
+    sampling = {"temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12, "ignore_eos": True}
+    stream = shared.stream(PROMPTS, sampling, logprobs="processed", return_support=True, top_logprobs=2)
+    told = {row: [] for row in range(len(PROMPTS))}
+    for chunk in stream:
+        told[chunk.row] += chunk.logprobs
+    found = stream.result
+    assert [*told.values()] == found.logprobs.tolist()
+    table = tables(model, found, 0.7)
+    for position, kept in enumerate(found.kept_ids.ids.tolist()):
+        close(found.kept_log_mass.values[position], table[position][kept].logsumexp(0))
 
 
 def test_rows_with_and_without_sets_share_a_batch(shared: Backend, model):
@@ -166,20 +151,7 @@ def _check_top(found: Any, table: Tensor, k: int) -> None:
 def test_the_most_probable_ids_of_scores(shared: Backend, model):
     rows = [*random_rows(5, 90, 1), [VOCAB - 1] * 2]
     starts = [1, 60, 1, 1]
-    request = ScoreRequest(
-        sequences=Ragged.from_list(rows),
-        score_from=torch.tensor(starts),
-        temperature=1.0,
-        return_logits=False,
-        return_argmax=True,
-        grad=False,
-        device=None,
-        request_ids=("a", "b", "c", "d"),
-        timeout=None,
-        top_k=64,
-    )
-    found = shared.engine.plugin.score_logprobs(request)
-    assert found.errors is None
+    found = shared.score_logprobs(rows, score_from=starts, return_argmax=True, top_k=64)
     pairs = zip(rows, starts, strict=True)
     table = torch.cat([oracle.next_logits(model, row)[start - 1 : -1] for row, start in pairs]).log_softmax(-1)
     counted = found.scored.values

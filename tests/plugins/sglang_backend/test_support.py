@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from corelm.support import ABORTED
 from helpers.tiny_models import VOCAB
 from sglang_backend.events import row_streams
 from sglang_backend.protocol import generation_result
+from sglang_backend.replies import decode
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -141,6 +143,30 @@ def fake_fields(asked: GenerateRequest) -> dict[str, Any]:
     every = {"sampling_logprobs_mode": "support"} if asked.logprobs == "processed" else {"top_logprobs_num": 2}
     known = {"top_k": 3, "top_p": 1.0, "min_p": 0.0, "temperature": 0.7, "max_new_tokens": 4, "ignore_eos": True}
     return {"sampling_params": known, "return_sampling_mask": True, **every}
+
+
+def test_core_takes_the_sets_for_processed_log_probs(backend, fake):
+    sampling = {"top_p": 0.6, "temperature": 0.7, "max_new_tokens": 4, "ignore_eos": True}
+    with pytest.raises(CapabilityError, match="returns no processed log-probs"):
+        backend.generate(PROMPTS, sampling, logprobs="processed")
+    with pytest.raises(CapabilityError, match="returns no raw log-probs"):
+        backend.generate(PROMPTS, sampling, logprobs="raw", return_support=True)
+    found = backend.generate(PROMPTS, sampling, logprobs="processed", return_support=True, top_logprobs=2)
+    check(found, fake, {"top_p": 0.6})
+    greedy = backend.generate(PROMPTS, {"temperature": 0.0, "max_new_tokens": 2}, return_support=True)
+    assert greedy.kept_ids.ids.tolist() == [[token] for token in greedy.ids.values.tolist()]
+
+
+def test_a_compact_reply_has_all_that_is_read(fake):
+    pytest.importorskip("msgspec")
+    asked = request({"top_k": 3}, logprobs="raw", top_logprobs=2)
+    reply = fake._generate({"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)})
+    compact = decode(json.dumps(reply).encode())
+    assert "text" not in compact
+    read = {name for name in reply["meta_info"] if name.startswith("output_to")}
+    assert len(read) == 4 and all(
+        compact["meta_info"][name] == reply["meta_info"][name] for name in read - {"output_token_logprobs"}
+    )
 
 
 # What the server returns of large sets --------------------------------------------------------------------------------
