@@ -29,9 +29,9 @@ class SupportPromises(ConformanceBase):
     @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
     def test_the_kept_ids_are_those_that_are_left(self, backend: Backend, name: str, tempered: bool) -> None:
         temperature = self._temperature(backend) if tempered else 1.0
-        prompt, logprobs, k = self._cut(backend, name, temperature)
+        prompt, logprobs, k = self._clear_cut(backend, name, temperature)
         sampling = {name: CUTS[name](logprobs, k), "temperature": temperature, "num_samples": 16, "max_new_tokens": 1}
-        batch = self._sample(backend, [prompt], sampling)
+        batch = self._sample_with_support(backend, [prompt], sampling)
         assert batch.kept_ids is not None and batch.kept_log_mass is not None
         kept = logprobs.topk(k).indices.sort().values
         assert {tuple(ids) for row in batch.kept_ids.tolist() for ids in row} == {tuple(kept.tolist())}
@@ -47,7 +47,7 @@ class SupportPromises(ConformanceBase):
         prompts = [*self.rows(backend, 3, 17), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
         sampling = self._truncated(backend)
         temperature = sampling.get("temperature", 1.0)
-        batch = self._sample(backend, prompts, {**sampling, "max_new_tokens": NEW, "num_samples": 2})
+        batch = self._sample_with_support(backend, prompts, {**sampling, "max_new_tokens": NEW, "num_samples": 2})
         assert batch.kept_ids is not None and batch.kept_log_mass is not None
         rows = zip(batch.ids.tolist(), batch.kept_ids.tolist(), batch.kept_log_mass.tolist(), strict=True)
         own = None if batch.logprobs is None or batch.mode != "processed" else batch.logprobs.tolist()
@@ -68,9 +68,9 @@ class SupportPromises(ConformanceBase):
     def test_the_kept_ids_do_not_depend_on_the_other_rows(self, backend: Backend) -> None:
         prompts = self.rows(backend, 5, 2, 11)
         sampling, seeds = {**self._truncated(backend), "max_new_tokens": NEW}, [4, 5, 6]
-        together = self._sample(backend, prompts, sampling, seeds)
+        together = self._sample_with_support(backend, prompts, sampling, seeds)
         for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            alone = self._sample(backend, [prompt], sampling, [seed])
+            alone = self._sample_with_support(backend, [prompt], sampling, [seed])
             assert together.kept_ids is not None and alone.kept_ids is not None
             assert together.kept_ids.tolist()[row] == alone.kept_ids.tolist()[0], f"row {row}"
 
@@ -81,7 +81,7 @@ class SupportPromises(ConformanceBase):
         if temperature != 1.0 and not backend.capabilities.score_temperature:
             sampling["temperature"] = temperature = 1.0
         prompts = [*self.rows(backend, 9, 2), *backend.tokenize(OPENINGS[:1]).ids.tolist()]
-        batch = self._sample(backend, prompts, {**sampling, "max_new_tokens": NEW})
+        batch = self._sample_with_support(backend, prompts, {**sampling, "max_new_tokens": NEW})
         if batch.logprobs is None or batch.mode != "processed":
             not_applicable("mode:processed")
         scores = backend.score_logprobs(
@@ -103,7 +103,7 @@ class SupportPromises(ConformanceBase):
         rows = self.rows(backend, 4, 6)
         others = self.rows(backend, 3, 5, 1, 8, 2, 6, 4, 3, 7, 5, seed=1)
         # The last set is empty: the whole vocabulary.
-        sets = [[[] for _ in row] for row in rows]
+        sets: list[list[list[int]]] = [[[] for _ in row] for row in rows]
         places = [(row, at) for row, ids in enumerate(rows) for at in range(1, len(ids))][:-1]
         for (row, at), more in zip(places, others, strict=False):
             sets[row][at] = sorted({rows[row][at], *more})
@@ -120,7 +120,7 @@ class SupportPromises(ConformanceBase):
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 
-    def _sample(
+    def _sample_with_support(
         self, backend: Backend, prompts: list[list[int]], sampling: dict[str, Any], seeds: list[int] | None = None
     ) -> GenerateResult:
         """Sample with the kept ids, and with processed log-probs if the engine has them under these parameters."""
@@ -153,7 +153,7 @@ class SupportPromises(ConformanceBase):
                 return {name: usable[0], **warm}
         self.declared_and_not_shown("return_support", "declare top_k, top_p or min_p with a range that truncates")
 
-    def _cut(self, backend: Backend, name: str, temperature: float) -> tuple[list[int], Tensor, int]:
+    def _clear_cut(self, backend: Backend, name: str, temperature: float) -> tuple[list[int], Tensor, int]:
         """Return a prompt, its tempered log-probs [V], and how many ids a cut leaves that rounding cannot move."""
         if name not in backend.capabilities.sampling:
             not_applicable(f"sampling:{name}")

@@ -25,31 +25,31 @@ class TopIdPromises(ConformanceBase):
     @needs("top_logprobs")
     @pytest.mark.parametrize("k", [1, 3, _MANY])
     def test_the_most_probable_ids_of_answers_are_the_models(self, backend: Backend, k: int) -> None:
-        self._assert_answers(backend, k, "raw", {})
+        self._assert_top_of_answers(backend, k, "raw", {})
 
     @needs("top_logprobs")
     def test_they_are_the_models_own_at_every_temperature(self, backend: Backend) -> None:
-        self._assert_answers(backend, 3, "raw", self._warm(backend))
+        self._assert_top_of_answers(backend, 3, "raw", self._warm(backend))
 
     @needs("top_logprobs", "mode:processed")
     def test_processed_ones_are_those_of_the_temperature(self, backend: Backend) -> None:
-        self._assert_answers(backend, 3, "processed", self._warm(backend))
+        self._assert_top_of_answers(backend, 3, "processed", self._warm(backend))
 
     @needs("top_logprobs", "mode:processed", "sampling:top_k")
     def test_processed_ones_end_where_truncation_cuts(self, backend: Backend) -> None:
         values = in_range(backend, "top_k", 5, 20)
         if not values:
             not_applicable("a top_k that truncates")
-        self._assert_answers(backend, values[0] + 2, "processed", {"top_k": values[0]})
+        self._assert_top_of_answers(backend, values[0] + 2, "processed", {"top_k": values[0]})
 
     @needs("score_top_k")
     @pytest.mark.parametrize("k", [1, 3, _MANY])
     def test_the_most_probable_ids_of_scores_are_the_models(self, backend: Backend, k: int) -> None:
-        self._assert_scores(backend, self._most(backend, k, "score_top_k"), 1.0)
+        self._assert_top_of_scores(backend, self._at_most(backend, k, "score_top_k"), 1.0)
 
     @needs("score_top_k", "score_temperature")
     def test_those_of_scores_are_those_of_the_temperature(self, backend: Backend) -> None:
-        self._assert_scores(backend, 3, 0.6)
+        self._assert_top_of_scores(backend, 3, 0.6)
 
     @needs("score_top_ids")
     @pytest.mark.parametrize("tempered", [False, True], ids=["own", "tempered"])
@@ -66,16 +66,16 @@ class TopIdPromises(ConformanceBase):
         scores = backend.score_logprobs(rows, temperature=temperature, top_ids=top_ids, grad=grad)
         assert scores.top_ids is not None and scores.top_logprobs is not None
         assert scores.top_logprobs.values.requires_grad == grad
-        self._assert_rows(rows, scores, temperature, named)
+        self._assert_top_of_rows(rows, scores, temperature, named)
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 
-    def _assert_answers(
+    def _assert_top_of_answers(
         self, backend: Backend, k: int, mode: Literal["raw", "processed"], sampling: dict[str, Any]
     ) -> None:
         if mode not in backend.capabilities.generation_modes:
             not_applicable(f"mode:{mode}")
-        k = self._most(backend, k, "top_logprobs")
+        k = self._at_most(backend, k, "top_logprobs")
         prompts = [*self.rows(backend, 3, 11), *backend.tokenize(OPENINGS[:1]).ids.tolist()]
         sampling = seeded(backend, {**sampling, "max_new_tokens": NEW})
         batch = backend.generate(prompts, sampling, logprobs=mode, top_logprobs=k)
@@ -88,12 +88,12 @@ class TopIdPromises(ConformanceBase):
                     expected = sampled_from(own, params, answer[:step], backend.eos_token_ids)
                 self._assert_position(batch, int(batch.ids.offsets[row]) + step, expected, f"row {row}, token {step}")
 
-    def _assert_scores(self, backend: Backend, k: int, temperature: float) -> None:
+    def _assert_top_of_scores(self, backend: Backend, k: int, temperature: float) -> None:
         rows = [*self.rows(backend, 3, 5), *backend.tokenize(OPENINGS[:1]).ids.tolist()]
         scores = backend.score_logprobs(rows, temperature=temperature, top_k=k)
-        self._assert_rows(rows, scores, temperature)
+        self._assert_top_of_rows(rows, scores, temperature)
 
-    def _assert_rows(
+    def _assert_top_of_rows(
         self, rows: list[list[int]], scores: ScoreResult, temperature: float, named: list[list[list[int]]] | None = None
     ) -> None:
         for row, ids in enumerate(rows):
@@ -114,7 +114,7 @@ class TopIdPromises(ConformanceBase):
         assert found.top_ids is not None and found.top_logprobs is not None and found.tail_log_mass is not None
         ids = found.top_ids.values[place].cpu()
         values = found.top_logprobs.values[place].detach().cpu().double()
-        tail = float(found.tail_log_mass.values[place].exp())
+        tail = float(found.tail_log_mass.values[place].detach().exp())
         there = ids >= 0
         others = expected.index_fill(0, ids[there], -torch.inf)
         if named is not None:
@@ -128,7 +128,7 @@ class TopIdPromises(ConformanceBase):
         rest = float(others.exp().sum())
         assert abs(tail - rest) <= self.tolerance, f"{where}: the others have {tail:.3g}, expected {rest:.3g}"
 
-    def _most(self, backend: Backend, k: int, capability: str) -> int:
+    def _at_most(self, backend: Backend, k: int, capability: str) -> int:
         return min(k, getattr(backend.capabilities, capability), self.vocab_size)
 
     def _warm(self, backend: Backend) -> dict[str, Any]:
