@@ -13,6 +13,7 @@ from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.support.row_results import RowAnswer, RowFailure, generate_result, score_result
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 Request = GenerateRequest | ScoreRequest
 Result = GenerateResult | ScoreResult
@@ -65,6 +66,8 @@ def request_of_rows(
             score_from=request.score_from[index],
             request_ids=tuple(names),
             timeout=timeout,
+            support=None if request.support is None else request.support.select(index),
+            top_ids=None if request.top_ids is None else request.top_ids.select(index),
         )
     told = request.on_answer
     return replace(
@@ -105,20 +108,25 @@ def result_of_parts(
     values: dict[str, Any] = {}
     for each in fields(results[0]):
         given = [getattr(part.result, each.name) for part in parts]
-        if any(isinstance(value, Ragged) for value in given):
+        if any(isinstance(value, (Ragged, TokenSets)) for value in given):
             # What one engine has not returned was not asked for: another one has returned more.
             asked = all(getattr(result, each.name) is not None for result in labelled)
             values[each.name] = _ragged(each.name, request, parts, given, order) if asked else None
         elif any(isinstance(value, (tuple, list)) for value in given):
-            filler = label if each.name == "weight_versions" else ""
-            filled = [
-                value or (filler,) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)
-            ]
+            filled = [value or _filler(each.name, part.result, label) for part, value in zip(parts, given, strict=True)]
             flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
             values[each.name] = tuple(flat if order is None else (flat[place] for place in order.tolist()))
         else:
             values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
     return replace(results[0], **values)
+
+
+def _filler(name: str, result: Result, label: str) -> Sequence[Any]:
+    """Return what a field with one value per row says of a result that leaves it out."""
+    versions = result.weight_versions or (label,) * len(rows_of_result(result))
+    if name == "version_runs":
+        return [((version, 0),) for version in versions]
+    return versions if name == "weight_versions" else ("",) * len(versions)
 
 
 def rows_of_result(result: Result) -> Ragged:
@@ -136,7 +144,9 @@ def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> R
     return score_result(some, told)
 
 
-def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Ragged:
+def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Any:
+    if any(isinstance(value, TokenSets) for value in given):
+        return _sets(parts, given, order)
     some = next(value for value in given if isinstance(value, Ragged))
     chosen = []
     for part, value in zip(parts, given, strict=True):
@@ -151,6 +161,17 @@ def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[
     if len({value.values.dtype for value in chosen}) > 1:
         chosen = [value.with_values(value.values.float()) for value in chosen]
     joined = chosen[0] if len(chosen) == 1 else Ragged.cat(chosen)
+    return joined if order is None else joined.select(order)
+
+
+def _sets(parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> TokenSets:
+    # Rows that failed were drawn from no sets.
+    found = [
+        TokenSets.empty(rows_of_result(part.result).lengths) if value is None else value
+        for part, value in zip(parts, given, strict=True)
+    ]
+    chosen = [value.select(list(part.index)).to("cpu") for part, value in zip(parts, found, strict=True)]
+    joined = TokenSets.cat(chosen)
     return joined if order is None else joined.select(order)
 
 

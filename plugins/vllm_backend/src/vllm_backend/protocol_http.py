@@ -31,6 +31,7 @@ from corelm.support import (
     score_result,
 )
 from vllm_backend.capabilities_http import ServerInfo
+from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 
 Payload = dict[str, Any]
@@ -38,8 +39,6 @@ Payload = dict[str, Any]
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
 ID_PREFIX = "cmpl-"
-#: What stands before an id where a server labels a token with it.
-_LABEL = "token_id:"
 #: Replies state their ids, and label log-probs with ids. Labels that are texts would be ambiguous.
 EXPLICIT: Payload = {"n": 1, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True}
 #: Every parameter that a server may have its own default for, at the value that keeps the model's distribution.
@@ -200,7 +199,7 @@ def _row_answer(
     return RowAnswer(ids[:length], logprobs[:length], reason)
 
 
-def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[float]:
+def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
     if request.logprobs == "none":
         return []
     logprobs = _sampled_logprobs(choice, ids)
@@ -208,7 +207,7 @@ def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[
     return [0.0] * len(ids) if request.logprobs == "processed" and request.sampling.greedy else logprobs
 
 
-def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> list[float]:
+def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> Sequence[float]:
     """Return the log-probs of the tokens from number `first` to the one before number `end`."""
     if request.logprobs == "none":
         return []
@@ -254,9 +253,10 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
     )
 
 
-def _sampled_logprobs(choice: Any, ids: list[int]) -> list[float]:
+def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
     logprobs = _logprobs(choice)
-    if logprobs.get("tokens") != [f"{_LABEL}{text}" for text in id_texts(ids)]:
+    tokens = logprobs.get("tokens")
+    if not (tokens.are_of(ids) if isinstance(tokens, Labels) else tokens == labels(ids)):
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -301,19 +301,20 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
         return RowFailure("the request was aborted", aborted=True)
     prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
     sampled_ids = _answer_ids(choice, payload, info)
-    before_last: list[Any] = []
+    before_last: Sequence[Any] = []
     best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
         positions = choice.get("prompt_logprobs")
-        if not isinstance(positions, list) or len(positions) != len(prompt):
+        if not isinstance(positions, (list, PromptLogprobs)) or len(positions) != len(prompt):
             raise RowError("it does not have prompt_logprobs for every token of the prompt")
-        before_last = _prompt_logprobs(prompt[1:], positions[1:])
+        before_last = _prompt_logprobs(prompt[1:], positions)
         if with_argmax:
-            best = [_most_probable(candidates) for candidates in positions[1:]]
+            listed = positions.plain() if isinstance(positions, PromptLogprobs) else positions
+            best = [_most_probable(candidates) for candidates in listed[1:]]
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
-    logprobs = checked_logprobs([*before_last, sampled[0][_label(last)]], len(before_last) + 1)
+    logprobs = checked_logprobs(added(before_last, sampled[0][_label(last)]), len(before_last) + 1)
     if not with_argmax:
         return RowScores(logprobs)
     if len(sampled_ids) != 1 or _label(sampled_ids[0]) not in sampled[0]:
@@ -324,12 +325,17 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
 
 
-def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
-    """Return the log-prob that each position of a prompt reports for its id.
+def _prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Sequence[Any]:
+    """Return the log-prob that each position of a prompt reports for its id. The first position reports none.
 
     Raises:
         RowError: a position does not name its id.
     """
+    if isinstance(positions, PromptLogprobs):
+        if positions.are_of(ids):
+            return positions.logprobs
+        positions = positions.plain()
+    positions = positions[1:]
     try:
         return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
     except (KeyError, TypeError):
@@ -385,4 +391,4 @@ def _logprobs(choice: Any) -> Mapping[str, Any]:
 
 
 def _label(token: int) -> str:
-    return f"{_LABEL}{token}"
+    return f"{LABEL}{token}"

@@ -108,7 +108,7 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     return RowAnswer(ids[:length], logprobs[:length], reason)
 
 
-def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> list[float]:
+def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> Sequence[float]:
     """Return the log-probs of the tokens from number `first` to the one before number `end`."""
     if request.logprobs == "none" or first == end:
         return []

@@ -31,6 +31,7 @@ from corelm.support import (
     raise_if_none_was_served,
 )
 from vllm_backend import protocol_http as protocol
+from vllm_backend import replies
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
 from vllm_backend.probing import LogprobsMode, probe_server
@@ -219,7 +220,7 @@ class VLLMServer:
     @contextmanager
     def _new_weights(self, request: WeightUpdate) -> Iterator[None]:
         """Have the ``with`` block load weights, then empty the prefix cache and give the weights their name."""
-        with self._client.secrets.masking_errors(), self._paused("wait" if request.drain else "abort"):
+        with self._client.secrets.masking_errors(), self._paused("wait" if request.when == "drain" else "abort"):
             # If anything fails, the server's version stays different from this one, and every later call fails.
             self._loaded_version = request.version
             self._set_weight_version("being loaded")
@@ -232,7 +233,7 @@ class VLLMServer:
     def sleep(self, request: SleepRequest) -> None:
         """Free the memory of the server's GPUs. Requests of other clients wait until it is awake."""
         self._asleep = True
-        mode = "wait" if request.drain else "abort"
+        mode = "wait" if request.when == "drain" else "abort"
         try:
             self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
         except InvalidRequestError:
@@ -302,6 +303,7 @@ class VLLMServer:
                 timeout=deadline.left(),
                 streamed=streamed,
                 answered=answered,
+                decode=replies.decoder(payloads),
             )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())
