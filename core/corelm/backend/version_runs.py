@@ -48,6 +48,26 @@ def check_runs(batch: GenerateResult, fail: Callable[[str], EngineError]) -> Non
             raise fail(f"row {row}: weight_versions and the first of version_runs differ; leave weight_versions out")
 
 
+def count_of(version: str) -> int | None:
+    """Return the count in a label that counts up, such as 3 in ``"3"`` and in ``"3+policy@12"``; None without one.
+
+    That is the count of the base weights; an adapter has one of its own.
+    """
+    base = version.partition("+")[0]
+    return int(base) if base.isdecimal() and len(base) < 19 else None
+
+
+def backward(runs: VersionRuns) -> str:
+    """Return where the weights of a row go backwards, if their labels count; "" if they do not."""
+    last = None
+    for version, first in runs:
+        count = count_of(version)
+        if last is not None and count is not None and count < last:
+            return f"the weights go back from {last} to {count} at position {first}"
+        last = count
+    return ""
+
+
 def renamed(runs: VersionRuns, name: Callable[[str], str]) -> VersionRuns:
     """Return runs whose weights have other names. Neighbours that then have the same name become one run.
 
