@@ -150,7 +150,8 @@ def prepare_generation(
     capabilities = engine.capabilities
     check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
     check_requests.stop_strings_can_match(sampling, engine.tokenizer)
-    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name)
+    support = SupportOfAnswers.of(return_support, sampling, engine)
+    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support.from_engine)
     adapter = _adapter(engine, adapter)
     if continue_from is not None:
         if on_tokens is not None:
@@ -176,7 +177,6 @@ def prepare_generation(
                 on_answer=on_answer,
             ),
         )
-    support = SupportOfAnswers.of(return_support, sampling, engine)
     top_logprobs = top_of_answers(top_logprobs, mode, engine)
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from corelm.errors import EngineError
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult
+from corelm.spec.version_labels import run_problems
 from corelm.tensors.ragged import Ragged
-from corelm.validate import is_index, shown
-
-
-def run_problems(runs: Any, length: int) -> str:
-    """Return what is wrong with the runs of a row of `length` tokens; "" if nothing is."""
-    if not isinstance(runs, (tuple, list)) or not runs:
-        return f"expected ((version, first token), ...), got {shown(runs)}"
-    last = -1
-    for place, run in enumerate(runs):
-        if not isinstance(run, (tuple, list)) or len(run) != 2 or not isinstance(run[0], str) or not is_index(run[1]):
-            return f"run {place}: expected (version, first token), got {shown(run)}"
-        first = int(run[1])
-        if place == 0 and first != 0:
-            return f"run 0 begins at position {first}; the first token is 0"
-        if place and first <= last:
-            return f"run {place} begins at position {first}, but run {place - 1} at {last}; runs ascend"
-        if place and first >= length:
-            return f"run {place} begins at position {first}, but the row has {length} tokens"
-        last = first
-    return ""
+from corelm.validate import shown
 
 
 def check_runs(batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
@@ -46,26 +27,6 @@ def check_runs(batch: GenerateResult, fail: Callable[[str], EngineError]) -> Non
             raise fail(f"row {row}: version_runs: {problem}")
         if batch.weight_versions is not None and tuple(batch.weight_versions)[row : row + 1] != (runs[0][0],):
             raise fail(f"row {row}: weight_versions and the first of version_runs differ; leave weight_versions out")
-
-
-def count_of(version: str) -> int | None:
-    """Return the count in a label that counts up, such as 3 in ``"3"`` and in ``"3+policy@12"``; None without one.
-
-    That is the count of the base weights; an adapter has one of its own.
-    """
-    base = version.partition("+")[0]
-    return int(base) if base.isdecimal() and len(base) < 19 else None
-
-
-def backward(runs: VersionRuns) -> str:
-    """Return where the weights of a row go backwards, if their labels count; "" if they do not."""
-    last = None
-    for version, first in runs:
-        count = count_of(version)
-        if last is not None and count is not None and count < last:
-            return f"the weights go back from {last} to {count} at position {first}"
-        last = count
-    return ""
 
 
 def renamed(runs: VersionRuns, name: Callable[[str], str]) -> VersionRuns:

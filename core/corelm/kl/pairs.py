@@ -19,6 +19,7 @@ from corelm.containers.field_access import rows
 from corelm.containers.keys import find_entry, key_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.kl.layout import TokenLayout
+from corelm.kl.supports import check_supports, distribution_of
 from corelm.tensors.ragged import Ragged
 
 
@@ -73,6 +74,11 @@ class Pair:
     mask: Tensor
     layout: TokenLayout
 
+    def selected(self, mask: Tensor) -> Pair:
+        """Return the pair with only those positions that bool[total] selects as well."""
+        mask = self.mask & mask
+        return Pair(torch.where(mask, self.gen, 0.0), torch.where(mask, self.ref, 0.0), mask, self.layout)
+
 
 def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pair:
     """Read two scorings and the positions that count.
@@ -81,7 +87,9 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
         MissingKeyError: a scoring or the mask is missing.
         InvalidRequestError: the scorings have different layouts, or a log-prob that counts is not finite; `rows` lists
             the rows at fault.
-        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False.
+        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False. Two of
+            truncated support are of one distribution only if both say over which ids they were normalised, and these
+            are the same at every position that counts.
     """
     gen, here = _find_log_probs(td, keys.gen)
     ref, _ = _find_log_probs(td, keys.ref)
@@ -105,10 +113,58 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     mask = gen_scored.to(device) & ref_scored.to(device)
     if keys.mask is not None:
         mask &= _read_selection(td, here, view, keys, layout).to(device)
+    if not allow_mismatch:
+        check_supports(view, {"gen": keys.gen, "ref": keys.ref}, mask, layout)
     values, others = gen_values.values, ref_values.values.to(device)
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """One scoring, flat, row after row.
+
+    Attributes:
+        log_probs: the container.
+        scored: bool[total]: which tokens have a log-prob.
+        answers: int64[rows]: where the response of each row begins; None if that is not known.
+        layout: how the tokens are stored in the TensorDict.
+    """
+
+    log_probs: LogProbs
+    scored: Tensor
+    answers: Tensor | None
+    layout: TokenLayout
+
+
+def read_scoring(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> Scoring:
+    """Read which tokens of a scoring have a log-prob, and where responses begin.
+
+    Raises:
+        MissingKeyError, InvalidRequestError: as for `read_pair`.
+    """
+    keys = PairKeys(key, key, masks_key, None)
+    gen, here = _find_log_probs(td, key)
+    view = _scorings_with_masks(td, here, keys, gen=gen)
+    layout = _read_layout(view, gen)
+    _, scored = _read_values(view, "gen", gen, key, layout)
+    masks = view["masks"] if "masks" in view.keys() else None
+    answers = None
+    if masks is not None and "all_response_mask" in masks.keys():
+        in_answer = ragged(
+            TensorDict({"own": masks}, batch_size=td.batch_size), ("own", "all_response_mask"), masks="own"
+        )
+        answers = _first(in_answer.to("cpu"))
+    return Scoring(gen, scored.cpu(), answers, layout)
+
+
+def _first(marks: Ragged) -> Tensor:
+    """Return int64[rows]: the first position of each row that is marked; 0 for a row without one."""
+    starts = torch.zeros(len(marks), dtype=torch.int64)
+    at = marks.values.nonzero().flatten().flip(0)
+    starts[marks.row_index[at]] = marks.positions[at]
+    return starts
 
 
 def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
@@ -272,12 +328,13 @@ def _check_distributions(gen: LogProbs, ref: LogProbs, keys: PairKeys) -> None:
     if len(kinds) < 2:
         return
     for row, (one, other) in enumerate(zip(rows(gen), rows(ref), strict=True)):
-        a, b = one.provenance, other.provenance
+        a, b = distribution_of(one), distribution_of(other)
         if a is not None and b is not None and not a.matches(b):
+            truncated = "truncated" in (a.support, b.support)
+            how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
             raise ProvenanceMismatchError(
                 f"row {row}: {keys.gen} and {keys.ref} are of different distributions, so their difference has no "
-                f"meaning: {a} and {b}; score both with the same log_probs_mode and temperature, or pass "
-                "allow_mismatch=True"
+                f"meaning: {a} and {b}; score both {how} and temperature, or pass allow_mismatch=True"
             )
 
 

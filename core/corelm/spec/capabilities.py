@@ -40,7 +40,9 @@ class Capabilities:
             core handles itself.
         generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
             engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
-            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request.
+            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. An
+            engine that declares `return_support` as well is also asked for `processed` ones of truncated distributions,
+            if it is asked for the support: they are the scaled ones less the mass that truncation has left.
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.
