@@ -29,6 +29,7 @@ from vllm_backend.engine import InProcessEngine
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
 from vllm_backend.server import VLLMServer
+from vllm_backend.top_ids import MOST_CANDIDATES
 
 
 class VLLMBackend:
@@ -125,7 +126,8 @@ class VLLMBackend:
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
             raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
-        arguments = {"disable_log_stats": True, **_platform_defaults(), **arguments, "model": os.fspath(model)}
+        defaults = {"disable_log_stats": True, "max_logprobs": MOST_CANDIDATES, **_platform_defaults()}
+        arguments = {**defaults, **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
         return cls(start(arguments, tokenizer))

@@ -11,6 +11,7 @@ from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
 from vllm_backend.sampling import HONOURED
+from vllm_backend.top_ids import MOST_IDS, limit
 
 if TYPE_CHECKING:
     from corelm.support import Expected
@@ -34,6 +35,7 @@ class ModelInfo:
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
         scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
+        candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
@@ -47,6 +49,7 @@ class ModelInfo:
     scores_by_id: bool = False
     files: Path | None = None
     largest_rank: int | None = None
+    candidates: int = 0
 
     @property
     def max_context(self) -> int:
@@ -77,6 +80,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
     vocab_size: int = model.get_vocab_size()
     checkpoint = checkpoint_of(config)
     speculative = config.speculative_config is not None
+    candidates = limit(model.max_logprobs, vocab_size)
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
     capabilities = Capabilities(
@@ -87,7 +91,9 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         sampling=honoured,
         generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
         score=True,
-        argmax=model.max_logprobs != 0 and not _has_logits_processors(model),
+        argmax=candidates > 0 and not _has_logits_processors(model),
+        score_top_k=min(candidates, MOST_IDS),
+        top_logprobs=min(candidates, MOST_IDS),
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls and not _mixes_adapters(config),
@@ -111,6 +117,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
         files=files_of(config),
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
+        candidates=candidates,
     )
 
 

@@ -66,7 +66,7 @@ class InProcessEngine(ABC):
         requests = protocol.generation_requests(request, self._info, lora)
         on_output = protocol.on_output(request, self.tokenizer)
         outputs = self.run(requests, request.request_ids, request.timeout, on_output)
-        return protocol.generation_result(request, outputs, self.tokenizer)
+        return protocol.generation_result(request, outputs, self._info)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         return self._score(request, self._info)

@@ -32,14 +32,14 @@ from corelm.support import (
 )
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.top_ids import wanted
+from vllm_backend.top_ids_http import LABEL, TopStreams, answer_top, most_probable, prompt_top
 
 Payload = dict[str, Any]
 
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
 ID_PREFIX = "cmpl-"
-#: What stands before an id where a server labels a token with it.
-_LABEL = "token_id:"
 #: Replies state their ids, and label log-probs with ids. Labels that are texts would be ambiguous.
 EXPLICIT: Payload = {"n": 1, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True}
 #: Every parameter that a server may have its own default for, at the value that keeps the model's distribution.
@@ -75,7 +75,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
-    logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": 0}
+    logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": wanted(request, info.candidates)}
     explicit = EXPLICIT | {"stream": request.on_tokens is not None}
     payloads = []
     for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
@@ -134,7 +134,7 @@ def joined(reply: Any, event: Any) -> Any:
         whole["token_ids"] += choice.get("token_ids") or []
     if isinstance(whole.get("logprobs"), dict):
         new = choice.get("logprobs") or {}
-        for name in ("tokens", "token_logprobs"):
+        for name in ("tokens", "token_logprobs", *({"top_logprobs"} & whole["logprobs"].keys())):
             whole["logprobs"][name] += new.get(name) or []
     for name in ("finish_reason", "stop_reason"):
         whole[name] = choice.get(name)
@@ -143,7 +143,9 @@ def joined(reply: Any, event: Any) -> Any:
 
 def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: ServerInfo) -> tuple[RowStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events."""
-    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
+    count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
+    streams = TopStreams(request, info.tokenizer, count, vocab_size)
+    stops = StopStrings.of(request.sampling, info.tokenizer)
     seen = [0] * len(payloads)
 
     def tell(row: int, reply: Any) -> None:
@@ -154,9 +156,9 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
                 streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
-                ids, payload = choice["token_ids"], payloads[row]
+                ids, payload, streams.choices[row] = choice["token_ids"], payloads[row], choice
                 new = checked_ids(
-                    ids[seen[row] :], vocab_size=info.capabilities.vocab_size, limit=payload["max_tokens"] - seen[row]
+                    ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row]
                 )
                 seen[row] += len(new)
                 streams.tell(row, ids, lambda first, end: _logprobs_between(choice, ids, request, first, end))
@@ -197,7 +199,9 @@ def _row_answer(
     reason = _finish_reason(choice, ids, payload, aborted, stops)
     logprobs = _logprobs_of(choice, ids, request)
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
-    return RowAnswer(ids[:length], logprobs[:length], reason)
+    count = payload.get("logprobs") or 0
+    top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
+    return RowAnswer(ids[:length], logprobs[:length], reason, top=top)
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[float]:
@@ -256,7 +260,7 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
 
 def _sampled_logprobs(choice: Any, ids: list[int]) -> list[float]:
     logprobs = _logprobs(choice)
-    if logprobs.get("tokens") != [f"{_LABEL}{text}" for text in id_texts(ids)]:
+    if logprobs.get("tokens") != [f"{LABEL}{text}" for text in id_texts(ids)]:
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -271,13 +275,15 @@ def scoring_requests(request: ScoreRequest) -> dict[int, Payload]:
     prompt is all ids except the last one, whose log-prob is asked for by id at the sampled position.
 
     The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
-    greedy.
+    greedy. There, a server returns no others with the id that was asked for, so with `top_k` the prompt is all ids.
     """
-    payloads = {}
+    payloads: dict[int, Payload] = {}
     candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids):
+        if start < len(ids) and request.top_k:
+            payloads[number] = {**NEUTRAL, "prompt_logprobs": request.top_k, "prompt": ids}
+        elif start < len(ids):
             within: Payload = {"prompt_logprobs": candidates} if start < len(ids) - 1 else {}
             payloads[number] = {**NEUTRAL, **within, "logprobs": 0, "logprob_token_ids": ids[-1:], "prompt": ids[:-1]}
     return payloads
@@ -289,7 +295,8 @@ def scoring_result(
     """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
 
     def outcome(entry: Any, payload: Payload) -> RowScores | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _row_scores(reply, payload, info, request.return_argmax))
+        parse = _row_top if request.top_k else _row_scores
+        return row_outcome(entry, lambda reply, aborted: parse(reply, payload, info, request.return_argmax))
 
     return score_result(request, dict(zip(payloads, map(outcome, entries, payloads.values()), strict=True)))
 
@@ -304,12 +311,10 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     before_last: list[Any] = []
     best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
-        positions = choice.get("prompt_logprobs")
-        if not isinstance(positions, list) or len(positions) != len(prompt):
-            raise RowError("it does not have prompt_logprobs for every token of the prompt")
-        before_last = _prompt_logprobs(prompt[1:], positions[1:])
+        positions = _positions(choice, prompt)
+        before_last = _prompt_logprobs(prompt[1:], positions)
         if with_argmax:
-            best = [_most_probable(candidates) for candidates in positions[1:]]
+            best = [most_probable(candidates) for candidates in positions]
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
@@ -322,6 +327,26 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     argmax, of_argmax = zip(*best, strict=True)
     checked_ids([*argmax], vocab_size=info.capabilities.vocab_size, limit=len(logprobs))
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
+
+
+def _row_top(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+    """Return the scores of all ids but the first one, with the most probable ids. The prompt is the whole row."""
+    choice, prompt = only_choice(reply), payload["prompt"]
+    if choice.get("finish_reason") == "abort":
+        return RowFailure("the request was aborted", aborted=True)
+    _answer_ids(choice, payload, info)
+    positions = _positions(choice, prompt)
+    logprobs = checked_logprobs(_prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
+    top = prompt_top(positions, payload["prompt_logprobs"], info.capabilities.vocab_size)
+    return RowScores(logprobs, top.ids[:, 0].tolist() if with_argmax else (), top)
+
+
+def _positions(choice: Any, prompt: list[int]) -> list[Any]:
+    """Return the ``prompt_logprobs`` of all tokens of a prompt but the first one."""
+    positions = choice.get("prompt_logprobs")
+    if not isinstance(positions, list) or len(positions) != len(prompt):
+        raise RowError("it does not have prompt_logprobs for every token of the prompt")
+    return positions[1:]
 
 
 def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
@@ -340,18 +365,6 @@ def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
             raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
         found.append(candidates[str(token)].get("logprob"))
     return found
-
-
-def _most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any]:
-    """Return the most probable id of a position of the prompt, and its log-prob.
-
-    Raises:
-        RowError: the candidates do not name it.
-    """
-    first = [(int(token), found.get("logprob")) for token, found in candidates.items() if found.get("rank") == 1]
-    if len(first) != 1:
-        raise RowError("its prompt_logprobs do not say which id is the most probable one; leave out return_argmax=True")
-    return first[0]
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
@@ -385,4 +398,4 @@ def _logprobs(choice: Any) -> Mapping[str, Any]:
 
 
 def _label(token: int) -> str:
-    return f"{_LABEL}{token}"
+    return f"{LABEL}{token}"

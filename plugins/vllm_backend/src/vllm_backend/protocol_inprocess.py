@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy
@@ -28,6 +28,7 @@ from corelm.support import (
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
 
 T = TypeVar("T")
 
@@ -46,6 +47,12 @@ class VLLMRequest:
     params: Any
     lora: Any = None
 
+
+#: What to say of a row as long as the context, whose most probable ids are asked for.
+NO_ROOM = (
+    "vLLM keeps one position of the context for a sampled token, so it cannot return the most probable ids of a row of {} "
+    "tokens; leave out its first token, or top_k"
+)
 
 #: What the engine returns for one row. Any is vLLM's `RequestOutput`.
 RowOutput = RowFailure | Any
@@ -73,7 +80,7 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
             _vllm_request(
                 prompt,
                 **parameters(sampling, request.stop_ids, limit, seed),
-                logprobs=None if request.logprobs == "none" else 0,
+                logprobs=None if request.logprobs == "none" else wanted(request, info.candidates),
                 # Decoding takes time, and only stop strings need the text.
                 detokenize=bool(sampling.stop),
                 streams=request.on_tokens is not None,
@@ -84,12 +91,17 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
     return requests
 
 
-def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput], tokenizer: Any) -> GenerateResult:
+def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo) -> GenerateResult:
     """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
-    stops = StopStrings.of(request.sampling, tokenizer)
-    return generate_result(
-        request, [_outcome(output, lambda found: _row_answer(found, request, stops)) for output in outputs]
-    )
+    stops = StopStrings.of(request.sampling, info.tokenizer)
+
+    def parse(output: Any) -> RowAnswer:
+        answer, completion = _row_answer(output, request, stops), output.outputs[0]
+        count = wanted(request, info.candidates)
+        candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
+        return replace(answer, top=top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size))
+
+    return generate_result(request, [_outcome(output, parse) for output in outputs])
 
 
 def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> RowAnswer:
@@ -171,13 +183,17 @@ def scoring_requests(request: ScoreRequest, info: ModelInfo, lora: Any = None) -
     asked for. The most probable ids are not known in advance, so they come in the plain way.
 
     With speculative decoding vLLM ignores the id that is asked for at the sampled position. The prompt is all ids then,
-    and `read_model` declares a context that is one shorter.
+    and `read_model` declares a context that is one shorter. At the sampled position vLLM returns the most probable ids
+    or those that were asked for, but not both: the prompt is all ids, too, if more than one most probable id is wanted.
     """
-    requests = {}
+    requests: dict[int, VLLMRequest | RowFailure] = {}
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
-            whole = info.speculative
+            whole = _is_whole(request, info)
+            if whole and not info.speculative and len(ids) == info.max_context:
+                requests[number] = RowFailure(NO_ROOM.format(len(ids)))
+                continue
             prompt = ids if whole else ids[:-1]
             requests[number] = _vllm_request(
                 prompt,
@@ -196,14 +212,19 @@ def _of_prompt(prompt: list[int], start: int, request: ScoreRequest, info: Model
     if start >= len(prompt):
         return {}
     if not _is_by_id(request, info):
-        return {"prompt_logprobs": 1 if request.return_argmax else 0}
+        return {"prompt_logprobs": request.top_k or int(request.return_argmax)}
     # Row i of the array names the ids to score at position prompt_logprob_start + i + 1: here one, the prompt's own.
     ids = numpy.array(prompt[start:], dtype=numpy.int32)[:, None]
     return {"prompt_logprob_token_ids": ids, "prompt_logprob_start": start - 1}
 
 
 def _is_by_id(request: ScoreRequest, info: ModelInfo) -> bool:
-    return info.scores_by_id and not request.return_argmax
+    return info.scores_by_id and not request.return_argmax and not request.top_k
+
+
+def _is_whole(request: ScoreRequest, info: ModelInfo) -> bool:
+    """Return whether the prompt of a scored row is the whole row."""
+    return info.speculative or request.top_k > 0
 
 
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info: ModelInfo) -> ScoreResult:
@@ -211,7 +232,9 @@ def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info
     sequences, starts = request.sequences.tolist(), request.score_from.clamp_min(1).tolist()
 
     def outcome(number: int, output: RowOutput) -> RowScores | RowFailure:
-        ids, sampled = sequences[number], None if info.speculative else sequences[number][-1]
+        ids, sampled = sequences[number], None if _is_whole(request, info) else sequences[number][-1]
+        if request.top_k:
+            return _outcome(output, lambda found: _row_top(found, request, starts[number], len(ids), info))
         by_id = None
         if _is_by_id(request, info):
             by_id = len(ids) - starts[number] - (sampled is not None)
@@ -262,6 +285,18 @@ def _row_scores(output: Any, with_argmax: bool, asked: int | None, by_id: int | 
         of_argmax = [prompt.logprobs[start + 1] for start in starts] + of_argmax
         ids = [prompt.token_ids[start] for start in starts] + ids
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, ids, logprobs))
+
+
+def _row_top(output: Any, request: ScoreRequest, start: int, end: int, info: ModelInfo) -> RowScores:
+    """Return the scores of a row from `start` on, with the most probable ids. Its prompt is the whole row."""
+    completion, prompt, k = output.outputs[0], output.prompt_logprobs, request.top_k
+    if completion.finish_reason not in ("stop", "length"):
+        raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
+    if prompt is None or len(prompt.start_indices) != end:
+        raise RowError(f"vLLM did not return log-probs for each of the {end} tokens of the prompt")
+    logprobs = checked_logprobs([prompt.logprobs[place] for place in prompt.start_indices[start:]], end - start)
+    top = top_ids(*flat_candidates(prompt, start, end, k), k, info.capabilities.vocab_size)
+    return RowScores(logprobs, top.ids[:, 0].tolist() if request.return_argmax else (), top)
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
