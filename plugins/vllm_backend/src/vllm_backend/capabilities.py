@@ -36,6 +36,7 @@ class ModelInfo:
         scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
         candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
+        separates: calls must be kept apart as in `lanes`.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
@@ -50,6 +51,7 @@ class ModelInfo:
     files: Path | None = None
     largest_rank: int | None = None
     candidates: int = 0
+    separates: bool = False
 
     @property
     def max_context(self) -> int:
@@ -118,6 +120,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         files=files_of(config),
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         candidates=candidates,
+        separates=not getattr(config, "use_v2_model_runner", False),
     )
 
 

@@ -29,6 +29,7 @@ from vllm_backend import protocol_inprocess as protocol
 from vllm_backend import scoring_by_id
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.lanes import Lane, Lanes, lane_of
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
@@ -57,6 +58,7 @@ class InProcessEngine(ABC):
         self.checkpoint = info.checkpoint
         self.adapters = Adapters(info)
         self._info = info
+        self._lanes = Lanes()
         self._closed = False
         self._broken = False
         self._asleep = False
@@ -65,7 +67,8 @@ class InProcessEngine(ABC):
         lora = self.adapters.named(request.adapter)
         requests = protocol.generation_requests(request, self._info, lora)
         on_output = protocol.on_output(request, self.tokenizer)
-        outputs = self.run(requests, request.request_ids, request.timeout, on_output)
+        with self._lanes.entered(self._lane(request), request.timeout) as timeout:
+            outputs = self.run(requests, request.request_ids, timeout, on_output)
         return protocol.generation_result(request, outputs, self._info)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -79,8 +82,12 @@ class InProcessEngine(ABC):
     def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
-        outputs = self.run(list(requests.values()), names, request.timeout)
+        with self._lanes.entered(self._lane(request), request.timeout) as timeout:
+            outputs = self.run(list(requests.values()), names, timeout)
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
+
+    def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
+        return lane_of(request) if self._info.separates else None
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.
