@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
+from vllm_backend.kept_sets_protocol import PROCESSOR
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
 from vllm_backend.sampling import HONOURED
 from vllm_backend.top_ids import MOST_IDS, limit
@@ -149,4 +150,6 @@ def _mixes_adapters(config: Any) -> bool:
 
 def _has_logits_processors(model: Any) -> bool:
     """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
-    return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
+    # That of this plugin leaves greedy tokens alone.
+    own = {PROCESSOR}
+    return bool({*map(str, model.logits_processors or ())} - own or entry_points(group="vllm.logits_processors"))

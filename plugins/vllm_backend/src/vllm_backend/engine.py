@@ -7,6 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,11 @@ from corelm.spec import (
     WeightUpdate,
 )
 from corelm.support import RowFailure
+from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend import scoring_by_id
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
 from vllm_backend.lanes import Lane, Lanes, lane_of
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
@@ -59,25 +61,45 @@ class InProcessEngine(ABC):
         self.adapters = Adapters(info)
         self._info = info
         self._lanes = Lanes()
+        self._lost_keys: list[str] = []
         self._closed = False
         self._broken = False
         self._asleep = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         lora = self.adapters.named(request.adapter)
-        requests = protocol.generation_requests(request, self._info, lora)
+        keys = kept_sets_protocol.new_keys(request)
+        requests = protocol.generation_requests(request, self._info, lora, keys)
         on_output = protocol.on_output(request, self.tokenizer)
-        with self._lanes.entered(self._lane(request), request.timeout) as timeout:
-            outputs = self.run(requests, request.request_ids, timeout, on_output)
-        return protocol.generation_result(request, outputs, self._info)
+        try:
+            with self._lanes.entered(self._lane(request), request.timeout) as timeout:
+                outputs = self.run(requests, request.request_ids, timeout, on_output)
+        except BaseException:
+            # The next call that wants sets has the workers forget these.
+            self._lost_keys.extend(keys)
+            raise
+        return protocol.generation_result(request, outputs, self._info, self._kept_sets(keys))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         return self._score(request, self._info)
 
-    def choose_scoring(self, config: Any) -> None:
-        """Score by id from now on, if an engine with this `VllmConfig` can, and agrees with the plain way."""
+    def choose_ways(self, config: Any) -> None:
+        """Use what an engine with this `VllmConfig` offers, if it does the right thing on short rows: scoring by id, and
+        sets of kept ids.
+        """
         if scoring_by_id.offered(config):
             self._info = scoring_by_id.tried(self._info, self._score)
+        if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
+            self.capabilities, self.generate, self.score
+        ):
+            self.capabilities = replace(self.capabilities, return_support=True)
+            self._info = replace(self._info, capabilities=self.capabilities)
+
+    def _kept_sets(self, keys: Sequence[str]) -> list[KeptSetsOfRow]:
+        if not keys:
+            return []
+        lost, self._lost_keys = self._lost_keys, []
+        return kept_sets_protocol.rows_of(self._call_workers(TAKE, {"keys": [*keys, *lost]}), len(keys))
 
     def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))

@@ -70,7 +70,7 @@ class AsyncEngine(InProcessEngine):
         try:
             info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
             engine = cls(loop, llm, info)
-            engine.choose_scoring(llm.vllm_config)
+            engine.choose_ways(llm.vllm_config)
         except BaseException:
             loop.stop()
             _shut_down(llm)

@@ -25,8 +25,10 @@ from corelm.support import (
     generate_result,
     score_result,
 )
+from vllm_backend import kept_sets_protocol
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
+from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
 
@@ -61,11 +63,16 @@ RowOutput = RowFailure | Any
 # Generating -----------------------------------------------------------------------------------------------------------
 
 
-def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = None) -> list[VLLMRequest | RowFailure]:
+def generation_requests(
+    request: GenerateRequest, info: ModelInfo, lora: Any = None, keys: Sequence[str] = ()
+) -> list[VLLMRequest | RowFailure]:
     """Return one request for each prompt, with its own seed; a failure where vLLM refuses the parameters.
 
     Args:
+        request: the request.
+        info: what is known about the model.
         lora: vLLM's `LoRARequest` for the adapter of the request.
+        keys: the names of the rows' sets of kept ids; none if they are not wanted.
 
     Raises:
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
@@ -74,12 +81,13 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
     _check_engine_kwargs(sampling.engine_kwargs)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     requests = []
-    for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
+    for row, (prompt, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
         limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+        fields = parameters(sampling, request.stop_ids, limit, seed)
         requests.append(
             _vllm_request(
                 prompt,
-                **parameters(sampling, request.stop_ids, limit, seed),
+                **(fields | kept_sets_protocol.parameters(keys[row], sampling) if keys else fields),
                 logprobs=None if request.logprobs == "none" else wanted(request, info.candidates),
                 # Decoding takes time, and only stop strings need the text.
                 detokenize=bool(sampling.stop),
@@ -91,17 +99,29 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
     return requests
 
 
-def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo) -> GenerateResult:
-    """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
+def generation_result(
+    request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo, kept: Sequence[KeptSetsOfRow] = ()
+) -> GenerateResult:
+    """Return the answers in `outputs`, which belong to `generation_requests`, in the same order.
+
+    Args:
+        request: the request.
+        outputs: what vLLM returned.
+        info: what is known about the model.
+        kept: the sets of kept ids of each row; none if they are not wanted.
+    """
     stops = StopStrings.of(request.sampling, info.tokenizer)
 
-    def parse(output: Any) -> RowAnswer:
+    def parse(output: Any, row: int) -> RowAnswer:
         answer, completion = _row_answer(output, request, stops), output.outputs[0]
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
-        return replace(answer, top=top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size))
+        top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
+        sets = kept[row].first(len(answer.ids)) if kept else KeptSetsOfRow([], [])
+        return replace(answer, top=top, kept_ids=sets.ids, kept_log_mass=sets.log_mass)
 
-    return generate_result(request, [_outcome(output, parse) for output in outputs])
+    rows = [_outcome(output, functools.partial(parse, row=row)) for row, output in enumerate(outputs)]
+    return generate_result(request, rows)
 
 
 def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> RowAnswer:
