@@ -5,7 +5,8 @@ A server in another process answers with bodies that were made before. They have
 
     json        `json.loads` of the bodies, which is what any client in Python pays
     checks      replies that are decoded already: parsed, checked against their requests, made into tensors
-    client      the whole call: requests written, bodies received and decoded, then the same checks
+    plain       the whole call: requests written, bodies received and decoded as any JSON, then the same checks
+    client      the same call as the plugin makes it: only what is read of a reply becomes objects
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from benchmarks.measure import Figure, compare
 from benchmarks.models import tokenizer
 from corelm import Ragged, SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
-from corelm.support import HttpClient
+from corelm.support import Decode, HttpClient, decoded
 from sglang_backend import protocol as sglang
+from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
+from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 
 #: Goal: seconds of the client for a token.
@@ -52,6 +55,7 @@ class Call:
         bodies: the reply to each of them.
         parse: makes a result of the decoded replies.
         is_reply_to: whether a reply answers a request.
+        decode: how the plugin decodes replies.
     """
 
     path: str
@@ -59,6 +63,7 @@ class Call:
     bodies: list[bytes]
     parse: Callable[[list[Any]], object]
     is_reply_to: Callable[[Json, Any], bool]
+    decode: Decode
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -68,13 +73,14 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         with serving(call.bodies) as url:
             client = HttpClient(url)
             try:
-                replies = send(client, call)
+                replies = send(client, call, call.decode)
                 yield compare(
                     f"{name}: {rows} rows of {tokens:,} tokens, {len(call.bodies[0]) / tokens:.0f} bytes a token",
                     {
                         "json": partial(decode, call.bodies),
                         "checks": partial(call.parse, replies),
-                        "client": partial(answered, client, call),
+                        "plain": partial(answered, client, call, decoded),
+                        "client": partial(answered, client, call, call.decode),
                     },
                     baseline="json",
                     repeats=3 if quick else 15,
@@ -90,14 +96,19 @@ def decode(bodies: list[bytes]) -> list[Any]:
     return [json.loads(body) for body in bodies]
 
 
-def answered(client: HttpClient, call: Call) -> object:
-    return call.parse(send(client, call))
+def answered(client: HttpClient, call: Call, decode: Decode) -> object:
+    return call.parse(send(client, call, decode))
 
 
-def send(client: HttpClient, call: Call) -> list[Any]:
+def send(client: HttpClient, call: Call, decode: Decode) -> list[Any]:
     """Return the decoded replies to all rows of a call."""
     entries = client.post_each(
-        call.path, call.payloads, names=["row"] * len(call.payloads), is_reply_to=call.is_reply_to, timeout=None
+        call.path,
+        call.payloads,
+        names=["row"] * len(call.payloads),
+        is_reply_to=call.is_reply_to,
+        timeout=None,
+        decode=decode,
     )
     if failed := [entry for entry in entries if not isinstance(entry, dict)]:
         raise RuntimeError(f"{len(failed)} of {len(entries)} requests failed: {failed[0]}")
@@ -146,6 +157,7 @@ def vllm_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: vllm.generation_result(request, payloads, entries, info),
         vllm.is_reply_to,
+        vllm_replies.decoder(payloads),
     )
 
 
@@ -169,6 +181,7 @@ def vllm_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: vllm.scoring_result(request, payloads, entries, info),
         vllm.is_reply_to,
+        vllm_replies.decoder([*payloads.values()]),
     )
 
 
@@ -184,6 +197,7 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: sglang.generation_result(request, entries, info),
         sglang.is_reply_to,
+        sglang_replies.decode,
     )
 
 
@@ -200,6 +214,7 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: sglang.scoring_result(request, entries, info),
         sglang.is_reply_to,
+        sglang_replies.decode,
     )
 
 

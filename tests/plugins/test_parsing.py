@@ -17,11 +17,13 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
-from corelm.support.http_json import decoded
+from corelm.support import Decode, decoded
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import protocol as sglang
+from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
+from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 
 COUNT, MIDDLE = 300, 150
@@ -37,6 +39,9 @@ VLLM = VLLMInfo(
 SGLANG = SGLangInfo(CAPABILITIES, tiny_tokenizer(), "a-model", weight_label="default")
 
 Defect = Callable[[list[Any]], object]
+
+#: Replies are decoded as any JSON, or compactly where they allow it.
+COMPACT = pytest.mark.parametrize("compact", [False, True], ids=["", "compact"])
 
 
 def row_of(seed: int) -> tuple[list[int], list[float]]:
@@ -77,9 +82,9 @@ def generating(stop_ids: frozenset[int] = frozenset()) -> GenerateRequest:
     )
 
 
-def sent(reply: Any) -> Any:
+def sent(reply: Any, decode: Decode = decoded) -> Any:
     """Return a reply as it arrives."""
-    return decoded(json.dumps(reply).encode())
+    return decode(json.dumps(reply).encode())
 
 
 def put(value: Any, part: int | str | None = None) -> Defect:
@@ -154,20 +159,28 @@ PROMPT_DEFECTS: dict[str, Defect] = {
 }
 
 
+@COMPACT
+@pytest.mark.parametrize("ranked", [False, True], ids=["", "ranked"])
 @pytest.mark.parametrize("defect", PROMPT_DEFECTS)
-def test_vllm_scores_are_what_a_plain_loop_reads(defect: str) -> None:
+def test_vllm_scores_are_what_a_plain_loop_reads(defect: str, ranked: bool, compact: bool) -> None:
+    decode = vllm_replies.decode if compact else decoded
     request = scoring()
     payloads = vllm.scoring_requests(request)
     replies, lists = [], []
     for row, (ids, values) in enumerate(ROWS):
         positions: list[Any] = [None]
         for token, value in zip(ids[1:-1], values, strict=False):
-            positions.append({str(token): {"logprob": value, "rank": 3}, "1": {"logprob": -0.1, "rank": 1}})
+            best = {"1": {"logprob": -0.1, "rank": 1}} if ranked else {}
+            positions.append({str(token): {"logprob": value, "rank": 3}, **best})
         if row == 1:
             PROMPT_DEFECTS[defect](positions)
-        last = {"top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}]}
+        last = {
+            "tokens": ["token_id:7"],
+            "token_logprobs": [-0.4],
+            "top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}],
+        }
         choice = {"finish_reason": "length", "token_ids": [7], "logprobs": last, "prompt_logprobs": positions}
-        replies.append(sent({"choices": [choice]}))
+        replies.append(sent({"choices": [choice]}, decode))
         lists.append(sent(positions))
     check(vllm.scoring_result(request, payloads, replies, VLLM), lists, vllm_plain)
 
@@ -186,8 +199,10 @@ LABEL_DEFECTS: dict[str, Defect] = {
 }
 
 
+@COMPACT
 @pytest.mark.parametrize("defect", LABEL_DEFECTS)
-def test_vllm_labels_are_compared_with_every_id(defect: str) -> None:
+def test_vllm_labels_are_compared_with_every_id(defect: str, compact: bool) -> None:
+    decode = vllm_replies.decode if compact else decoded
     request = generating()
     payloads = vllm.generation_requests(request, VLLM)
     replies, lists = [], []
@@ -196,7 +211,7 @@ def test_vllm_labels_are_compared_with_every_id(defect: str) -> None:
         if row == 1:
             LABEL_DEFECTS[defect](tokens)
         logprobs = {"tokens": tokens, "token_logprobs": values}
-        replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}))
+        replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}, decode))
         lists.append((tokens, values))
 
     def plain(ids: list[int], entry: Any) -> Any:
@@ -255,10 +270,12 @@ def sglang_plain(name: str, first: int) -> Callable[[list[int], list[Any]], Any]
     return plain
 
 
+@COMPACT
 @pytest.mark.parametrize("last", [False, True], ids=["", "with-the-last-id"])
 @pytest.mark.parametrize("defect", ENTRY_DEFECTS)
 @pytest.mark.parametrize("work", ["generating", "scoring"])
-def test_sglang_entries_are_what_a_plain_loop_reads(work: str, defect: str, last: bool) -> None:
+def test_sglang_entries_are_what_a_plain_loop_reads(work: str, defect: str, last: bool, compact: bool) -> None:
+    decode = sglang_replies.decode if compact else decoded
     rows = copy.deepcopy(ROWS)
     if last:
         # Its prompts have this id as 0, so that the quick comparison fails for a row that is right.
@@ -272,7 +289,7 @@ def test_sglang_entries_are_what_a_plain_loop_reads(work: str, defect: str, last
             ENTRY_DEFECTS[defect](entries)
         meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
         name = "output_token_logprobs" if work == "generating" else "input_token_logprobs"
-        replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}))
+        replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}, decode))
         lists.append(sent(entries))
     if work == "generating":
         result: Any = sglang.generation_result(generating(), replies, SGLANG)

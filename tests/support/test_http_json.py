@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corelm.errors import EngineError
-from corelm.support.http_json import decoded
+from corelm.support.http_json import decoded, decoder_of, encoded
 from helpers.http_clients import Connect
 from helpers.http_server import raw
 
@@ -79,3 +79,43 @@ def test_numbers_that_are_none_arrive_as_the_server_wrote_them(connect: Connect,
 def test_a_body_that_is_cut_off_is_an_error(connect: Connect, serve: Any) -> None:
     with pytest.raises(EngineError, match="not JSON"):
         connect(serve(lambda request: raw(b'{"values": [-1.5, NaN')), max_retries=0).get("/a")
+
+
+def test_what_a_compact_decoder_refuses_is_decoded_as_any_json() -> None:
+    def compact(body: bytes | bytearray) -> str:
+        if body == b"7":
+            raise ValueError
+        if body == b"8":
+            raise RecursionError
+        return "compact"
+
+    decode = decoder_of(compact)
+    assert [decode(body) for body in (b"6", b"7", b"8")] == ["compact", 7, 8]
+    with pytest.raises(KeyError):
+        decoder_of(lambda body: {}["a-mistake-of-the-decoder"])(b"7")
+
+
+PAYLOADS = st.dictionaries(
+    st.text(), st.none() | st.text() | st.lists(st.integers()) | st.lists(st.none() | st.integers() | st.booleans())
+)
+
+
+@given(PAYLOADS)
+def test_a_payload_says_what_json_makes_of_it(payload: dict[str, Any]) -> None:
+    body = encoded(payload)
+    # A repr tells 1 and True apart.
+    assert {name: repr(value) for name, value in json.loads(body).items()} == {
+        name: repr(value) for name, value in payload.items()
+    }
+    assert len(body) == len(json.dumps(payload, separators=(",", ":")).encode())
+
+
+@pytest.mark.parametrize("payload", [{"a": [1], "b": math.nan}, {"a": [math.inf, 1]}, math.nan, {"a": [object()]}])
+def test_a_payload_that_is_no_json_is_refused(payload: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        encoded(payload)
+
+
+@pytest.mark.parametrize("payload", [7, None, "a", [1, 2], {}, {5: [1]}, {"a": []}])
+def test_any_payload_is_written(payload: Any) -> None:
+    assert encoded(payload) == json.dumps(payload, separators=(",", ":")).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import pytest
@@ -50,6 +51,23 @@ def test_log_probs_become_floats() -> None:
     for values in ([-1.0], None, "x"):
         with pytest.raises(RowError, match="2 tokens"):
             checked_logprobs(values, 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5, -9999.0, -1e300])
+def test_a_log_prob_in_an_array_is_refused_as_one_in_a_list(value: float) -> None:
+    with pytest.raises(RowError) as in_list:
+        checked_logprobs([-1.0, value, -2.0], 3)
+    with pytest.raises(RowError) as in_array:
+        checked_logprobs(array("d", [-1.0, value, -2.0]), 3)
+    assert str(in_array.value) == str(in_list.value) and "position 1" in str(in_list.value)
+
+
+def test_an_array_of_log_probs_is_kept() -> None:
+    values = array("d", [0.0, -9998.0, 2.0**-10])
+    assert checked_logprobs(values, 3) is values and len(checked_logprobs(array("d"), 0)) == 0
+    for refused in (values, array("q", [0, -1])):
+        with pytest.raises(RowError, match="2 tokens"):
+            checked_logprobs(refused, 2)
 
 
 def reason(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,25 @@ sides = st.sampled_from(["left", "right"])
 def padded(row: list[int], width: int, side: Side, filler: int) -> list[int]:
     pads = [filler] * (width - len(row))
     return pads + row if side == "left" else row + pads
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [], [3]], [[4]], [[]]])
+@pytest.mark.parametrize("code", ["q", "d", "f", "b"])
+def test_arrays_hold_what_lists_hold(rows: Rows, code: str) -> None:
+    arrays = [array(code, row) for row in rows]
+    found = Ragged.from_list([*arrays, [7]], torch.float32)
+    assert found.tolist() == [*rows, [7]] and found.values.dtype == torch.float32
+    for row in arrays:
+        row.extend(row[:1])
+        row[:1] = array(code, [9] * len(row[:1]))
+    # The values are copies.
+    assert found.tolist() == [*rows, [7]]
+
+
+def test_an_array_of_floats_is_no_row_of_ids() -> None:
+    assert Ragged.from_list([array("q", [5, 17])]).values.dtype == torch.int64
+    with pytest.raises(TypeError, match="whole numbers"):
+        Ragged.from_list([array("d", [5.0, 17.0])])
 
 
 @quick

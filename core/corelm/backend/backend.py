@@ -189,6 +189,8 @@ class Backend(EngineControls, AnswerStreams):
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
         adapter: Adapter = None,
+        return_support: bool = False,
+        top_logprobs: int = 0,
     ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
@@ -205,6 +207,12 @@ class Backend(EngineControls, AnswerStreams):
             problems: rows that the caller already knows to be bad, and why.
             adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
                 leaves the model as it is: without an adapter, or with those active in a PEFT model object.
+
+            return_support: also return, for each sampled token, the ids that top-k, top-p and min-p had left
+                (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as `support`. The
+                set is empty, which stands for the whole vocabulary, if nothing was cut off.
+            top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under
+                the distribution of `logprobs`, and the log of the mass of all others.
 
         Raises:
             InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
@@ -225,6 +233,8 @@ class Backend(EngineControls, AnswerStreams):
                 on_error=on_error,
                 problems=problems,
                 adapter=adapter,
+                return_support=return_support,
+                top_logprobs=top_logprobs,
             )
         )
 
@@ -259,6 +269,9 @@ class Backend(EngineControls, AnswerStreams):
         on_error: OnError = "raise",
         problems: Mapping[int, str] | None = None,
         adapter: Adapter = None,
+        support: Any = None,
+        top_k: int = 0,
+        top_ids: Any = None,
     ) -> ScoreResult:
         """Return the log-probability of every token but the first of each sequence.
 
@@ -277,9 +290,17 @@ class Backend(EngineControls, AnswerStreams):
             problems: rows that the caller already knows to be bad, and why.
             adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
                 from.
+            support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as `kept_ids` of
+                answers sampled with `return_support` has them; one set for each id of a sequence, or for each that is
+                scored. An empty set stands for the whole vocabulary.
+            top_k: how many of the most probable ids to return at each scored position, with their log-probs and the log
+                of the mass of all others.
+            top_ids: int64 ``[total, k]`` as a `Ragged`, or one tensor ``[time, k]`` a row: the ids to return instead,
+                for each id of a sequence, or for each that is scored; -1 stands for no id.
 
         Raises:
-            InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`.
+            InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`; a set
+                that lacks the given id, or has one twice or outside the vocabulary.
             CapabilityError: the engine cannot score, or cannot score like this.
             EngineError: the engine failed, or returned what the specification does not allow.
             BackendTimeoutError: the engine did not answer in time.
@@ -300,6 +321,9 @@ class Backend(EngineControls, AnswerStreams):
                 on_error=on_error,
                 problems=problems,
                 adapter=adapter,
+                support=support,
+                top_k=top_k,
+                top_ids=top_ids,
             )
         )
 

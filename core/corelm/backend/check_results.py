@@ -8,12 +8,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from corelm.backend.check_fields import (
+    Fail,
+    check_choice,
+    check_lengths,
+    check_logprobs,
+    check_rows,
+    check_tensor,
+    check_type,
+)
 from corelm.backend.check_requests import outside_vocabulary
+from corelm.backend.check_sets import check_kept, check_top
 from corelm.errors import CoreLMError, EngineError, described, spelled_out
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
@@ -26,15 +36,13 @@ from corelm.spec.records import (
     TokenizeResult,
 )
 from corelm.support.stop_strings import StopStrings
-from corelm.tensors.ragged import Ragged, unreadable, value_range
+from corelm.tensors.ragged import Ragged, value_range
+from corelm.tensors.token_sets import TokenSets
 from corelm.validate import shown
 
-Fail = Callable[[str], EngineError]
 P = ParamSpec("P")
 R = TypeVar("R", GenerateResult, ScoreResult)
 
-#: Rounding may put a log-probability above 0, but by no more than this. The same for float32 and float64.
-_ABOVE_ZERO = 2.0**-10
 #: An id with a higher log-prob has more than half of the probability, even after rounding.
 _MOST_PROBABLE = -0.65
 
@@ -60,8 +68,8 @@ def _typed(check: Callable[P, None]) -> Callable[P, None]:
 @_typed
 def check_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> None:
     """Check the result of `tokenize` for these texts."""
-    _check_type("the result", batch, TokenizeResult, fail)
-    _check_rows("ids", batch.ids, torch.int64, fail)
+    check_type("the result", batch, TokenizeResult, fail)
+    check_rows("ids", batch.ids, torch.int64, fail)
     if len(batch.ids) != len(texts):
         raise fail(f"returned {len(batch.ids)} rows for {len(texts)} texts")
     if batch.offsets is not None:
@@ -70,7 +78,7 @@ def check_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> Non
 
 def _check_offsets(offsets: Any, ids: Ragged, texts: Sequence[str], fail: Fail) -> None:
     """Check that each id covers characters of its own text. Assistant masks are computed from these offsets."""
-    _check_tensor("offsets", offsets, fail, may_have_graph=False)
+    check_tensor("offsets", offsets, fail, may_have_graph=False)
     expected = [ids.values.shape[0], 2]
     if offsets.dtype != torch.int64 or list(offsets.shape) != expected:
         raise fail(f"offsets are {offsets.dtype}{list(offsets.shape)}, expected torch.int64{expected}")
@@ -91,13 +99,13 @@ def check_generation(
     batch: GenerateResult, request: GenerateRequest, capabilities: Capabilities, tokenizer: Any, fail: Fail
 ) -> None:
     """Check the result of `generate`."""
-    _check_type("the result", batch, GenerateResult, fail)
+    check_type("the result", batch, GenerateResult, fail)
     answers = len(request.prompts) * (request.sampling.num_samples or 1)
     ids = batch.ids
-    _check_rows("ids", ids, torch.int64, fail)
+    check_rows("ids", ids, torch.int64, fail)
     if len(ids) != answers:
         raise fail(f"returned {len(ids)} rows for {answers} answers")
-    _check_type("finish_reasons", batch.finish_reasons, (tuple, list), fail)
+    check_type("finish_reasons", batch.finish_reasons, (tuple, list), fail)
     if len(batch.finish_reasons) != answers:
         raise fail(f"returned {len(batch.finish_reasons)} finish reasons for {answers} answers")
     for row, reason in enumerate(batch.finish_reasons):
@@ -112,6 +120,9 @@ def check_generation(
     _check_ends(batch, request, capabilities, tokenizer, fail)
     if request.logprobs != "none":
         _check_answer_logprobs(batch, request, fail)
+    check_kept(batch, request, capabilities.vocab_size, fail)
+    counted = torch.ones(ids.values.shape[0], dtype=torch.bool)
+    check_top(batch, request, ids, counted, capabilities.vocab_size, fail)
 
 
 def _check_ends(
@@ -176,12 +187,12 @@ def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, t
 def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail: Fail) -> None:
     if batch.logprobs is None:
         raise fail(f"returned no log-probs, but {request.logprobs} ones were asked for")
-    _check_rows("logprobs", batch.logprobs, torch.float32, fail)
+    check_rows("logprobs", batch.logprobs, torch.float32, fail)
     if not torch.equal(batch.logprobs.lengths, batch.ids.lengths):
         raise fail("log-probs and ids differ in length")
-    _check_logprobs(batch.logprobs, fail)
-    _check_choice("mode", batch.mode, ("raw", "processed"), fail)
-    _check_choice("support", batch.support, ("full", "truncated"), fail)
+    check_logprobs(batch.logprobs, fail)
+    check_choice("mode", batch.mode, ("raw", "processed"), fail)
+    check_choice("support", batch.support, ("full", "truncated"), fail)
     if batch.mode != request.logprobs:
         raise fail(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
     label = Provenance.label(request.logprobs, request.sampling)
@@ -194,13 +205,13 @@ def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail
 @_typed
 def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
     """Check the result of `score_logprobs`."""
-    _check_type("the result", batch, ScoreResult, fail)
+    check_type("the result", batch, ScoreResult, fail)
     sequences = request.sequences
     for name, rows, dtype in (("logprobs", batch.logprobs, torch.float32), ("scored", batch.scored, torch.bool)):
-        _check_rows(name, rows, dtype, fail, may_have_graph=request.grad)
+        check_rows(name, rows, dtype, fail, may_have_graph=request.grad)
         if not torch.equal(rows.lengths, sequences.lengths):
             raise fail(f"{name} and sequences differ in length")
-    _check_logprobs(batch.logprobs, fail)
+    check_logprobs(batch.logprobs, fail)
     _check_labels(batch, len(sequences), fail)
     scored = batch.scored.values.cpu()
     asked = sequences.positions >= request.score_from[sequences.row_index]
@@ -214,8 +225,10 @@ def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fai
         raise fail("the log-prob of a position that was not scored must be 0.0")
     if batch.temperature != request.temperature:
         raise fail(f"scored at temperature {batch.temperature}, but {request.temperature} was asked for")
-    _check_choice("mode", batch.mode, ("raw", "processed") if request.temperature == 1.0 else ("processed",), fail)
-    _check_choice("support", batch.support, ("full",), fail)
+    truncated = request.support is not None
+    own = request.temperature == 1.0 and not truncated
+    check_choice("mode", batch.mode, ("raw", "processed") if own else ("processed",), fail)
+    check_choice("support", batch.support, ("truncated" if truncated else "full",), fail)
     if request.grad and not batch.logprobs.values.requires_grad and bool(scored.any()):
         raise fail("returned log-probs without a gradient, but one was asked for")
     if request.return_logits:
@@ -224,13 +237,14 @@ def check_scores(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fai
         _check_argmax(batch, request, vocab_size, fail)
     elif batch.argmax is not None:
         raise fail("returned an argmax, but none was asked for")
+    check_top(batch, request, sequences, scored, vocab_size, fail)
 
 
 def _check_argmax(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fail: Fail) -> None:
     argmax, sequences = batch.argmax, request.sequences
     if argmax is None:
         raise fail("returned no argmax, but it was asked for")
-    _check_rows("argmax", argmax, torch.int64, fail)
+    check_rows("argmax", argmax, torch.int64, fail)
     if not torch.equal(argmax.lengths, sequences.lengths):
         raise fail("argmax and sequences differ in length")
     found, scored = argmax.values.cpu(), batch.scored.values.cpu()
@@ -254,12 +268,12 @@ def _check_logits(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fa
     logits, sequences = batch.logits, request.sequences
     if not isinstance(logits, Ragged):
         raise fail("returned no logits, but they were asked for")
-    _check_tensor("logits", logits.values, fail, may_have_graph=request.grad)
+    check_tensor("logits", logits.values, fail, may_have_graph=request.grad)
     if logits.values.shape != (sequences.values.shape[0], vocab_size):
         raise fail(f"logits are {tuple(logits.values.shape)}, expected {(sequences.values.shape[0], vocab_size)}")
     if not logits.values.is_floating_point():
         raise fail(f"logits are {logits.values.dtype}, expected a floating-point type")
-    _check_lengths("logits", logits, fail)
+    check_lengths("logits", logits, fail)
     if not torch.equal(logits.lengths, sequences.lengths):
         raise fail("logits and sequences differ in length")
     values = logits.values.detach()
@@ -280,14 +294,13 @@ def owned(batch: R) -> R:
     takes 12 bytes a token. Logits and results with gradients are not copied: they are large, and a plugin promises not
     to modify them.
     """
-    if isinstance(batch, GenerateResult):
-        return replace(
-            batch, ids=batch.ids.clone(), logprobs=None if batch.logprobs is None else batch.logprobs.clone()
-        )
-    if batch.logprobs.values.requires_grad:
+    if isinstance(batch, ScoreResult) and batch.logprobs.values.requires_grad:
         return batch
-    argmax = None if batch.argmax is None else batch.argmax.clone()
-    return replace(batch, logprobs=batch.logprobs.clone(), scored=batch.scored.clone(), argmax=argmax)
+    given = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name != "logits"}
+    copies: dict[str, Any] = {
+        name: value.clone() for name, value in given.items() if isinstance(value, (Ragged, TokenSets))
+    }
+    return replace(batch, **copies)
 
 
 def owned_tokens(batch: TokenizeResult) -> TokenizeResult:
@@ -316,20 +329,6 @@ def every_row_was_served(batch: GenerateResult | ScoreResult, samples: int, back
         raise EngineError(f"backend {backend!r}: {spelled_out(problems)}", usable=True, problems=problems)
 
 
-# Fields of a result --------------------------------------------------------------------------------------------------
-
-
-def _check_type(name: str, value: Any, kind: type | tuple[type, ...], fail: Fail) -> None:
-    if not isinstance(value, kind):
-        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise fail(f"{name} is a {type(value).__name__}, expected a {expected}")
-
-
-def _check_choice(name: str, value: Any, legal: tuple[str, ...], fail: Fail) -> None:
-    if value not in legal:
-        raise fail(f"reports {name} {shown(value)}, expected {' or '.join(map(repr, legal))}")
-
-
 def _check_labels(batch: GenerateResult | ScoreResult, rows: int, fail: Fail) -> None:
     """Check that fields with one str per row have one for every row."""
     labels = {"weight_versions": batch.weight_versions, "errors": batch.errors}
@@ -338,63 +337,9 @@ def _check_labels(batch: GenerateResult | ScoreResult, rows: int, fail: Fail) ->
     for name, values in labels.items():
         if values is None:
             continue
-        _check_type(name, values, (tuple, list), fail)
+        check_type(name, values, (tuple, list), fail)
         if len(values) != rows:
             raise fail(f"returned {len(values)} {name} for {rows} rows")
         for row, value in enumerate(values):
             if not isinstance(value, str):
                 raise fail(f"row {row}: {name}: expected a str, got {type(value).__name__}")
-
-
-def _check_rows(name: str, rows: Any, dtype: torch.dtype, fail: Fail, *, may_have_graph: bool = False) -> None:
-    """Check for a `Ragged` of single values of `dtype`, usable in later computations."""
-    _check_type(name, rows, Ragged, fail)
-    _check_tensor(name, rows.values, fail, may_have_graph=may_have_graph)
-    if rows.values.dtype != dtype or rows.values.ndim != 1:
-        raise fail(f"{name} are {rows.values.dtype}{list(rows.values.shape)}, expected one {dtype} per position")
-    _check_lengths(name, rows, fail)
-
-
-def _check_tensor(name: str, values: Any, fail: Fail, *, may_have_graph: bool) -> None:
-    why = unreadable(values)
-    if why:
-        raise fail(f"{name} is {why}")
-    if values.is_inference():
-        raise fail(
-            f"{name} is an inference tensor, which autograd cannot use later; compute it under torch.no_grad() and not "
-            "under torch.inference_mode()"
-        )
-    if values.requires_grad and not may_have_graph:
-        raise fail(f"{name} carries a graph, but no gradient was asked for; compute it under torch.no_grad()")
-
-
-def _check_lengths(name: str, rows: Ragged, fail: Fail) -> None:
-    """Check that lengths and values of a `Ragged` agree: it may have been changed after it was made."""
-    lengths = rows.lengths
-    why = unreadable(lengths)
-    if why or lengths.dtype != torch.int64 or lengths.ndim != 1 or lengths.device.type != "cpu":
-        raise fail(
-            f"the lengths of {name} are {why or f'{lengths.dtype}{list(lengths.shape)} on {lengths.device}'}, "
-            "expected int64[rows] on the CPU"
-        )
-    ends = lengths.cumsum(0)
-    total = int(ends[-1]) if len(lengths) else 0
-    if bool((lengths < 0).any()) or total != rows.values.shape[0]:
-        raise fail(f"the lengths of {name} add up to {total}, but there are {rows.values.shape[0]} values")
-    if not torch.equal(rows.offsets[1:], ends):
-        raise fail(f"the lengths of {name} were modified after the rows were made; make a new Ragged")
-
-
-def _check_logprobs(rows: Ragged, fail: Fail) -> None:
-    """Check that the log-probs are finite and not above 0."""
-    values = rows.values.detach()
-    low, high = value_range(values)
-    # Keep the `not (...)`: NaN fails every comparison and must be rejected.
-    if not (low > -math.inf and high <= _ABOVE_ZERO):
-        bad = ~torch.isfinite(values) | (values > _ABOVE_ZERO)
-        index = int(bad.nonzero()[0])
-        row, position = int(rows.row_index[index]), int(rows.positions[index])
-        raise fail(
-            f"row {row}, position {position}: the log-prob is {float(rows.values[index])}, expected a finite number of "
-            "at most 0"
-        )

@@ -19,6 +19,7 @@ from corelm.backend import arguments, check_requests, check_results
 from corelm.backend.adapters import checked_adapter
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
+from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
 from corelm.backend.seeds import seeds_of_call
 from corelm.backend.skipping import (
     OnError,
@@ -127,6 +128,8 @@ def prepare_generation(
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
     adapter: Adapter = None,
+    return_support: bool = False,
+    top_logprobs: int = 0,
     on_tokens: Listener | None = None,
     on_answer: Callable[[int, int], None] | None = None,
 ) -> PreparedCall[GenerateResult]:
@@ -145,6 +148,8 @@ def prepare_generation(
     check_requests.stop_strings_can_match(sampling, engine.tokenizer)
     mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name)
     adapter = _adapter(engine, adapter)
+    support = SupportOfAnswers.of(return_support, sampling, engine)
+    top_logprobs = top_of_answers(top_logprobs, mode, engine)
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
@@ -170,6 +175,8 @@ def prepare_generation(
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,
         adapter=adapter,
+        return_support=support.from_engine,
+        top_logprobs=top_logprobs,
     )
 
     def check(batch: GenerateResult, asked: GenerateRequest) -> None:
@@ -187,6 +194,7 @@ def prepare_generation(
             weight_versions=_versions(engine, batch, len(answers), adapter),
             adapter=adapter,
         )
+        batch = support.added(batch)
         if problems:
             batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
         if delivery is not None:
@@ -201,7 +209,9 @@ def prepare_generation(
         request=request,
         check=check,
         finish=finish,
-        nothing=None if len(answers) else lambda: finish(no_answers(mode, sampling)),
+        nothing=None
+        if len(answers)
+        else lambda: finish(no_answers(mode, sampling, support=support.from_engine, top_logprobs=top_logprobs)),
         caller_rows=served.index if capabilities.native_samples else answers.index // samples,
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
@@ -225,6 +235,9 @@ def prepare_scoring(
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
     adapter: Adapter = None,
+    support: Any = None,
+    top_k: int = 0,
+    top_ids: Any = None,
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
     engine.hooks.require_open()
@@ -243,8 +256,9 @@ def prepare_scoring(
         engine.require("gradients", "its scores carry no gradients")
     adapter = _adapter(engine, adapter)
     starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
+    named = IdsAtPositions.of(engine, sequences, starts, support, top_k, top_ids)
     found = check_requests.sequence_problems(sequences, capabilities)
-    problems = {**found, **(problems or {})}
+    problems = {**named.problems, **found, **(problems or {})}
     served = admitted(problems, len(sequences), on_error, "sequences")
     rows = sequences.select(served.index) if problems else sequences.clone()
     names = arguments.request_ids(request_ids, len(sequences))
@@ -259,6 +273,7 @@ def prepare_scoring(
         request_ids=tuple(names[row] for row in served.index.tolist()),
         timeout=engine.time_limit(timeout),
         adapter=adapter,
+        **named.of_rows(served.index),
     )
 
     def check(batch: ScoreResult, asked: ScoreRequest) -> None:
@@ -275,7 +290,9 @@ def prepare_scoring(
         return spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
 
     def nothing() -> ScoreResult:
-        return spread(no_scores(temperature, capabilities.vocab_size, argmax=return_argmax))
+        vocab = capabilities.vocab_size
+        truncated = named.support is not None
+        return spread(no_scores(temperature, vocab, argmax=return_argmax, support=truncated, top_ids=named.k))
 
     return PreparedCall(
         engine=engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from corelm.spec.provenance import Mode, Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
@@ -111,9 +112,14 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
     return made
 
 
-def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> GenerateResult:
+def no_answers(
+    mode: Mode | Literal["none"], sampling: SamplingParams, *, support: bool = False, top_logprobs: int = 0
+) -> GenerateResult:
     """Return what an engine would return for no prompts."""
     return GenerateResult(
+        kept_ids=TokenSets.from_list([]) if support else None,
+        kept_log_mass=Ragged.from_list([], dtype=torch.float32) if support else None,
+        **_no_top(top_logprobs),
         ids=Ragged.from_list([]),
         logprobs=Ragged.from_list([], dtype=torch.float32),
         finish_reasons=(),
@@ -121,15 +127,26 @@ def no_answers(mode: Mode | Literal["none"], sampling: SamplingParams) -> Genera
     )
 
 
-def no_scores(temperature: float, vocab_size: int, *, argmax: bool) -> ScoreResult:
+def no_scores(
+    temperature: float, vocab_size: int, *, argmax: bool, support: bool = False, top_ids: int = 0
+) -> ScoreResult:
     """Return what an engine would return for no sequences."""
     return ScoreResult(
         logprobs=Ragged.from_list([], dtype=torch.float32),
         scored=Ragged.from_list([], dtype=torch.bool),
         logits=Ragged(torch.zeros(0, vocab_size), torch.zeros(0, dtype=torch.int64)),
         argmax=Ragged.from_list([]) if argmax else None,
-        **Provenance.label_of_scores(temperature),
+        **_no_top(top_ids),
+        **Provenance.label_of_scores(temperature, truncated=support),
     )
+
+
+def _no_top(k: int) -> dict[str, Any]:
+    if not k:
+        return {}
+    none = torch.zeros(0, dtype=torch.int64)
+    ids, logprobs = Ragged(torch.zeros(0, k, dtype=torch.int64), none), Ragged(torch.zeros(0, k), none)
+    return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": Ragged(torch.zeros(0), none)}
 
 
 def spread_answers(
@@ -152,6 +169,8 @@ def spread_answers(
         texts=None if batch.texts is None else served.values(batch.texts, ""),
         weight_versions=served.values(batch.weight_versions or (), version),
         errors=_errors(batch, served, skipped),
+        kept_ids=None if batch.kept_ids is None else TokenSets.from_flat(*map(served.ragged, batch.kept_ids.as_rows)),
+        **_more(batch, lambda rows, filler: served.ragged(rows)),
     )
 
 
@@ -181,7 +200,15 @@ def spread_scores(
         argmax=None if batch.argmax is None else spread(batch.argmax, -1),
         weight_versions=served.values(batch.weight_versions or (), version),
         errors=_errors(batch, served, problems),
+        **_more(batch, spread),
     )
+
+
+def _more(batch: GenerateResult | ScoreResult, spread: Callable[[Ragged, int], Ragged]) -> dict[str, Any]:
+    """Return, spread, the fields that are None unless more than the log-probs of given ids was asked for."""
+    fillers = {"kept_log_mass": 0, "top_ids": -1, "top_logprobs": 0, "tail_log_mass": 0}
+    found = {name: getattr(batch, name, None) for name in fillers}
+    return {name: spread(rows, fillers[name]) for name, rows in found.items() if rows is not None}
 
 
 def _errors(batch: GenerateResult | ScoreResult, served: ServedRows, problems: Problems) -> tuple[str, ...]:

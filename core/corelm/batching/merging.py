@@ -20,6 +20,7 @@ from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, S
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import CallerModes
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +39,15 @@ def sharing_key(call: PreparedCall[Any], modes: CallerModes) -> Hashable | None:
     if call.on_caller_thread:
         return None
     if isinstance(request, ScoreRequest):
-        return ("score", modes.key, request.temperature, request.device, request.return_argmax, request.adapter)
+        named = None if request.top_ids is None else request.top_ids.values.shape[1]
+        more = (request.return_argmax, request.support is not None, request.top_k, named)
+        return ("score", modes.key, request.temperature, request.device, more, request.adapter)
     if request.sampling.engine_kwargs:
         return None
     sampling = _unseeded(request.sampling)
     seeded = request.seeds is not None
-    return ("generate", modes.key, sampling, request.logprobs, request.stop_ids, seeded, request.adapter)
+    asked = (request.logprobs, request.return_support, request.top_logprobs)
+    return ("generate", modes.key, sampling, asked, request.stop_ids, seeded, request.adapter)
 
 
 def ask_together(
@@ -147,6 +151,8 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
         sequences=Ragged.cat([request.sequences for request in requests]),
         score_from=torch.cat([request.score_from for request in requests]),
         request_ids=names,
+        support=None if first.support is None else TokenSets.cat([request.support for request in requests]),
+        top_ids=None if first.top_ids is None else Ragged.cat([request.top_ids for request in requests]),
     )
 
 
@@ -206,7 +212,7 @@ def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult
     ends = list(accumulate(rows, initial=0))
 
     def parted(value: Any) -> Sequence[Any]:
-        if isinstance(value, Ragged):
+        if isinstance(value, (Ragged, TokenSets)):
             return value.chunks(rows)
         if isinstance(value, (tuple, list)):
             return [tuple(value[start:end]) for start, end in pairwise(ends)]

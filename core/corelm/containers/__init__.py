@@ -1,7 +1,7 @@
 """TensorClasses that users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `PerToken`, `ChatHistory`, `History`.
 
-`ragged` reads their fields without pads, `repad` and `collate` change their layout, and `merge_turns` makes one row of
-several turns. `to_records` makes plain dicts, and `summary` shows a result.
+`ragged` reads their fields without pads, `token_sets` the ids that truncation left. `repad` and `collate` change their
+layout, and `merge_turns` makes one row of several turns. `to_records` makes plain dicts, and `summary` shows a result.
 """
 
 from corelm.containers.classes import (
@@ -16,6 +16,7 @@ from corelm.containers.classes import (
 )
 from corelm.containers.history import History
 from corelm.containers.html import container_html
+from corelm.containers.kept_sets import token_sets
 from corelm.containers.notebook import show_results
 from corelm.containers.overview import summary
 from corelm.containers.padding import collate, repad
@@ -48,4 +49,5 @@ __all__ = [
     "repad",
     "summary",
     "to_records",
+    "token_sets",
 ]

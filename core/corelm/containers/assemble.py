@@ -18,12 +18,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.field_shapes import COUNTS, NO_ID, SETS
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
+
+#: The fields of a request that go into `log_probs` next to the numbers.
+_SUPPORT = ("kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
@@ -123,6 +127,10 @@ class _Builder(ABC):
         """Return such rows as the field `full` and, if rows are split, as `prompt` and `response`."""
 
     @abstractmethod
+    def sets(self, rows: Ragged, filler: Any) -> Any:
+        """Return rows of lengths other than those of ``tokens.full`` as a field, with `filler` in pads on the right."""
+
+    @abstractmethod
     def objects(self, values: Sequence[Any]) -> Any:
         """Return one Python object per row as a field."""
 
@@ -151,12 +159,17 @@ class _DenseBuilder(_Builder):
         return mask
 
     def field(self, rows: Ragged, filler: Any) -> Tensor:
-        return rows.scatter(self.columns.mask, filler).reshape(*self.shape, self.columns.mask.shape[-1])
+        dense = rows.scatter(self.columns.mask, filler)
+        return dense.reshape(*self.shape, *dense.shape[1:])
 
     def parts(self, rows: Ragged, filler: Any) -> dict[str, Tensor]:
         full, width = self.field(rows, filler), self.columns.prompt_width
         split = {} if width is None else {"prompt": full[..., :width].clone(), "response": full[..., width:].clone()}
         return {**split, "full": full}
+
+    def sets(self, rows: Ragged, filler: Any) -> Tensor:
+        dense = rows.to_padded(filler)
+        return dense.reshape(*self.shape, dense.shape[-1])
 
     def objects(self, values: Sequence[Any]) -> Any:
         same = values and list(values).count(values[0]) == len(values)
@@ -190,6 +203,9 @@ class _RowBuilder(_Builder):
             prompt, response = prompt.with_values(rows.values[~after]), response.with_values(rows.values[after])
         return {"prompt": prompt, "response": response, "full": rows}
 
+    def sets(self, rows: Ragged, filler: Any) -> Ragged:
+        return rows
+
     def objects(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
 
@@ -214,12 +230,37 @@ def _log_probs(request: ContainerRequest, builder: _Builder) -> Fields:
     assert logprobs is not None and scored is not None
     values = logprobs.with_values(logprobs.values.masked_fill(~scored.values, 0.0))
     fields = {**builder.parts(values, 0.0), "scored_mask": builder.field(scored, False)}
+    fields |= _support(request, builder, scored)
     if isinstance(provenance, Provenance):
         fields["provenance"] = builder.objects([provenance.to_dict()] * len(logprobs))
     elif provenance is not None:
         # Keyed by identity, because hashing the provenance of every row would take longer than everything else.
         data = {key: one.to_dict() for key, one in {id(one): one for one in provenance}.items()}
         fields["provenance"] = builder.objects([data[id(one)] for one in provenance])
+    return fields
+
+
+def _support(request: ContainerRequest, builder: _Builder, scored: Ragged) -> dict[str, Any]:
+    """Return the fields that name ids: those that truncation had left, and the most probable ones."""
+    fields: dict[str, Any] = {}
+    unscored = ~scored.values
+    if request.kept_ids is not None:
+        kept = request.kept_ids
+        if bool((unscored.cpu() & (kept.ids.lengths > 0)).any()):
+            kept = kept.where(~unscored)
+        counts = kept.counts.to(scored.values.device)
+        fields = {SETS: builder.sets(kept.flat, NO_ID[SETS]), COUNTS: builder.field(counts, 0)}
+    per_token = {
+        "kept_log_mass": request.kept_log_mass,
+        "top_ids": request.top_ids,
+        "top_log_probs": request.top_logprobs,
+        "tail_log_mass": request.tail_log_mass,
+    }
+    for name, rows in per_token.items():
+        if rows is not None:
+            filler, values = NO_ID.get(name, 0), rows.values
+            mask = unscored.to(values.device).reshape(-1, *[1] * (values.ndim - 1))
+            fields[name] = builder.field(rows.with_values(values.masked_fill(mask, filler)), filler)
     return fields
 
 
@@ -251,6 +292,7 @@ def _check(request: ContainerRequest) -> None:
             )
     per_token = {"logprobs": request.logprobs, "scored": request.scored, "argmax": request.argmax}
     per_token["assistant"] = request.assistant
+    per_token |= {name: getattr(request, name) for name in _SUPPORT}
     lengths = {name: rows.lengths for name, rows in per_token.items() if rows is not None}
     if tokens.prompt is not None and tokens.response is not None:
         lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
@@ -273,7 +315,7 @@ def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:
         parts = getattr(request, name)
         if parts is not None:
             yield from ((f"{name}.{part}", values) for part, values in _present(parts))
-    for name in ("logprobs", "scored", "argmax", "greedy", "assistant", "finish_reasons", "errors"):
+    for name in ("logprobs", "scored", "argmax", "greedy", "assistant", "finish_reasons", "errors", *_SUPPORT):
         if getattr(request, name) is not None:
             yield name, getattr(request, name)
     if isinstance(request.provenance, tuple):

@@ -33,6 +33,7 @@ from tensordict import (
 from torch import Tensor
 
 from corelm.containers.field_access import as_stored, data_of, field_readers, flat, is_padded, rows, strings, tensors
+from corelm.containers.field_shapes import COUNTS, SETS, WIDE
 from corelm.containers.history import History
 from corelm.containers.row_fields import container_of_rows
 from corelm.errors import InvalidRequestError
@@ -40,6 +41,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
 Tensors = Any  # Tensor, or list[Tensor], list[list[Tensor]] …: nested like the batch
@@ -137,6 +139,9 @@ def as_provenance(datum: Mapping[str, Any]) -> Provenance:
     return Provenance(**{**datum, "penalties": tuple(map(tuple, datum["penalties"]))})
 
 
+_INTEGERS = (SETS, COUNTS, "top_ids")
+
+
 @field_readers(tensors, padded=is_padded, provenance=_provenance)
 class LogProbs(TensorClass["nocast"]):
     """Log-probabilities, float32, in nats, shaped like the fields of `Tokens` with the same names.
@@ -148,6 +153,16 @@ class LogProbs(TensorClass["nocast"]):
         scored_mask: bool, shaped like `full`: where it is False, the log-probability is 0.0 and means nothing.
         padded: whether the rows are dense.
         provenance: the distribution of the numbers; a tuple if rows differ.
+        kept_ids: int64: the ids over which the numbers of truncated support were normalised, those of all tokens of a
+            row one after another; dense: padded on the right with -1. `corelm.token_sets` reads them.
+        kept_counts: int64, shaped like `full`: how many of them belong to each token. 0 stands for the whole
+            vocabulary, and for a token that was not scored.
+        kept_log_mass: float32, shaped like `full`: the log of the probability that these ids had together before
+            truncation. Log-prob + log mass is the log-prob under the whole tempered distribution.
+        top_ids: int64, shaped like `full` with a last dimension of k: the most probable ids at each position, the most
+            probable first, or those that the caller gave; -1 where there are fewer, where nothing is scored, in pads.
+        top_log_probs: float32, like `top_ids`: their log-probabilities; -inf where there are fewer, 0.0 in pads.
+        tail_log_mass: float32, shaped like `full`: the log of the probability that all other ids have together.
     """
 
     prompt: Tensors = None
@@ -156,6 +171,12 @@ class LogProbs(TensorClass["nocast"]):
     scored_mask: Tensors = None
     padded: bool = True
     provenance: Provenance | tuple[Provenance, ...] | None = None
+    kept_ids: Tensors = None
+    kept_counts: Tensors = None
+    kept_log_mass: Tensors = None
+    top_ids: Tensors = None
+    top_log_probs: Tensors = None
+    tail_log_mass: Tensors = None
 
     @classmethod
     def from_rows(
@@ -166,6 +187,12 @@ class LogProbs(TensorClass["nocast"]):
         full: Any = None,
         scored_mask: Any = None,
         provenance: Provenance | None = None,
+        kept_ids: Any = None,
+        kept_counts: Any = None,
+        kept_log_mass: Any = None,
+        top_ids: Any = None,
+        top_log_probs: Any = None,
+        tail_log_mass: Any = None,
     ) -> LogProbs:
         """Build from rows as long as those of `Tokens`. See `Tokens.from_rows`.
 
@@ -175,9 +202,25 @@ class LogProbs(TensorClass["nocast"]):
             full: the rows of both; None joins them if both are given.
             scored_mask: as long as `full`; without it, every log-prob counts.
             provenance: the distribution of all rows, if it is known.
+            kept_ids: `TokenSets` as long as `full`, or, together with `kept_counts`, the ids of each row.
+            kept_counts: as long as `full`: how many of the ids of its row belong to each token.
+            kept_log_mass: as long as `full`.
+            top_ids: as long as `full`, with a row of k ids for each token.
+            top_log_probs: like `top_ids`.
+            tail_log_mass: as long as `full`.
         """
+        if isinstance(kept_ids, TokenSets) and kept_counts is None:
+            kept_ids, kept_counts = kept_ids.flat, kept_ids.counts
+        elif (kept_ids is None) is not (kept_counts is None) or isinstance(kept_ids, TokenSets):
+            raise InvalidRequestError(
+                "LogProbs.kept_ids: rows of ids need kept_counts, how many of them belong to each token; pass both, or "
+                "kept_ids=TokenSets.from_list([[[5, 17], []], [[300]]]) alone, with a list of ids for each token",
+                field="kept_ids",
+            )
         given = {"prompt": prompt, "response": response, "full": full, "scored_mask": scored_mask}
-        floats = dict.fromkeys(given, torch.float32)
+        given |= {"kept_ids": kept_ids, "kept_counts": kept_counts, "kept_log_mass": kept_log_mass}
+        given |= {"top_ids": top_ids, "top_log_probs": top_log_probs, "tail_log_mass": tail_log_mass}
+        floats = dict.fromkeys(given, torch.float32) | dict.fromkeys(_INTEGERS, torch.int64)
         known = {} if provenance is None else {"provenance": provenance.to_dict()}
         return container_of_rows(cls, {**floats, "scored_mask": torch.bool}, given, known)
 
@@ -265,9 +308,12 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     if mask is not None:
         return Ragged(values[mask], mask.sum(-1).flatten())
     row_values = flat(values)
-    # If there are no rows, the stored tensor still has their dtype and device.
-    stored = torch.cat(row_values) if row_values else container._tensordict.get(name).flatten()
-    return Ragged(stored, torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
+    if not row_values:
+        # The stored tensor still has their dtype and device.
+        empty = container._tensordict.get(name)
+        nothing = empty.new_empty((0, *empty.shape[container.batch_dims + 1 :]))
+        return Ragged(nothing, torch.zeros(0, dtype=torch.int64))
+    return Ragged(torch.cat(row_values), torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
 
 
 def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
@@ -307,6 +353,8 @@ def _values(td: TensorDictBase, container: Any, name: str, masks: NestedKey) -> 
         attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         return None
+    if padded and name == SETS:
+        return values, values >= 0
     return values, _attention_columns(values, attention, name, masks) if padded else None
 
 
@@ -319,12 +367,13 @@ def _batch_rows(td: TensorDictBase, container: Any, key: NestedKey, masks: Neste
 
 def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
     """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
-    width = values.shape[-1]
+    shape = values.shape[:-1] if name in WIDE else values.shape
+    width = shape[-1]
     if isinstance(attention, Tensor):
         start = attention.shape[-1] - width if name == "response" else 0
         stop = width if name == "prompt" else attention.shape[-1]
         mask = attention[..., max(start, 0) : stop]
-        if mask.shape == values.shape:
+        if mask.shape == shape:
             return as_mask(mask, str(masks)).to(values.device)
     found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
     raise InvalidRequestError(

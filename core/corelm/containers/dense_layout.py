@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corelm.containers.assemble import dense_columns, non_tensors
 from corelm.containers.classes import LogProbs, Masks, PerToken, Tokens, ragged
+from corelm.containers.field_shapes import NO_ID, SETS
 from corelm.containers.reading import Path, dense_field, is_integer, masks_of, row_data, same_lengths
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import Columns, Parts
@@ -79,12 +80,14 @@ class DenseLayout:
         return cls(lengths=whole, prompt_lengths=prompt, columns=columns, before=before, device=device)
 
     def dense(self, values: Ragged, key: Path, filler: Any, shape: Shape) -> Tensor:
-        """Return the rows of a field as one tensor ``[*shape, width]``, with `filler` in pads.
+        """Return the rows of a field as one tensor ``[*shape, width]``, or ``[*shape, width, k]``, with pads.
 
         Raises:
             InvalidRequestError: the rows do not have the lengths of the tokens.
         """
-        if self.prompt_lengths is not None and key[-1] == "prompt":
+        if key[-1] == SETS:
+            padded = values.to_padded(filler)
+        elif self.prompt_lengths is not None and key[-1] == "prompt":
             same_lengths(values, self.prompt_lengths, key)
             padded = values.to_padded(filler, "left")
         elif self.prompt_lengths is not None and key[-1] == "response":
@@ -93,7 +96,7 @@ class DenseLayout:
         else:
             same_lengths(values, self.lengths, key)
             padded = values.scatter(self.columns.mask, filler)
-        return padded.reshape(*shape, padded.shape[-1])
+        return padded.reshape(*shape, *padded.shape[1:])
 
     def container(self, held: TensorDictBase, path: Path, *, pad_output: bool, pad_id: int) -> Any:
         """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor."""
@@ -105,7 +108,7 @@ class DenseLayout:
         for name in container.keys():
             if name not in ("padded", "provenance"):
                 values = ragged(held, (*path, name), masks=masks)
-                filler = _filler(container, values, pad_id)
+                filler = _filler(container, name, values, pad_id)
                 fields[name] = self.dense(values, (*path, name), filler, shape) if dense else values
         if isinstance(container, PerToken) and pad_output:
             return fields["full"]
@@ -151,12 +154,14 @@ def dense_mask(masks: Masks) -> Tensor | None:
     return mask.reshape(masks.batch_size.numel(), mask.shape[-1]).cpu() if isinstance(mask, Tensor) else None
 
 
-def _filler(container: Any, values: Ragged, pad_id: int) -> Any:
+def _filler(container: Any, name: str, values: Ragged, pad_id: int) -> Any:
     """Return what stands in the pads of a field."""
     if isinstance(container, Tokens):
         return pad_id
     if isinstance(container, Masks):
         return False
+    if isinstance(container, LogProbs):
+        return NO_ID.get(name, 0)
     # 0 may be an id, so it would read as one.
     return -1 if isinstance(container, PerToken) and is_integer(values.values) else 0
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from corelm.containers.field_shapes import COUNTS, SETS
 from corelm.errors import InvalidRequestError
 from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
@@ -23,7 +24,7 @@ C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
 
 #: Fields that say how to read the others. Selecting any field of a container keeps them.
-EXPLAINING = frozenset({"padded", "scored_mask", "provenance"})
+EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
 
 
 class _Field:

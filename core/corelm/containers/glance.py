@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, ragged
 from corelm.containers.field_access import rows
+from corelm.containers.field_shapes import COUNTS, SETS
 from corelm.containers.history import History, last_turns
 from corelm.containers.reading import CONTAINERS, Path, entries, head, masks_of, objects
 from corelm.containers.windows import row_tensors
@@ -174,6 +176,21 @@ def row_means_at(td: TensorDictBase, path: Path, count: int) -> list[float | Non
     """Return the `row_means` of the log-probs at `path`, whose masks are in `td`."""
     masks = td.get(masks_of(td, path), None)
     return row_means(td.get(path), count, masks if isinstance(masks, Masks) else None)
+
+
+def support_facts(log_probs: LogProbs) -> list[str]:
+    """Return what the log-probs say about ids, a line each: "support: kept ids, mean 12.3 a token", "top 64 ids"."""
+    fields, lines = set(log_probs.keys()), []
+    if {SETS, COUNTS} <= fields:
+        rows_of = [row[COUNTS].flatten() for row in row_tensors(log_probs)]
+        counts = torch.cat(rows_of) if rows_of else torch.zeros(0)
+        counts = counts[counts > 0]
+        mean = f"mean {counts.double().mean().item():,.1f} a token" if counts.numel() else "none was cut"
+        lines.append(f"support: kept ids, {mean}")
+    if "top_ids" in fields:
+        widths = [row["top_ids"].shape[-1] for row in row_tensors(first(log_probs, 1))]
+        lines.append(f"top {span(widths)} ids" + (" with the tail" if "tail_log_mass" in fields else ""))
+    return lines
 
 
 def overall_mean(td: TensorDictBase, path: Path) -> tuple[float | None, int]:

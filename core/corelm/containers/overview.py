@@ -25,6 +25,7 @@ from corelm.containers.glance import (
     row_means_at,
     span,
     strings_of,
+    support_facts,
     tally,
 )
 from corelm.containers.html import result_html
@@ -89,6 +90,7 @@ def facts(td: TensorDictBase) -> list[str]:
             number = f"mean {decimal(mean[0])} over {mean[1]:,} scored tokens" if mean[1] else "no scored tokens"
         lines.append(f"{'.'.join(path)}: {number}")
         lines.append(f"    {attempt(lambda one: label(one.provenance), log_probs, otherwise='unknown distribution')}")
+        lines += [f"    {line}" for line in attempt(support_facts, log_probs, otherwise=[])]
     reasons = attempt(strings_of, seen, "finish_reason", otherwise=[])
     if reasons:
         lines.append(f"finish_reason: {tally(reasons)}")

@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.field_shapes import KEPT, TOP
 from corelm.containers.glance import (
     attempt,
     cut,
@@ -22,12 +23,15 @@ from corelm.containers.glance import (
     row_count,
     row_means,
     span,
+    support_facts,
 )
 from corelm.containers.history import History, last_turns
 from corelm.errors import InvalidRequestError, described
 
 #: How many rows a container shows, and how wide its lines are. TensorDict indents them.
 _ROWS, _WIDTH = 3, 88
+#: Fields whose widths are not shown: those with no values a token, and those that `support_facts` sums up.
+_NOT_COUNTED = frozenset({"padded", "provenance", *KEPT, *TOP})
 #: How many means a line shows.
 _MEANS = 4
 #: The functions of tensordict that show a TensorDict or a TensorClass.
@@ -72,6 +76,7 @@ def _log_probs(log_probs: LogProbs, count: str) -> str:
     if means:
         more = ", …" if _total(log_probs) > _MEANS else ""
         lines.append(f"mean of each row {', '.join(map(decimal, means))}{more}")
+    lines += attempt(support_facts, log_probs, otherwise=[])
     return "\n    ".join([f"{count}, {_layout(log_probs)}: {_widths(log_probs)}", *lines])
 
 
@@ -110,7 +115,7 @@ def _widths(container: Any) -> str:
     """Return every field with the number of its values in a row: one number if dense, else the smallest and largest."""
     shown = []
     for name in container.keys():
-        if name not in ("padded", "provenance"):
+        if name not in _NOT_COUNTED:
             shown.append(f"{name} {span(field_lengths(container, name))}")
     return ", ".join(shown)
 

@@ -10,9 +10,11 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm import validate
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, ragged
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, ragged, row_lengths
 from corelm.containers.field_access import flat
+from corelm.containers.field_shapes import SETS, TOP
 from corelm.containers.history import History
+from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.reading import (
     CONTAINERS,
     Path,
@@ -57,14 +59,17 @@ def to_records(
     log_probs                                of the response, else of all tokens; None where not scored
     log_probs_sum, log_probs_mean            over the scored ones of them; None if none is scored
     log_probs_prompt                         of the prompt, if one of its tokens is scored in any row
+    kept_ids, kept_log_mass                  as long as ``log_probs``: a list of ids per token, empty for the whole
+                                             vocabulary, and a number; None where not scored
+    top_ids, top_log_probs, tail_log_mass    likewise; two lists of k per token, and a number
     backend, model, weight_version, mode,    the provenance of ``log_probs``
     temperature, support, penalties, adapter
     assistant_mask                           as long as all ids: which tokens are the assistant's
     =======================================  =============================================================
 
     Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are split),
-    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``assistant``, and
-    one key for each `PerToken` and for ``argmax`` (-1 where not scored).
+    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``kept_ids`` and
+    the other four keys about ids, ``assistant``, and one key for each `PerToken` and for ``argmax`` (-1 where not scored).
 
     A container under another key keeps that key: that of ``ref_log_probs`` is ``ref_log_probs``, its provenance
     ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a number, a
@@ -200,6 +205,13 @@ def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Co
         numbers = _scored_only(values, scored.slice(start, scored.lengths))
         before = scored.slice(start.new_zeros(len(start)), start)
     columns: Columns = {key: numbers}
+    columns |= {
+        _named(path, "log_probs", field): [
+            [value if number is not None else None for value, number in zip(*pair, strict=True)]
+            for pair in zip(rows, numbers, strict=True)
+        ]
+        for field, rows in _about_ids(td, path, log_probs, name).items()
+    }
     counted = [[number for number in row if number is not None] for row in numbers]
     columns[f"{key}_sum"] = [math.fsum(row) if row else None for row in counted]
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
@@ -211,6 +223,24 @@ def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Co
             found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]
             columns[_named(path, "log_probs", attribute)] = found
     return columns
+
+
+def _about_ids(td: TensorDictBase, path: Path, log_probs: LogProbs, part: str) -> dict[str, list[list[Any]]]:
+    """Return what the log-probs of the response, or of all tokens, say about ids: per row, per token."""
+    masks = masks_of(td, path)
+    found: dict[str, list[list[Any]]] = {}
+    if carries_sets(log_probs):
+        found[SETS] = token_sets(td, path, masks=masks).tolist()
+    for name in ("kept_log_mass", *TOP):
+        if name in log_probs.keys():
+            found[name] = ragged(td, (*path, name), masks=masks).tolist()
+    if part == "full":
+        return found
+    lengths = row_lengths(td, (*path, part), masks=masks).tolist()
+    return {
+        name: [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
+        for name, rows in found.items()
+    }
 
 
 def _scored_only(values: Ragged, scored: Ragged) -> list[list[float | None]]:
@@ -294,6 +324,12 @@ def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
         own = key == "log_probs"
         columns["log_prob" if own else key] = _scored_only_flat(values, scored)
         columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
+        path = tuple(key.split("."))
+        for name, rows in _about_ids(td, path, td.get(path), "full").items():
+            flat_rows = [value for row in rows for value in row]
+            columns[name if own else f"{key}_{name}"] = [
+                value if counts else None for value, counts in zip(flat_rows, scored.values.tolist(), strict=True)
+            ]
     if found.assistant is not None:
         columns["assistant"] = found.assistant.values.tolist()
     for key, values in found.numbers.items():

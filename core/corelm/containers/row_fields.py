@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
+from corelm.containers.field_shapes import COUNTS, SETS, WIDE
 from corelm.errors import InvalidRequestError, Problems, spelled_out
 from corelm.tensors.lazy_rows import lazy_rows
 from corelm.tensors.ragged import Ragged, unreadable
@@ -16,6 +17,8 @@ from corelm.tensors.stacks import Shape
 from corelm.validate import as_list, read_once, shown
 
 C = TypeVar("C", bound=TensorClass)
+
+_COUNTED = {1: "one dimension", 2: "two dimensions, [tokens, k]"}
 
 
 def container_of_rows(
@@ -53,7 +56,7 @@ def container_of_rows(
     shape = next(iter(shapes.values()))
     if 0 in shape:
         # A stack needs at least one row.
-        empty = {name: rows.values.reshape(*shape, 0) for name, rows in fields.items()}
+        empty = {name: rows.values.reshape(*shape, 0, *rows.values.shape[1:]) for name, rows in fields.items()}
         return cls.from_tensordict(TensorDict(empty, batch_size=shape))
     count = len(next(iter(fields.values())))
     shared = {name: [value] * count for name, value in (objects or {}).items()}
@@ -75,8 +78,13 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
         problems = {row: "is not the prompt followed by the response" for row, (one, other) in pairs if one != other}
         _refuse(problems, f"{container}.full", "full")
-    # What is left are fields as long as the whole row: masks.
-    first, *others = [name for name in fields if name not in ("prompt", "response")] or ["prompt"]
+    if SETS in fields:
+        sums = [sum(counts) for counts in fields[COUNTS].tolist()]
+        pairs = enumerate(zip(fields[SETS].lengths.tolist(), sums, strict=True))
+        problems = {row: f"has {n} ids, but {COUNTS} adds up to {m}" for row, (n, m) in pairs if n != m}
+        _refuse(problems, f"{container}.{SETS}", SETS)
+    # What is left are fields as long as the whole row, such as masks.
+    first, *others = [name for name in fields if name not in ("prompt", "response", SETS)] or ["prompt"]
     for name in others:
         lengths = zip(fields[name].lengths.tolist(), fields[first].lengths.tolist(), strict=True)
         problems = {row: f"has {n} values, but {first} has {m}" for row, (n, m) in enumerate(lengths) if n != m}
@@ -89,32 +97,53 @@ def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged
         shape: Shape = (len(given),)
     else:
         rows, shape = _leaves(given, what, field)
+    dims = _dims(field)
     tensors, problems = [], {}
     for number, row in enumerate(rows):
         try:
-            tensors.append(_row(row, dtype))
+            tensors.append(_row(row, dtype, dims))
         except Exception as error:  # the object's own methods may raise anything
             problems[number] = f"{error}, got {shown(row)}"
     _refuse(problems, what, field)
+    if dims > 1:
+        tensors = _of_one_width(tensors, what, field)
     lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
-    return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths), shape
+    return Ragged(torch.cat(tensors) if tensors else torch.empty((0,) * dims, dtype=dtype), lengths), shape
+
+
+def _dims(field: str) -> int:
+    """Return how many dimensions a row of a field has: one value a token, or a row of them."""
+    return 2 if field in WIDE else 1
+
+
+def _of_one_width(rows: list[Tensor], what: str, field: str) -> list[Tensor]:
+    """Return tables of the same width; those without tokens are given it."""
+    width = next((row.shape[1] for row in rows if row.numel()), 0)
+    wrong = {
+        number: f"has {row.shape[1]} values a token, but another row has {width}"
+        for number, row in enumerate(rows)
+        if row.numel() and row.shape[1] != width
+    }
+    _refuse(wrong, what, field)
+    return [row if row.numel() else row.new_empty(len(row), width) for row in rows]
 
 
 def _leaves(given: Any, what: str, field: str, top: bool = True) -> tuple[list[Any], Shape]:
     """Return the rows of nested lists in C order, and the batch shape. `[]` is a batch at the top, a row below it."""
     if isinstance(given, Tensor) and given.is_nested:
         given = list(given.unbind())
-    if _is_row(given):
+    dims = _dims(field)
+    if _is_row(given, dims):
         return [given], ()
-    dense = getattr(given, "ndim", 1) > 1
+    dense = getattr(given, "ndim", 1) > dims
     items = as_list(given)
     if dense or not isinstance(items, list):
         kind = f"{list(given.shape)}, which may hold pads" if dense else f"{type(given).__name__}{read_once(given)}"
         raise InvalidRequestError(
-            f"{what}: expected a list of rows, each a list or a tensor of one dimension; got {kind}",
+            f"{what}: expected a list of rows, each a list or a tensor of {_COUNTED[dims]}; got {kind}",
             field=field,
         )
-    if (not items and not top) or any(_is_value(item) for item in items):
+    if (not items and not top) or any(_is_part(item, dims) for item in items):
         return [items], ()
     parts = [_leaves(item, what, field, top=False) for item in items]
     shapes = {shape for _, shape in parts}
@@ -126,31 +155,39 @@ def _leaves(given: Any, what: str, field: str, top: bool = True) -> tuple[list[A
     return [row for rows, _ in parts for row in rows], (len(items), *(shapes.pop() if shapes else ()))
 
 
-def _is_row(given: Any) -> bool:
-    """Return whether this is a tensor or an array of numbers in one dimension."""
+def _is_row(given: Any, dims: int = 1) -> bool:
+    """Return whether this is a tensor or an array of numbers in so many dimensions."""
     if isinstance(given, Tensor):
-        return not unreadable(given) and given.ndim == 1
-    return getattr(given, "ndim", 0) == 1 and getattr(getattr(given, "dtype", None), "kind", "O") in "biuf"
+        return not unreadable(given) and given.ndim == dims
+    return getattr(given, "ndim", 0) == dims and getattr(getattr(given, "dtype", None), "kind", "O") in "biuf"
 
 
 def _is_value(item: Any) -> bool:
     return isinstance(item, (int, float)) or getattr(item, "ndim", 1) == 0
 
 
-def _row(row: Any, dtype: torch.dtype) -> Tensor:
+def _is_part(item: Any, dims: int) -> bool:
+    """Return whether the item is a part of a row: a value, or in a row of two dimensions a row of values."""
+    if dims == 1 or _is_value(item):
+        return _is_value(item)
+    values = as_list(item)
+    return _is_row(item) or (isinstance(values, list) and any(map(_is_value, values)))
+
+
+def _row(row: Any, dtype: torch.dtype, dims: int) -> Tensor:
     """Return one row in `dtype`, which must hold all of its values."""
     if isinstance(row, list):
         # Lists of numpy's or torch's own scalars are read as well, if slowly.
-        row = [item.item() if hasattr(item, "item") else item for item in row]
+        row = [item.tolist() if hasattr(item, "tolist") else item for item in row]
     tensor = row if isinstance(row, Tensor) else torch.as_tensor(row)
     if not tensor.numel():
-        return tensor.new_empty(0, dtype=dtype)
+        return tensor.new_empty(tensor.shape if tensor.ndim == dims else (0,) * dims, dtype=dtype)
     floats, bools = tensor.dtype.is_floating_point, tensor.dtype == torch.bool
     if dtype == torch.int64 and (floats or bools):
         raise TypeError("expected token ids")
     if dtype == torch.bool and not bools and (floats or bool(((tensor != 0) & (tensor != 1)).any())):
         raise TypeError("expected True and False, or 1 and 0")
-    if tensor.ndim != 1 or tensor.dtype.is_complex or (dtype == torch.float32 and bools):
+    if tensor.ndim != dims or tensor.dtype.is_complex or (dtype == torch.float32 and bools):
         raise TypeError("expected numbers")
     return tensor.to(dtype)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,12 +13,21 @@ from torch import Tensor
 
 from corelm.containers.assemble import assemble, non_tensors
 from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows, ragged
+from corelm.containers.field_shapes import SETS
+from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
+
+#: Fields of `LogProbs` about ids, except the sets, and the fields of a request that they become.
+_NUMBERS = {
+    **{name: name for name in ("kept_log_mass", "top_ids", "tail_log_mass")},
+    "top_log_probs": "top_logprobs",
+}
 
 
 def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pad_id: int = 0) -> TensorDict:
@@ -33,7 +43,8 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         all_response_mask         - - - x x x x x x x
         all_assistant_mask        - - - x x - - - x x     the loss mask of a multi-turn trainer
         log_probs.scored_mask     - - - x x - - - x x     if every sampled token has a log-prob
-        log_probs.full            each turn's own numbers, from the time when it was sampled
+        log_probs.full            each turn's own numbers, from the time when it was sampled; likewise what they say
+                                  about ids (`kept_ids`, `top_ids`, …)
 
     Other entries, such as rewards and texts, stay in the turns. If the conversations have different numbers of turns,
     merge those of each number separately, or one conversation at a time, and stack the results with
@@ -51,7 +62,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         with different weights names all of them, such as "3, 4".
 
     Raises:
-        MissingKeyError: a turn has no tokens, or only some turns have log-probs.
+        MissingKeyError: a turn has no tokens, or only some turns have log-probs, or the ids that truncation left.
         InvalidRequestError: the turns have different batch sizes, or a turn skipped a row, or a prompt does not begin
             with the tokens of the turn before it, for example because the chat template rewrites earlier turns; `rows`
             are the conversations.
@@ -83,6 +94,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         raise MissingKeyError("only some turns have log_probs; sample all of them with the same return_log_probs")
     provenance = _common_provenance(read) if has_log_probs else None
     answer = full.slice(first.prompt_lengths, full.lengths)
+    about_ids = _merged_ids(read, full) if has_log_probs else {}
     request = ContainerRequest(
         batch_size=shapes[0],
         fields=frozenset({"tokens", "masks", *(["log_probs"] if has_log_probs else [])}),
@@ -90,6 +102,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         logprobs=full.with_values(logprobs) if has_log_probs else None,
         scored=full.with_values(scored) if has_log_probs else None,
         provenance=provenance,
+        **about_ids,
         assistant=full.with_values(sampled),
         pad_output=pad_output,
         pad_id=pad_id,
@@ -112,6 +125,8 @@ class _Turn:
         logprobs: as long as `full`; None if there are none.
         scored: as long as `full`; None if there are no log-probs.
         provenances: one per row; None where it is not known.
+        kept_ids: as long as `full`; None if the log-probs do not say over which ids they were normalised.
+        numbers: the other fields about ids, by name, as long as `full`.
     """
 
     full: Ragged
@@ -119,6 +134,8 @@ class _Turn:
     logprobs: Ragged | None = None
     scored: Ragged | None = None
     provenances: tuple[Provenance | None, ...] = ()
+    kept_ids: TokenSets | None = None
+    numbers: Mapping[str, Ragged] = field(default_factory=dict)
 
     @classmethod
     def read(cls, td: TensorDictBase, number: int) -> _Turn:
@@ -133,7 +150,10 @@ class _Turn:
         if not isinstance(log_probs, LogProbs):
             return turn
         logprobs, scored = (ragged(td, ("log_probs", name)).to("cpu") for name in ("full", "scored_mask"))
-        return replace(turn, logprobs=logprobs, scored=scored, provenances=provenance_of_rows(log_probs, len(full)))
+        kept = token_sets(td).to("cpu") if carries_sets(log_probs) else None
+        numbers = {name: ragged(td, ("log_probs", name)).to("cpu") for name in _NUMBERS if name in log_probs.keys()}
+        provenances = provenance_of_rows(log_probs, len(full))
+        return replace(turn, logprobs=logprobs, scored=scored, provenances=provenances, kept_ids=kept, numbers=numbers)
 
     @property
     def answered(self) -> Tensor:
@@ -143,6 +163,48 @@ class _Turn:
     @property
     def weight_versions(self) -> tuple[str, ...]:
         return tuple("" if one is None else one.weight_version for one in self.provenances)
+
+
+def _merged_ids(turns: Sequence[_Turn], full: Ragged) -> dict[str, Any]:
+    """Return the fields of a request that name ids: each turn's own, where it has a log-prob.
+
+    Raises:
+        MissingKeyError: only some turns have a field.
+        InvalidRequestError: turns have different numbers of the most probable ids.
+    """
+    names = {name for turn in turns for name in (*turn.numbers, *([SETS] if turn.kept_ids is not None else []))}
+    for name in sorted(names):
+        if not all(name in turn.numbers or (name == SETS and turn.kept_ids is not None) for turn in turns):
+            raise MissingKeyError(
+                f"only some turns have log_probs.{name}; sample all of them with the same return_support and "
+                "top_logprobs",
+                field=f"log_probs.{name}",
+            )
+        shapes = {turn.numbers[name].values.shape[1:] for turn in turns if name in turn.numbers}
+        if len(shapes) > 1:
+            found = ", ".join(str(shape[-1]) for shape in sorted(shapes))
+            raise InvalidRequestError(
+                f"log_probs.{name}: the turns have different numbers of ids a token ({found}); sample every turn with "
+                "the same top_logprobs",
+                field=f"log_probs.{name}",
+            )
+    merged: dict[str, Any] = {}
+    # Where each token's values are among those of all turns, one after another. The last place holds an empty set.
+    starts = [0, *accumulate(turn.full.values.shape[0] for turn in turns)]
+    index = torch.full(full.values.shape, starts[-1])
+    for start, turn in zip(starts, turns, strict=False):
+        counts = turn.answered & turn.scored.values if turn.scored is not None else turn.answered
+        here = full.offsets[:-1][turn.full.row_index] + turn.full.positions
+        index[here[counts]] = start + counts.nonzero().flatten()
+    if SETS in names:
+        sets = [turn.kept_ids.ids for turn in turns if turn.kept_ids is not None]
+        merged[SETS] = TokenSets(Ragged.cat([*sets, Ragged.from_list([[]])]).select(index), full.lengths)
+    for name in names - {SETS}:
+        values = [turn.numbers[name].values for turn in turns]
+        # What stands at the last place is not read: `assemble` clears what is not scored.
+        values.append(values[0].new_zeros((1, *values[0].shape[1:])))
+        merged[_NUMBERS[name]] = full.with_values(torch.cat(values)[index])
+    return merged
 
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from corelm.containers.classes import Masks
 from corelm.containers.field_access import rows
+from corelm.containers.field_shapes import SETS
 from corelm.containers.reading import PER_TOKEN, entries
 from corelm.errors import InvalidRequestError
 from corelm.tensors.lazy_rows import FlatRows, flat_source, lazy_rows
@@ -73,6 +74,8 @@ def _of_rows(
     columns = row_tensors(container)
     fields: dict[str, Any] = {}
     for name in columns[0]:
+        if name == SETS:
+            continue  # of another length; what is printed does not read it
         start, stop, lengths = parts.get(name, everything)
         values = [row[name] for row in columns]
         if [value.shape[0] for value in values] != lengths.tolist():

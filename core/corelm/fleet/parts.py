@@ -13,6 +13,7 @@ from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.support.row_results import RowAnswer, RowFailure, generate_result, score_result
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 Request = GenerateRequest | ScoreRequest
 Result = GenerateResult | ScoreResult
@@ -65,6 +66,8 @@ def request_of_rows(
             score_from=request.score_from[index],
             request_ids=tuple(names),
             timeout=timeout,
+            support=None if request.support is None else request.support.select(index),
+            top_ids=None if request.top_ids is None else request.top_ids.select(index),
         )
     told = request.on_answer
     return replace(
@@ -105,7 +108,7 @@ def result_of_parts(
     values: dict[str, Any] = {}
     for each in fields(results[0]):
         given = [getattr(part.result, each.name) for part in parts]
-        if any(isinstance(value, Ragged) for value in given):
+        if any(isinstance(value, (Ragged, TokenSets)) for value in given):
             # What one engine has not returned was not asked for: another one has returned more.
             asked = all(getattr(result, each.name) is not None for result in labelled)
             values[each.name] = _ragged(each.name, request, parts, given, order) if asked else None
@@ -136,7 +139,9 @@ def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> R
     return score_result(some, told)
 
 
-def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Ragged:
+def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Any:
+    if any(isinstance(value, TokenSets) for value in given):
+        return _sets(parts, given, order)
     some = next(value for value in given if isinstance(value, Ragged))
     chosen = []
     for part, value in zip(parts, given, strict=True):
@@ -151,6 +156,17 @@ def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[
     if len({value.values.dtype for value in chosen}) > 1:
         chosen = [value.with_values(value.values.float()) for value in chosen]
     joined = chosen[0] if len(chosen) == 1 else Ragged.cat(chosen)
+    return joined if order is None else joined.select(order)
+
+
+def _sets(parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> TokenSets:
+    # Rows that failed were drawn from no sets.
+    found = [
+        TokenSets.empty(rows_of_result(part.result).lengths) if value is None else value
+        for part, value in zip(parts, given, strict=True)
+    ]
+    chosen = [value.select(list(part.index)).to("cpu") for part, value in zip(parts, found, strict=True)]
+    joined = TokenSets.cat(chosen)
     return joined if order is None else joined.select(order)
 
 

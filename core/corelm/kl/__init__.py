@@ -10,8 +10,9 @@ What NaN and infinity mean is the same everywhere in this package:
 - **Functions** pass them on and never turn them into a finite number. NaN gives NaN. A sampled token cannot have
   probability 0 under the policy that sampled it, and no log-prob is +inf, so these give NaN as well: `gen` that is
   ±inf, `ref` that is +inf. ``ref = −inf`` is legal, and the estimate is +inf (`k3`, `k3_st`: their limit `MAX_K3`).
-  Logits of which one is NaN or +inf, or all are −inf, are no distribution: `exact` and `top_k` give NaN. `aggregate`
-  gives what the sum of its values gives.
+  Logits of which one is NaN or +inf, or all are −inf, are no distribution: `exact` and `top_k` give NaN.
+  `top_k_divergence` gives NaN for NaN, and refuses probabilities that do not sum to 1. `aggregate` gives what the sum
+  of its values gives.
 - **Modules**, `mismatch_report` included, refuse them with an `InvalidRequestError` that names the row and the
   position: in log-probs, ±inf included, and in the KL that an estimator returns. They then write no KL, no weights and
   no reward. The reward that they read is not checked: NaN stays NaN.
@@ -21,6 +22,7 @@ What NaN and infinity mean is the same everywhere in this package:
 
 from corelm.containers.classes import PerToken
 from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
+from corelm.kl.divergences import TopLogProbs, js_upper_bound, top_k_divergence
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_report
 from corelm.kl.penalty import BiasedKLWarning, KLComputation
@@ -38,9 +40,11 @@ __all__ = [
     "PerToken",
     "RetrieveKL",
     "RetrieveLogProb",
+    "TopLogProbs",
     "abs_kl",
     "aggregate",
     "exact",
+    "js_upper_bound",
     "k1",
     "k1_st",
     "k2",
@@ -48,4 +52,5 @@ __all__ = [
     "k3_st",
     "mismatch_report",
     "top_k",
+    "top_k_divergence",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from corelm.spec.message import Message
@@ -90,6 +91,16 @@ class ContainerRequest:
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
         scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
+        kept_ids: as long as ``tokens.full``: the ids over which each log-probability was normalised, ascending. An
+            empty set stands for the whole vocabulary, and for a token that was not scored.
+        kept_log_mass: float32, as long as ``tokens.full``: the log of the probability that these ids had together
+            before truncation; 0.0 where `scored` is False.
+        top_ids: int64, ``values[total, k]``, as long as ``tokens.full``: the most probable ids, or the ids that the
+            caller gave; -1 where there are fewer than k, and where `scored` is False.
+        top_logprobs: float32, like `top_ids`: their log-probabilities; -inf where there are fewer than k, and 0.0 where
+            `scored` is False.
+        tail_log_mass: float32, as long as ``tokens.full``: the log of the probability that all other ids have together;
+            0.0 where `scored` is False.
         argmax: int64, as long as ``tokens.full``: the most probable id at each position, -1 where `scored` is False.
         greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, or one for all rows.
@@ -110,6 +121,11 @@ class ContainerRequest:
     chats: Parts[tuple[tuple[Message, ...], ...]] | None = None
     logprobs: Ragged | None = None
     scored: Ragged | None = None
+    kept_ids: TokenSets | None = None
+    kept_log_mass: Ragged | None = None
+    top_ids: Ragged | None = None
+    top_logprobs: Ragged | None = None
+    tail_log_mass: Ragged | None = None
     argmax: Ragged | None = None
     greedy: tuple[bool, ...] | None = None
     provenance: Provenance | tuple[Provenance, ...] | None = None

@@ -16,6 +16,7 @@
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
 - `refuse_missing_path`, `torch_device`, `torch_dtype`: checks of a path and of options, before anything is opened.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
+- `Decode`, `decoded`, `decoder_of`: what a body in JSON says, with a faster way for long replies (needs orjson, too).
 - `id_texts`: ids as texts, for replies that name ids so (needs orjson: ``core[http]``).
 - `SignOfWork`: how a server that takes long shows that it works.
 - `InFlight`: the ids by which an engine knows the requests in flight.

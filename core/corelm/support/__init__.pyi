@@ -35,6 +35,9 @@ from .http_errors import AccessError as AccessError
 from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
 from .http_events import Streamed as Streamed
+from .http_json import Decode as Decode
+from .http_json import decoded as decoded
+from .http_json import decoder_of as decoder_of
 from .http_json import id_texts as id_texts
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from corelm.support.event_loop import EventLoopThread
 from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
 from corelm.support.http_events import Streamed, streamed_reply
 from corelm.support.http_exchange import Exchange, check_headers, checked_url
+from corelm.support.http_json import Decode, decoded, encoded
 from corelm.support.http_places import Places
 from corelm.support.http_retries import retrying
 from corelm.support.redaction import Secrets
@@ -173,6 +173,7 @@ class HttpClient:
         timeout: float | None,
         streamed: Streamed | None = None,
         answered: Answered | None = None,
+        decode: Decode = decoded,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
@@ -186,6 +187,8 @@ class HttpClient:
             timeout: seconds for all of them together, or None.
             streamed: what to do with the events of replies that are streamed; None for replies in one piece.
             answered: called with each reply as it comes, to show progress. Errors that it raises are dropped.
+            decode: returns the reply that a body holds, or raises a ValueError; see `decoder_of`. It does not decode
+                events.
 
         Returns:
             For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
@@ -200,7 +203,7 @@ class HttpClient:
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
         encoded = [_encoded(payload) for payload in payloads]
-        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered))
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered, decode))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
         """End the requests that have exactly these names now. Return when they have ended.
@@ -269,9 +272,12 @@ class HttpClient:
         timeout: float | None,
         streamed: Streamed | None,
         answered: Answered | None,
+        decode: Decode,
     ) -> list[Entry]:
         rows = [
-            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed, answered))
+            asyncio.create_task(
+                self._row(path, body, partial(is_reply_to, payload), number, streamed, answered, decode)
+            )
             for number, (payload, body) in enumerate(zip(payloads, bodies, strict=True))
         ]
         for name, row in zip(names, rows, strict=True):
@@ -306,8 +312,9 @@ class HttpClient:
         number: int,
         streamed: Streamed | None,
         answered: Answered | None,
+        decode: Decode,
     ) -> Entry:
-        send = partial(self._exchange.send, "POST", path, body)
+        send = partial(self._exchange.send, "POST", path, body, decode=decode)
         if streamed is not None:
             check = partial(self._check_reply, path, is_reply)
             send = partial(streamed_reply, partial(self._exchange.events, path, body), check, number, streamed)
@@ -372,6 +379,6 @@ async def _wait(rows: Rows, seconds: float) -> None:
 
 def _encoded(payload: Any) -> bytes:
     try:
-        return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode()
+        return encoded(payload)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error

@@ -26,7 +26,7 @@ from corelm.validate import invalid
 try:
     import httpx
 
-    from corelm.support.http_json import decoded
+    from corelm.support.http_json import Decode, decoded
 except ImportError as error:
     raise BackendNotInstalledError('an engine behind a URL needs httpx and orjson: pip install "core[http]"') from error
 
@@ -95,8 +95,10 @@ class Exchange:
         """Return how messages name a request."""
         return f"{method} {path} at {self._url}"
 
-    async def send(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
-        """Send one request and return the reply: decoded JSON, or text if `expect_json` is False.
+    async def send(
+        self, method: str, path: str, body: bytes = b"", expect_json: bool = True, decode: Decode = decoded
+    ) -> Any:
+        """Send one request and return the reply: what `decode` makes of it, or text if `expect_json` is False.
 
         Raises:
             InvalidRequestError: the server refused the request.
@@ -105,7 +107,7 @@ class Exchange:
             EngineError: every other failure.
         """
         where = self.where(method, path)
-        reply = self._guarded(where, self._reply(where, method, path, body, expect_json))
+        reply = self._guarded(where, self._reply(where, method, path, body, decode if expect_json else _text))
         if self._watch is not None and method == "POST":
             return await self._watch.over(where, path, reply)
         return await reply
@@ -157,7 +159,7 @@ class Exchange:
                 self._watch.note()
             yield piece
 
-    async def _reply(self, where: str, method: str, path: str, body: bytes, expect_json: bool) -> Any:
+    async def _reply(self, where: str, method: str, path: str, body: bytes, decode: Decode) -> Any:
         headers = {"Content-Type": "application/json"} if body else {}
         async with self._stream(method, path, body or None, headers) as response:
             self._reached = True
@@ -167,7 +169,7 @@ class Exchange:
             body_text = self._beginning(content)
             raise self._reader.error(where, response.status_code, response.reason_phrase, response.headers, body_text)
         try:
-            return decoded(content) if expect_json else content.decode(errors="replace")
+            return decode(content)
         except (ValueError, RecursionError):
             seen = self._reader.message(self._beginning(content)) or "an empty body"
             raise TransientError(f"{where}: status {response.status_code}, but not JSON: {seen}") from None
@@ -241,6 +243,10 @@ class Exchange:
             seconds = self._page_timeout if where.startswith("GET ") else self._read_timeout
             return BackendTimeoutError(f"{where}: the server hangs; nothing was sent or received for {seconds:g} s")
         return EngineError(told)
+
+
+def _text(content: bytes | bytearray) -> str:
+    return content.decode(errors="replace")
 
 
 def is_this_machine(host: str) -> bool:

@@ -8,8 +8,11 @@ turns the `RowError` that they raise into a `RowFailure`.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import torch
 
 from corelm.errors import CoreLMError, InvalidRequestError
 from corelm.support.http_errors import ABORTED, AccessError, PartialReply, TransientError
@@ -113,18 +116,22 @@ def checked_ids(ids: Any, *, vocab_size: int, limit: int) -> list[int]:
     return ids
 
 
-def checked_logprobs(values: Any, count: int) -> list[float]:
-    """Return log-probs as floats.
+def checked_logprobs(values: Any, count: int) -> Sequence[float]:
+    """Return log-probs as floats: a list, or the same array.
 
     Args:
-        values: what the engine returned.
+        values: what the engine returned. An array of doubles takes a tenth of the time of a list.
         count: how many there must be.
 
     Raises:
         RowError: there are more or fewer, or one is not a number, not finite, or above 0.
     """
-    if not isinstance(values, (list, tuple)) or len(values) != count:
+    doubles = isinstance(values, array) and values.typecode == "d"
+    if not (doubles or isinstance(values, (list, tuple))) or len(values) != count:
         raise RowError(f"it does not have one log-prob for each of its {count} tokens")
+    if doubles and _are_logprobs(values):
+        numbers: Sequence[float] = values
+        return numbers
     kinds = {*map(type, values)}
     if kinds <= {int, float}:
         try:
@@ -195,6 +202,14 @@ def checked_finish_reason(
     else:
         raise RowError(f"its finish reason is {_short(reason)}")
     return str(reason)
+
+
+def _are_logprobs(values: array[float]) -> bool:
+    if not values:
+        return True
+    # NaN among the values makes both of these NaN, and NaN fails every comparison.
+    least, most = torch.aminmax(torch.frombuffer(values, dtype=torch.float64))
+    return bool(least > _INFINITE) and bool(most <= _ABOVE_ZERO)
 
 
 def _is_logprob(value: Any) -> bool:

@@ -134,7 +134,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
     values = torch.zeros(sequences.values.shape[0])
     scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
     argmax = torch.full((sequences.values.shape[0],), -1) if request.return_argmax else None
-    top = TopIds.nothing(sequences.values.shape[0], request.top_k) if request.top_k else None
+    k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
+    top = TopIds.nothing(sequences.values.shape[0], k) if k else None
     errors = [""] * len(sequences)
     for number, found in rows.items():
         first, end = sequences.offsets[number : number + 2].tolist()

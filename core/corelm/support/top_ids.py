@@ -36,7 +36,9 @@ class TopIds:
         ids = torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int64).reshape(-1, k)
         values = torch.tensor([[value for _, value in row] for row in rows], dtype=torch.float64).reshape(-1, k)
         ids[values == -torch.inf] = -1
-        return cls(ids, values.float(), log_tail_mass(values))
+        # Where fewer ids than were asked for have a probability, nothing is left for others.
+        tail = log_tail_mass(values).masked_fill((ids == -1).any(-1), -torch.inf)
+        return cls(ids, values.float(), tail)
 
     @classmethod
     def nothing(cls, positions: int, k: int) -> TopIds:

@@ -52,12 +52,12 @@ class Ragged:
 
     @classmethod
     def from_list(cls, rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
-        """Build from lists or 1-D tensors, one per row. All values get `dtype`.
+        """Build from lists, arrays or 1-D tensors, one per row. All values get `dtype`.
 
         Raises:
             TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
         """
-        rows = list(rows)
+        rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if any(isinstance(row, Tensor) for row in rows):
             values = torch.cat([_made(row, dtype).reshape(-1) for row in rows])
@@ -325,6 +325,13 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
             if values:
                 return torch.frombuffer(values, dtype=dtype)
     return _made([value for row in rows for value in row], dtype)
+
+
+def _of_array(row: array[Any]) -> Sequence[Any] | Tensor:
+    """Return an array as a tensor on the same memory, or its values as a list."""
+    dtype = {"q": torch.int64, "f": torch.float32, "d": torch.float64}.get(row.typecode)
+    # An empty buffer has no tensor.
+    return torch.frombuffer(row, dtype=dtype) if dtype and row else row.tolist()
 
 
 def _made(given: Any, dtype: torch.dtype) -> Tensor:

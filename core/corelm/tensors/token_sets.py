@@ -75,6 +75,11 @@ class TokenSets:
         ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         return Ragged(self.ids.values, self.ids.offsets[ends].diff())
 
+    @property
+    def as_rows(self) -> tuple[Ragged, Ragged]:
+        """`flat` and `counts`, from which `from_flat` builds the same sets."""
+        return self.flat, self.counts
+
     @classmethod
     def from_flat(cls, flat: Ragged, counts: Ragged) -> TokenSets:
         """Build from `flat` and `counts`: the ids of each row, and how many of them belong to each position.
@@ -133,6 +138,16 @@ class TokenSets:
         after = other._positions.with_values(other._positions.values + len(self.ids))
         order = self._positions.join(after)
         return TokenSets(both.select(order.values), order.lengths)
+
+    def where(self, mask: Tensor) -> TokenSets:
+        """Return the sets of the positions where ``bool[positions]`` is True, and empty ones elsewhere.
+
+        >>> TokenSets.from_list([[[1], [2, 3]]]).where(torch.tensor([False, True])).tolist()
+        [[[], [2, 3]]]
+        """
+        mask = mask.cpu()
+        kept = self.ids.values[mask[self.ids.row_index].to(self.ids.values.device)]
+        return TokenSets(Ragged(kept, self.ids.lengths * mask), self.lengths)
 
     def contains(self, tokens: Tensor) -> Tensor:
         """Return bool[positions]: whether the set at each position has the id ``tokens[position]``.

@@ -1,4 +1,4 @@
-"""The distributions that tokens are drawn from, by the plain forward of the model and a plain loop over its positions."""
+"""The distributions that tokens are drawn from: the plain forward of the model, and a plain loop over its positions."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ def test_scores_over_the_sets_are_the_samplers_numbers(backend: Backend, name: s
     rows = Ragged.from_list(PROMPTS).join(result.ids)
     with corelm.get_backend("transformers", tiny_folder, dtype="float32") as trainer:
         scores = trainer.score_logprobs(
-            rows, score_from=[len(prompt) for prompt in PROMPTS], temperature=sampling.get("temperature", 1.0),
+            rows,
+            score_from=[len(prompt) for prompt in PROMPTS],
+            temperature=sampling.get("temperature", 1.0),
             support=result.kept_ids,
         )
     drawn = result.logprobs.values
@@ -135,8 +137,14 @@ def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Ope
         request = {"max_new_tokens": 5, "top_k": 4}
         result = small.engine.plugin.generate(
             GenerateRequest(
-                prompts=Ragged.from_list(prompts), sampling=SamplingParams(**request), logprobs="raw", seeds=None,
-                stop_ids=frozenset(), request_ids=("a", "b", "c"), timeout=60.0, return_support=True,
+                prompts=Ragged.from_list(prompts),
+                sampling=SamplingParams(**request),
+                logprobs="raw",
+                seeds=None,
+                stop_ids=frozenset(),
+                request_ids=("a", "b", "c"),
+                timeout=60.0,
+                return_support=True,
             )
         )
     model = tiny_model(hidden_size=128)

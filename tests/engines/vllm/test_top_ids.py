@@ -121,7 +121,12 @@ def test_scores_come_with_the_most_probable_ids(backend: Backend, k: int) -> Non
     assert result.scored.tolist() == marks
     scored = result.scored.values
     whole = torch.cat([distributions(model, row, SamplingParams()) for row in PROMPTS])
-    check(result.top_ids.values[scored], result.top_logprobs.values[scored], result.tail_log_mass.values[scored], whole[scored])
+    check(
+        result.top_ids.values[scored],
+        result.top_logprobs.values[scored],
+        result.tail_log_mass.values[scored],
+        whole[scored],
+    )
     assert torch.equal(result.argmax.values[scored], result.top_ids.values[scored, 0])
     assert bool((result.top_ids.values[~scored] == -1).all()) and not result.top_logprobs.values[~scored].any()
     own = whole.gather(1, torch.tensor([token for row in PROMPTS for token in row]).unsqueeze(1)).squeeze(1)

@@ -12,7 +12,8 @@ from torch import Tensor
 from corelm.backend.seeds import answer_seeds
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from transformers_backend.sampling import Sampler, UniformStreams, argmax, inverse_cdf, log_softmax_at, truncated
+from transformers_backend.masses import log_softmax_at
+from transformers_backend.sampling import Sampler, UniformStreams, argmax, inverse_cdf, truncated
 
 CPU = torch.device("cpu")
 V = 700

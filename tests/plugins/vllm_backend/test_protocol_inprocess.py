@@ -163,7 +163,9 @@ def test_a_stop_that_the_ids_do_not_show_fails_its_row_alone() -> None:
 
 def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string() -> None:
     """vLLM holds back the text of token 1, which ends in half a character, and so finds the "x" a token later."""
-    result = generation_result(request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], replace(INFO, tokenizer=Pieces()))
+    result = generation_result(
+        request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], replace(INFO, tokenizer=Pieces())
+    )
     assert result.ids.tolist() == [[0, 1]] and result.finish_reasons == ("stop",)
     assert result.logprobs is not None and result.logprobs.tolist() == [[-1.0, -2.0]]
 

@@ -34,6 +34,7 @@ from corelm.support import (
     score_result,
 )
 from sglang_backend.capabilities import ServerInfo
+from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
@@ -158,10 +159,10 @@ def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
 
 
-def _reported(reported: Sequence[Any], ids: list[int], info: ServerInfo) -> list[float]:
+def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
     """Return the log-probs that a reply reports for these tokens."""
-    _check_echo(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs([*map(_LOGPROB, reported)], len(ids))
+    values = _echoed(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
+    return checked_logprobs(values, len(ids))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def _answer(
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         _check_weights(meta, info.weight_label)
-    logprobs: list[float] = []
+    logprobs: Sequence[float] = []
     if request.logprobs != "none":
         logprobs = _reported(meta.get("output_token_logprobs") or [], ids, info)
     end = _end(ids, request.stop_ids, stops)
@@ -277,14 +278,8 @@ def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> 
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
-    reported = meta["input_token_logprobs"]
-    _check_echo(reported, ids, info.capabilities.vocab_size, "input_token_logprobs")
-    if reported[0][0] is not None:
-        raise RowError(
-            "input_token_logprobs starts with a number and not with None; this version of SGLang counts positions "
-            "differently"
-        )
-    logprobs = checked_logprobs([*map(_LOGPROB, reported[1:])], len(ids) - 1)
+    vocab_size, name = info.capabilities.vocab_size, "input_token_logprobs"
+    logprobs = checked_logprobs(_echoed(meta[name], ids, vocab_size, name, without=1), len(ids) - 1)
     return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
 
 
@@ -348,6 +343,24 @@ def _check_weights(meta: Any, label: str) -> None:
             f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
             "it was restarted, or another client has updated it; load the weights again"
         )
+
+
+def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: int = 0) -> Sequence[Any]:
+    """Return the log-probs of the entries of a reply, of which the first `without` have none.
+
+    Raises:
+        RowError: the entries are not about exactly these ids, or the first one has a log-prob.
+    """
+    if isinstance(reported, Entries):
+        if reported.without == without and reported.ids == ids:
+            return reported.logprobs
+        reported = reported.plain()
+    _check_echo(reported, ids, vocab_size, name)
+    if without and reported[0][0] is not None:
+        raise RowError(
+            f"{name} starts with a number and not with None; this version of SGLang counts positions differently"
+        )
+    return [*map(_LOGPROB, reported[without:])]
 
 
 def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:

@@ -40,6 +40,7 @@ from sglang_backend.adapters import Adapters
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of
 from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
+from sglang_backend.replies import decode
 from sglang_backend.weight_channel import WeightChannel
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
@@ -331,6 +332,7 @@ class SGLangServer:
                 timeout=deadline.left(),
                 streamed=streamed,
                 answered=answered,
+                decode=decode,
             )
 
     def _load(

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from corelm.spec import GenerateRequest, Ragged, TokenChunk
+from corelm.support import TopIds
 from transformers_backend.calls import Call
 from transformers_backend.continuation import GrowingRows
 from transformers_backend.ending import AnswerEnding
+from transformers_backend.masses import KeptIds, log_softmax_at
 from transformers_backend.memory import DecodingLimits
 from transformers_backend.protocol import PromptBatch, SampledAnswers
-from transformers_backend.sampling import Drawn, Sampler, log_softmax_at
+from transformers_backend.sampling import Drawn, Sampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,8 @@ class BatchDecoding:
         self._keep_raw = keep_raw
         self._stopped, self._aborted = torch.zeros(2, len(batch.rows), dtype=torch.bool)
         self._steps: list[tuple[Tensor, ...]] = []
+        self._kept: list[KeptIds] = []
+        self._top: list[TopIds] = []
         self._waiting = [_Group(torch.arange(len(batch.rows)), sampler, ending)]
 
     def run(self, limits: DecodingLimits) -> SampledAnswers:
@@ -85,13 +89,25 @@ class BatchDecoding:
         while self._waiting:
             self._go_on(self._waiting.pop())
         ids, logprobs, *raw = self._answers()
-        return SampledAnswers(ids, logprobs, self._stopped, self._aborted, raw[0] if raw else None)
+        order, lengths = self._order()
+        kept = log_mass = top = None
+        if self._kept:
+            kept, log_mass = KeptIds.ordered(self._kept, order, lengths)
+        if self._top:
+            top = TopIds.cat(self._top, self._request.top_logprobs)
+            top = TopIds(top.ids[order], top.logprobs[order], top.tail[order])
+        return SampledAnswers(ids, logprobs, self._stopped, self._aborted, raw[0] if raw else None, kept, log_mass, top)
 
     def _answers(self) -> list[Ragged]:
         """Return the ids so far and their numbers, in the order of the batch."""
-        which, *columns = (torch.cat(column).cpu() for column in zip(*self._steps, strict=True))
-        order, lengths = which.argsort(stable=True), which.bincount(minlength=len(self._batch.rows))
+        order, lengths = self._order()
+        _, *columns = (torch.cat(column).cpu() for column in zip(*self._steps, strict=True))
         return [Ragged(column[order], lengths) for column in columns]
+
+    def _order(self) -> tuple[Tensor, Tensor]:
+        """Return where the tokens of all steps stand in the order of the batch, int64[n], and how many each row has."""
+        which = torch.cat([alive for alive, *_ in self._steps])
+        return which.argsort(stable=True), which.bincount(minlength=len(self._batch.rows))
 
     def _go_on(self, group: _Group) -> None:
         """Read the rows of a group that has waited, and let them grow."""
@@ -123,6 +139,10 @@ class BatchDecoding:
             drawn = sampler(growing.logits, read=ending.reads_ids or request.on_tokens is not None)
             raw = (log_softmax_at(growing.logits, drawn.ids),) if self._keep_raw else ()
             self._steps.append((alive, drawn.ids, drawn.logprobs, *raw))
+            if drawn.kept is not None:
+                self._kept.append(drawn.kept)
+            if drawn.top is not None:
+                self._top.append(drawn.top)
             ended = ending(None if drawn.read is None else drawn.read[0])
             if request.on_tokens is not None:
                 _hand_over(request.on_tokens, batch.rows[alive], drawn, ended)

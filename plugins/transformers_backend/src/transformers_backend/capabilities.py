@@ -24,6 +24,8 @@ HONOURED = (
     "early_stopping",
     "engine_kwargs",
 )
+#: The most ids for which `generate` returns log-probs: what core asks of an engine that has no limit of its own.
+MOST_TOP_LOGPROBS = 1024
 
 
 def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
@@ -33,6 +35,8 @@ def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = Fals
         eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
         sampling=dict.fromkeys(HONOURED),
         generation_modes=frozenset({"raw", "processed"}),
+        return_support=True,
+        top_logprobs=min(MOST_TOP_LOGPROBS, engine.vocab_size),
         score=True,
         score_temperature=True,
         logits=True,

@@ -113,7 +113,7 @@ class Decoder:
             if gone := call.aborted_among(batch.rows):
                 aborted = batch.select(torch.tensor(sorted(gone)))
                 done.append(aborted.rows)
-                yield aborted, no_answers(len(gone))
+                yield aborted, no_answers(request, len(gone))
                 if len(gone) == len(batch.rows):
                     continue
                 batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]))
@@ -241,6 +241,8 @@ class Decoder:
             engine.vocab_size,
             engine.device,
             raw=request.logprobs == "raw",
+            support=request.return_support,
+            top=request.top_logprobs,
         )
         ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer)
         start = partial(self._start, way)

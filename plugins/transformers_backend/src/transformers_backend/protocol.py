@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult
-from corelm.support import RowFailure, generate_result
+from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult, TokenSets
+from corelm.support import RowFailure, TopIds, generate_result
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits
@@ -47,6 +48,9 @@ class SampledAnswers:
         stopped: bool[n]; False for an answer that reached its length limit.
         aborted: bool[n]; True for an answer that was aborted.
         raw: float32, as long as `ids`: the model's own log-probs, whatever `logprobs` are; None if they were not kept.
+        kept_ids: as long as `ids`: what truncation left; None unless requested.
+        kept_log_mass: float32, as long as `ids`; None unless requested.
+        top: the most probable ids, one position for each of `ids`, row after row; None unless requested.
     """
 
     ids: Ragged
@@ -54,14 +58,24 @@ class SampledAnswers:
     stopped: Tensor
     aborted: Tensor
     raw: Ragged | None = None
+    kept_ids: TokenSets | None = None
+    kept_log_mass: Ragged | None = None
+    top: TopIds | None = None
 
 
-def no_answers(count: int) -> SampledAnswers:
-    """Return the answers of prompts that were aborted before they were begun."""
+def no_answers(request: GenerateRequest, count: int) -> SampledAnswers:
+    """Return the answers of prompts of a request that were aborted before they were begun."""
     nothing = torch.zeros(count, dtype=torch.int64)
     aborted = torch.ones(count, dtype=torch.bool)
+    ids, numbers = Ragged.full(nothing, 0, torch.int64), Ragged.full(nothing, 0.0, torch.float32)
     return SampledAnswers(
-        Ragged.full(nothing, 0, torch.int64), Ragged.full(nothing, 0.0, torch.float32), ~aborted, aborted
+        ids,
+        numbers,
+        ~aborted,
+        aborted,
+        kept_ids=TokenSets.empty(nothing) if request.return_support else None,
+        kept_log_mass=numbers if request.return_support else None,
+        top=TopIds.nothing(0, request.top_logprobs) if request.top_logprobs else None,
     )
 
 
@@ -153,23 +167,50 @@ def generation_result(
 ) -> GenerateResult:
     """Return the answers of all batches in the order of the prompts."""
     order = torch.cat([batch.rows for batch, _ in answers]).argsort()
+    found = [each for _, each in answers]
     device = request.prompts.values.device
     logprobs = None
     if request.logprobs != "none":
-        logprobs = Ragged.cat([found.logprobs for _, found in answers]).select(order).to(device)
+        logprobs = Ragged.cat([each.logprobs for each in found]).select(order).to(device)
     return GenerateResult(
-        ids=Ragged.cat([found.ids for _, found in answers]).select(order).to(device),
+        ids=Ragged.cat([each.ids for each in found]).select(order).to(device),
         logprobs=logprobs,
         finish_reasons=tuple(
             "abort" if aborted else "stop" if stopped else "length"
             for aborted, stopped in zip(
-                torch.cat([found.aborted for _, found in answers])[order].tolist(),
-                torch.cat([found.stopped for _, found in answers])[order].tolist(),
+                torch.cat([each.aborted for each in found])[order].tolist(),
+                torch.cat([each.stopped for each in found])[order].tolist(),
                 strict=True,
             )
         ),
+        **_kept(request, found, order),
+        **_top(request, found, order),
         **Provenance.label(request.logprobs, request.sampling),
     )
+
+
+def _kept(request: GenerateRequest, found: Sequence[SampledAnswers], order: Tensor) -> dict[str, Any]:
+    """Return the fields of a `GenerateResult` about the ids that truncation left; none unless requested."""
+    if not request.return_support:
+        return {}
+    device = request.prompts.values.device
+    sets = [each.kept_ids for each in found if each.kept_ids is not None]
+    masses = [each.kept_log_mass for each in found if each.kept_log_mass is not None]
+    return {
+        "kept_ids": TokenSets.cat(sets).select(order).to(device),
+        "kept_log_mass": Ragged.cat(masses).select(order).to(device),
+    }
+
+
+def _top(request: GenerateRequest, found: Sequence[SampledAnswers], order: Tensor) -> dict[str, Any]:
+    """Return the fields of a `GenerateResult` about the most probable ids; none unless requested."""
+    if not request.top_logprobs:
+        return {}
+    top = TopIds.cat([each.top for each in found if each.top is not None], request.top_logprobs)
+    lengths = torch.cat([each.ids.lengths for each in found])
+    columns = {"top_ids": top.ids, "top_logprobs": top.logprobs, "tail_log_mass": top.tail}
+    device = request.prompts.values.device
+    return {name: Ragged(values, lengths).select(order).to(device) for name, values in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)

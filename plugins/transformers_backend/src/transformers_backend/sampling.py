@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, SamplingParams
+from corelm.support import TopIds
+from transformers_backend.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
 
 #: How many random numbers are drawn for an answer at a time. Fixed, because a stream must not depend on how long the
 #: answer gets.
@@ -34,11 +36,15 @@ class Drawn:
         ids: int64[rows].
         logprobs: float32[rows].
         read: the same as Python numbers, if they were asked for.
+        kept: the ids that truncation left, if they were asked for.
+        top: the most probable ids, if they were asked for.
     """
 
     ids: Tensor
     logprobs: Tensor
     read: tuple[list[int], list[float]] | None = None
+    kept: KeptIds | None = None
+    top: TopIds | None = None
 
 
 class Sampler:
@@ -52,6 +58,8 @@ class Sampler:
         vocab_size: width of the logits.
         device: of the logits.
         raw: whether to return the model's own log-probs; otherwise those of the distribution sampled from.
+        support: whether to return the ids that truncation left.
+        top: how many of the most probable ids to return, of the distribution of the log-probs.
     """
 
     def __init__(
@@ -63,9 +71,14 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         raw: bool,
+        *,
+        support: bool = False,
+        top: int = 0,
     ) -> None:
         self.sampling = sampling
         self.raw = raw
+        self._support = support
+        self._top = top
         self.step = 0
         untouched = sampling.temperature == 1.0 and not (
             sampling.truncates or sampling.penalties or sampling.min_new_tokens
@@ -90,33 +103,42 @@ class Sampler:
                 only: whether the short list of candidates was enough is read together with what was sampled from it.
         """
         scores = self._penalised(logits)
+        of_logits = log_total(logits) if self.raw and self._reshapes else None
+        candidates: Tensor | None
+        enough: Tensor | None
         if self._uniforms is None:
             ids = argmax(scores)
             logprobs, enough = torch.zeros(len(ids), device=logits.device), None
+            left, candidates = logprobs[:, None], ids[:, None]
         else:
             if self.sampling.temperature != 1.0:
                 scores = scores / self.sampling.temperature
             uniforms = self._uniforms()
-            ids, logprobs, enough = self._sampled(scores, uniforms, short=True)
-        drawn = self._drawn(logits, ids, logprobs, enough, read)
+            left, candidates, enough = _cut(scores, self.sampling, short=True)
+            ids, logprobs = _chosen(left, candidates, uniforms)
+        drawn = self._drawn(logits, of_logits, ids, logprobs, enough, read)
         if drawn is None:
-            ids, logprobs, _ = self._sampled(scores, uniforms, short=False)
-            drawn = self._drawn(logits, ids, logprobs, None, read)
+            left, candidates, _ = _cut(scores, self.sampling, short=False)
+            ids, logprobs = _chosen(left, candidates, uniforms)
+            drawn = self._drawn(logits, of_logits, ids, logprobs, None, read)
             assert drawn is not None
         self._count(drawn.ids)
+        if self._support or self._top:
+            drawn = self._with_sets(drawn, logits, of_logits, scores, left, candidates)
         return drawn
 
-    def _sampled(self, scores: Tensor, uniforms: Tensor, *, short: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        scores, candidates, enough = _cut(scores, self.sampling, short)
-        ids, logprobs = inverse_cdf(scores, uniforms)
-        if candidates is not None:
-            ids = candidates.gather(-1, ids[:, None])[:, 0]
-        return ids, logprobs, enough
-
-    def _drawn(self, logits: Tensor, ids: Tensor, logprobs: Tensor, enough: Tensor | None, read: bool) -> Drawn | None:
+    def _drawn(
+        self,
+        logits: Tensor,
+        of_logits: Tensor | None,
+        ids: Tensor,
+        logprobs: Tensor,
+        enough: Tensor | None,
+        read: bool,
+    ) -> Drawn | None:
         """Return what was sampled; None if the candidates were not enough."""
-        if self.raw and self._reshapes:
-            logprobs = log_softmax_at(logits, ids)
+        if of_logits is not None:
+            logprobs = log_softmax_at(logits, ids, of_logits)
         if enough is None and not read:
             return Drawn(ids, logprobs)
         # float64 holds every id. One tensor is one wait.
@@ -125,6 +147,36 @@ class Sampler:
         if not sure_of_all:
             return None
         return Drawn(ids, logprobs, ([int(each) for each in numbers[: len(ids)]], numbers[len(ids) :]))
+
+    def _with_sets(
+        self,
+        drawn: Drawn,
+        logits: Tensor,
+        of_logits: Tensor | None,
+        scores: Tensor,
+        left: Tensor,
+        candidates: Tensor | None,
+    ) -> Drawn:
+        """Return what was drawn with the ids that belong to it.
+
+        Args:
+            logits: the model's.
+            of_logits: their `log_total` if it is known.
+            scores: the logits after penalties and temperature, before truncation.
+            left, candidates: those after truncation, as `truncated` returns them.
+        """
+        kept = top = None
+        if of_logits is None and (scores is logits or (self.raw and self._top)):
+            of_logits = log_total(logits)
+        if self._support:
+            total = of_logits if scores is logits else None
+            kept = kept_ids(left, candidates, log_total(scores) if total is None else total)
+        if self._top and self.raw:
+            assert of_logits is not None
+            top = most_probable(logits, None, self._top, of_logits)
+        elif self._top:
+            top = most_probable(left, candidates, self._top, log_total(left))
+        return replace(drawn, kept=kept, top=top)
 
     def of(self, rows: Tensor) -> Sampler:
         """Return the same for these rows only, int64[n] on the CPU. This one may go on with others."""
@@ -234,6 +286,12 @@ def _cut(scores: Tensor, sampling: SamplingParams, short: bool) -> tuple[Tensor,
     return scores, candidates, enough
 
 
+def _chosen(scores: Tensor, candidates: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids at the uniform numbers, and their log-probs; see `truncated` and `inverse_cdf`."""
+    ids, logprobs = inverse_cdf(scores, uniforms)
+    return ids if candidates is None else candidates.gather(-1, ids[:, None])[:, 0], logprobs
+
+
 def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the column where each row's cumulative softmax passes its uniform number, and that column's log-prob.
 
@@ -265,19 +323,6 @@ def argmax(scores: Tensor) -> Tensor:
     tile = _by_tile(scores, torch.amax).argmax(-1, keepdim=True)
     columns, inside = _tile(scores, tile, beyond=-math.inf)
     return columns.gather(-1, inside.argmax(-1, keepdim=True))[:, 0]
-
-
-def log_softmax_at(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return float32[rows]: the log-softmax of float32[rows, V] at int64[rows].
-
-    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so its result is
-    summed once more. The id asked for may have underflowed in it, so only its value at the best column is used.
-    """
-    mass = logits.softmax(-1)
-    # These are few but large numbers with a small difference, which float64 keeps.
-    best = logits.amax(-1).double() - mass.amax(-1).double().log()
-    chosen = logits.gather(-1, ids[:, None])[:, 0].double()
-    return (chosen - best - mass.sum(-1).double().log()).float()
 
 
 def _by_tile(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:

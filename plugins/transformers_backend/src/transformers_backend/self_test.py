@@ -21,7 +21,7 @@ from corelm.errors import CapabilityError, brief
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fingerprint import fingerprint
-from transformers_backend.sampling import log_softmax_at
+from transformers_backend.masses import log_softmax_at
 from transformers_backend.trials import LengthClasses, differences, spread, token_differences, trial_rows
 
 _log = logging.getLogger(__name__)

@@ -115,7 +115,9 @@ class VLLMBackend:
             "weight_group": weight_group,
         }
         if base_url is not None:
-            _refuse_engine_options({"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, server_options)
+            _refuse_engine_options(
+                {"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, server_options
+            )
             options = _without_none(common | server_options)
             return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
         refuse_missing_path("model", model)

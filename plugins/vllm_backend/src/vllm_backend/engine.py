@@ -84,9 +84,7 @@ class InProcessEngine(ABC):
         return self._score(request, self._info)
 
     def choose_ways(self, config: Any) -> None:
-        """Use what an engine with this `VllmConfig` offers, if it does the right thing on short rows: scoring by id, and
-        sets of kept ids.
-        """
+        """Use scoring by id and sets of kept ids, if an engine with this `VllmConfig` gets them right on short rows."""
         if scoring_by_id.offered(config):
             self._info = scoring_by_id.tried(self._info, self._score)
         if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(

@@ -1,8 +1,8 @@
 """Inside vLLM's workers: truncate distributions, and remember which ids were left and how probable they were together.
 
-vLLM loads `KeptSets` and `KeptSetsWorker` by their names, if the backend is opened with ``return_support=True``. vLLM's own
-truncation is then switched off for the requests that want their sets, so the set that is remembered is the set that is
-drawn from, whatever vLLM's samplers round. They belong to vLLM's V1 model runner.
+vLLM loads `KeptSets` and `KeptSetsWorker` by their names, if the backend is opened with ``return_support=True``. vLLM's
+own truncation is then switched off for the requests that want their sets, so the set that is remembered is the set that
+is drawn from, no matter what vLLM's samplers round. Both belong to vLLM's V1 model runner.
 """
 
 from __future__ import annotations

@@ -122,7 +122,9 @@ def works(
             assert scores.top_logprobs is not None
             top = scores.top_logprobs.values[scores.scored.values].double()
             counts, log_mass = answers.kept_ids.counts.values, answers.kept_log_mass.values.double()
-            if not bool(answers.kept_ids.contains(answers.ids.values).all()) or not bool((counts == top.shape[1]).all()):
+            if not bool(answers.kept_ids.contains(answers.ids.values).all()) or not bool(
+                (counts == top.shape[1]).all()
+            ):
                 problem = f"it drew from {counts.tolist()} ids instead of {top.shape[1]}"
             # Keep the `not`: NaN fails every comparison and must be rejected.
             elif not float((top.logsumexp(-1) - log_mass).abs().max()) <= _TOLERANCE:

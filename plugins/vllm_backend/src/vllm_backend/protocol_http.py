@@ -26,14 +26,14 @@ from corelm.support import (
     checked_ids,
     checked_logprobs,
     generate_result,
-    id_texts,
     row_outcome,
     score_result,
 )
 from vllm_backend.capabilities_http import ServerInfo
+from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
-from vllm_backend.top_ids_http import LABEL, TopStreams, answer_top, most_probable, prompt_top
+from vllm_backend.top_ids_http import TopStreams, answer_top, most_probable, prompt_top
 
 Payload = dict[str, Any]
 
@@ -157,9 +157,7 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
                 ids, payload, streams.choices[row] = choice["token_ids"], payloads[row], choice
-                new = checked_ids(
-                    ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row]
-                )
+                new = checked_ids(ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row])
                 seen[row] += len(new)
                 streams.tell(row, ids, lambda first, end: _logprobs_between(choice, ids, request, first, end))
 
@@ -204,7 +202,7 @@ def _row_answer(
     return RowAnswer(ids[:length], logprobs[:length], reason, top=top)
 
 
-def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[float]:
+def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
     if request.logprobs == "none":
         return []
     logprobs = _sampled_logprobs(choice, ids)
@@ -212,7 +210,7 @@ def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> list[
     return [0.0] * len(ids) if request.logprobs == "processed" and request.sampling.greedy else logprobs
 
 
-def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> list[float]:
+def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> Sequence[float]:
     """Return the log-probs of the tokens from number `first` to the one before number `end`."""
     if request.logprobs == "none":
         return []
@@ -258,9 +256,10 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
     )
 
 
-def _sampled_logprobs(choice: Any, ids: list[int]) -> list[float]:
+def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
     logprobs = _logprobs(choice)
-    if logprobs.get("tokens") != [f"{LABEL}{text}" for text in id_texts(ids)]:
+    tokens = logprobs.get("tokens")
+    if not (tokens.are_of(ids) if isinstance(tokens, Labels) else tokens == labels(ids)):
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -308,17 +307,18 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
         return RowFailure("the request was aborted", aborted=True)
     prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
     sampled_ids = _answer_ids(choice, payload, info)
-    before_last: list[Any] = []
+    before_last: Sequence[Any] = []
     best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
         positions = _positions(choice, prompt)
-        before_last = _prompt_logprobs(prompt[1:], positions)
+        before_last = prompt_logprobs(prompt[1:], positions)
         if with_argmax:
-            best = [most_probable(candidates) for candidates in positions]
+            listed = positions.plain() if isinstance(positions, PromptLogprobs) else positions
+            best = [most_probable(candidates) for candidates in listed[1:]]
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
-    logprobs = checked_logprobs([*before_last, sampled[0][_label(last)]], len(before_last) + 1)
+    logprobs = checked_logprobs(added(before_last, sampled[0][_label(last)]), len(before_last) + 1)
     if not with_argmax:
         return RowScores(logprobs)
     if len(sampled_ids) != 1 or _label(sampled_ids[0]) not in sampled[0]:
@@ -336,35 +336,17 @@ def _row_top(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) 
         return RowFailure("the request was aborted", aborted=True)
     _answer_ids(choice, payload, info)
     positions = _positions(choice, prompt)
-    logprobs = checked_logprobs(_prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
-    top = prompt_top(positions, payload["prompt_logprobs"], info.capabilities.vocab_size)
+    logprobs = checked_logprobs(prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
+    top = prompt_top(positions[1:], payload["prompt_logprobs"], info.capabilities.vocab_size)
     return RowScores(logprobs, top.ids[:, 0].tolist() if with_argmax else (), top)
 
 
-def _positions(choice: Any, prompt: list[int]) -> list[Any]:
-    """Return the ``prompt_logprobs`` of all tokens of a prompt but the first one."""
+def _positions(choice: Any, prompt: list[int]) -> Any:
+    """Return the ``prompt_logprobs`` of a choice, one entry for each token of the prompt."""
     positions = choice.get("prompt_logprobs")
-    if not isinstance(positions, list) or len(positions) != len(prompt):
+    if not isinstance(positions, (list, PromptLogprobs)) or len(positions) != len(prompt):
         raise RowError("it does not have prompt_logprobs for every token of the prompt")
-    return positions[1:]
-
-
-def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
-    """Return the log-prob that each position of a prompt reports for its id.
-
-    Raises:
-        RowError: a position does not name its id.
-    """
-    try:
-        return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
-    except (KeyError, TypeError):
-        pass
-    found = []
-    for token, candidates in zip(ids, positions, strict=True):
-        if not isinstance(candidates, dict) or str(token) not in candidates:
-            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
-        found.append(candidates[str(token)].get("logprob"))
-    return found
+    return positions
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ class VLLMRequest:
 
 #: What to say of a row as long as the context, whose most probable ids are asked for.
 NO_ROOM = (
-    "vLLM keeps one position of the context for a sampled token, so it cannot return the most probable ids of a row of {} "
-    "tokens; leave out its first token, or top_k"
+    "vLLM keeps one position of the context for a sampled token, so it cannot return the most probable ids of a row of "
+    "{} tokens; leave out its first token, or top_k"
 )
 
 #: What the engine returns for one row. Any is vLLM's `RequestOutput`.
@@ -140,7 +140,7 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     return RowAnswer(ids[:length], logprobs[:length], reason)
 
 
-def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> list[float]:
+def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> Sequence[float]:
     """Return the log-probs of the tokens from number `first` to the one before number `end`."""
     if request.logprobs == "none" or first == end:
         return []

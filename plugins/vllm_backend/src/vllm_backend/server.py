@@ -31,6 +31,7 @@ from corelm.support import (
     raise_if_none_was_served,
 )
 from vllm_backend import protocol_http as protocol
+from vllm_backend import replies
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
 from vllm_backend.lanes import Lanes, lane_of
@@ -307,6 +308,7 @@ class VLLMServer:
                 timeout=deadline.left(),
                 streamed=streamed,
                 answered=answered,
+                decode=replies.decoder(payloads),
             )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())

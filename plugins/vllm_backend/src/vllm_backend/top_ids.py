@@ -1,7 +1,7 @@
 """The most probable ids: how many candidates to ask vLLM for, and `TopIds` from the candidates that it returns.
 
-vLLM returns the k most probable ids of a position, and the token of that position in addition. Where fewer than k ids have
-a probability, it fills up with other ids, at minus infinity.
+vLLM returns the k most probable ids of a position, and the token of that position in addition. Where fewer than k ids
+have a probability, it fills up with other ids, at minus infinity.
 """
 
 from __future__ import annotations

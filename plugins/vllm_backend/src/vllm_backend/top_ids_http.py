@@ -7,10 +7,8 @@ from typing import Any
 
 from corelm.spec import GenerateRequest
 from corelm.support import RowAnswer, RowError, RowStreams, TopIds
+from vllm_backend.replies import LABEL
 from vllm_backend.top_ids import named_candidates, top_ids, top_of_answer
-
-#: What stands before an id where a server labels a token with it.
-LABEL = "token_id:"
 
 
 def answer_top(

@@ -1,0 +1,112 @@
+"""What a step of sampling knows of a distribution besides the token it drew: the ids that truncation left, the most
+probable ids, and the probability that these have together.
+
+Everything is computed from the scores of one step, ``[rows, V]``, and stored flat: no table of all steps is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corelm.spec import Ragged, TokenSets
+from corelm.support import TopIds
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The ids that truncation left, position after position. On the CPU: over a long answer they fill a GPU.
+
+    Attributes:
+        ids: int32[total], those of the first position, then those of the next one, each ascending.
+        counts: int64[positions], how many ids each position has.
+        log_mass: float32[positions], the log of the probability that they had together before truncation.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    log_mass: Tensor
+
+    @staticmethod
+    def ordered(steps: Sequence[KeptIds], order: Tensor, lengths: Tensor) -> tuple[TokenSets, Ragged]:
+        """Return the ids and the log-masses of rows.
+
+        Args:
+            steps: those of each step of decoding.
+            order: int64[n]: the positions of all steps, counted one step after another, in the order of the rows.
+            lengths: int64[rows], how many of them belong to each row.
+        """
+        sets = Ragged(torch.cat([step.ids for step in steps]), torch.cat([step.counts for step in steps]))
+        sets = sets.select(order)
+        log_mass = torch.cat([step.log_mass for step in steps])[order]
+        return TokenSets(sets.with_values(sets.values.long()), lengths), Ragged(log_mass, lengths)
+
+
+def kept_ids(scores: Tensor, candidates: Tensor | None, total: Tensor) -> KeptIds:
+    """Return the ids that are not cut, also those whose probability float32 rounds to 0.
+
+    Args:
+        scores: float32[rows, K], -inf where a column is cut.
+        candidates: int64[rows, K], the ids of the columns; None if the columns are the vocabulary itself.
+        total: float64[rows], the `log_total` of the scores before they were cut.
+    """
+    left = scores > -math.inf
+    rows, ids = left.nonzero(as_tuple=True)
+    if candidates is not None:
+        # One sort for all rows: above the bits of each id stands the number of its row.
+        ids = ((rows << 32) + candidates[rows, ids]).sort().values & 0xFFFFFFFF
+    log_mass = (log_total(scores) - total).clamp_max(0.0)
+    return KeptIds(ids.int().cpu(), left.sum(-1).cpu(), log_mass.float().cpu())
+
+
+def most_probable(scores: Tensor, candidates: Tensor | None, k: int, total: Tensor) -> TopIds:
+    """Return the k most probable ids of each row, on the CPU, and the log of the mass of all others.
+
+    That mass is summed over the others themselves: a tail of 1e-9 would be lost in 1 minus the rest.
+
+    Args:
+        scores: float32[rows, K], -inf where an id has no probability.
+        candidates: int64[rows, K], the ids of the columns; None if the columns are the vocabulary itself.
+        k: may be more than K.
+        total: float64[rows], the `log_total` of the scores.
+    """
+    width = scores.shape[-1]
+    found, columns = scores.topk(min(k, width))
+    tail = torch.full_like(total, -math.inf)
+    if k < width:
+        tail = (log_total(scores.scatter(-1, columns, -math.inf)) - total).clamp_max(0.0)
+    logprobs = (found.double() - total[:, None]).clamp_max(0.0).float()
+    ids = columns if candidates is None else candidates.gather(-1, columns)
+    ids = ids.masked_fill(found == -math.inf, -1)
+    missing = (0, k - found.shape[-1])
+    pad = torch.nn.functional.pad
+    return TopIds(pad(ids, missing, value=-1).cpu(), pad(logprobs, missing, value=-math.inf).cpu(), tail.float().cpu())
+
+
+def log_total(scores: Tensor) -> Tensor:
+    """Return float64[rows]: the log-sum-exp of float32[rows, K]; -inf for a row of -inf.
+
+    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so its result is
+    summed once more.
+    """
+    mass, best = scores.softmax(-1), scores.amax(-1).double()
+    # These are few but large numbers with a small difference, which float64 keeps.
+    total = best - mass.amax(-1).double().log() + mass.sum(-1).double().log()
+    # softmax of nothing but -inf is NaN.
+    return torch.where(best == -math.inf, best, total)
+
+
+def log_softmax_at(logits: Tensor, ids: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return float32[rows]: the log-softmax of float32[rows, V] at int64[rows].
+
+    The id asked for may have underflowed in softmax, so its score itself is used.
+
+    Args:
+        total: float64[rows], the `log_total` of the logits if it is known.
+    """
+    chosen = logits.gather(-1, ids[:, None])[:, 0].double()
+    return (chosen - (log_total(logits) if total is None else total)).float()

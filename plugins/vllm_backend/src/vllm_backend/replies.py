@@ -1,0 +1,162 @@
+"""Decode long completions of a vLLM server without a Python object for every token's label, rank and text.
+
+A decoded reply is a dict as `json` would make it, with the fields that `protocol_http` reads and no others. Two of its
+lists have a compact form: `Labels` and `PromptLogprobs`. Only replies that are built as expected are decoded so; all
+others are decoded plainly, and `protocol_http` says what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import orjson
+
+from corelm.support import Decode, RowError, decoded, decoder_of, id_texts
+
+try:
+    import msgspec
+except ImportError:
+    msgspec = None
+
+#: What stands before an id where a server labels a token with it.
+LABEL = "token_id:"
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """A list of labels, as the server has written it.
+
+    Attributes:
+        json: the list in JSON.
+    """
+
+    json: bytes
+
+    def are_of(self, ids: list[int]) -> bool:
+        """Return whether the labels are those of exactly these ids."""
+        start = b'"' + LABEL.encode()
+        written = b"[" + start + orjson.dumps(ids)[1:-1].replace(b",", b'",' + start) + b'"]'
+        # Most servers write no spaces. There may also be no ids.
+        return self.json == written or decoded(self.json) == labels(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log-probs of a prompt, of which each position but the first has exactly one.
+
+    Attributes:
+        texts: the ids that the positions name, as texts.
+        logprobs: one number for each of them.
+    """
+
+    texts: list[str]
+    logprobs: array[float]
+
+    def __len__(self) -> int:
+        return 1 + len(self.texts)
+
+    def are_of(self, ids: list[int]) -> bool:
+        """Return whether the positions after the first one name exactly these ids."""
+        return len(self.texts) == len(ids) and ",".join(self.texts) == orjson.dumps(ids)[1:-1].decode()
+
+    def plain(self) -> list[Any]:
+        """Return the positions as `json` decodes them, without their ranks and texts."""
+        return [None, *({text: {"logprob": value}} for text, value in zip(self.texts, self.logprobs, strict=True))]
+
+
+def labels(ids: list[int]) -> list[str]:
+    """Return how a server labels tokens with these ids."""
+    return [f"{LABEL}{text}" for text in id_texts(ids)]
+
+
+def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Sequence[Any]:
+    """Return the log-prob that each position of a prompt reports for its id. The first position reports none.
+
+    Raises:
+        RowError: a position does not name its id.
+    """
+    if isinstance(positions, PromptLogprobs):
+        if positions.are_of(ids):
+            return positions.logprobs
+        positions = positions.plain()
+    positions = positions[1:]
+    try:
+        return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
+    except (KeyError, TypeError):
+        pass
+    found = []
+    for token, candidates in zip(ids, positions, strict=True):
+        if not isinstance(candidates, dict) or str(token) not in candidates:
+            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
+        found.append(candidates[str(token)].get("logprob"))
+    return found
+
+
+def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
+    """Return what decodes the replies to `payloads`. With the most probable ids, that is the plain decoder."""
+    ranked = any(payload.get("prompt_logprobs") or payload.get("logprobs") for payload in payloads)
+    return decoded if ranked else decode
+
+
+def added(values: Sequence[Any], value: Any) -> Sequence[Any]:
+    """Return values with one more: as an array, if `values` is an array of doubles and `value` is a float."""
+    return values + array("d", [value]) if isinstance(values, array) and type(value) is float else [*values, value]
+
+
+if msgspec is None:
+    decode = decoder_of(None)
+else:
+
+    class _LogProbs(msgspec.Struct):
+        tokens: msgspec.Raw
+        token_logprobs: list[float]
+        top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
+
+    # Without `gc=False` the garbage collector would look at all of them, and at the rest of the process in between.
+    class _Position(msgspec.Struct, gc=False):  # type: ignore[call-arg]
+        logprob: float
+
+    class _Choice(msgspec.Struct):
+        token_ids: list[Any]
+        finish_reason: Any = None
+        stop_reason: Any = None
+        prompt_token_ids: Any = None
+        logprobs: _LogProbs | None = None
+        prompt_logprobs: list[dict[str, _Position] | None] | None = None
+
+    class _Completion(msgspec.Struct):
+        choices: tuple[_Choice]
+        id: Any = None
+
+    _completion = msgspec.json.Decoder(_Completion)
+
+    def _compact(body: bytes | bytearray) -> dict[str, Any]:
+        """Return a completion; a ValueError if it has no compact form."""
+        reply = _completion.decode(body)
+        found = reply.choices[0]
+        choice: dict[str, Any] = {
+            name: getattr(found, name) for name in ("token_ids", "finish_reason", "stop_reason", "prompt_token_ids")
+        }
+        if found.logprobs is not None:
+            # The candidates are read where a scored row has sampled its only token, and are many in a long answer.
+            top = decoded(bytes(found.logprobs.top_logprobs)) if len(found.token_ids) <= 1 else None
+            numbers = array("d", found.logprobs.token_logprobs)
+            labels_json = Labels(bytes(found.logprobs.tokens))
+            choice["logprobs"] = {"tokens": labels_json, "token_logprobs": numbers, "top_logprobs": top}
+        if found.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
+        return {"id": reply.id, "choices": [choice]}
+
+    def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
+        rest = positions[1:]
+        if positions[:1] != [None] or None in rest or not {*map(len, rest)} <= {1}:
+            raise ValueError("a position does not have exactly one log-prob")
+        numbers = map(attrgetter("logprob"), chain.from_iterable(map(dict.values, rest)))
+        return PromptLogprobs([*chain.from_iterable(rest)], array("d", [*numbers]))
+
+    decode = decoder_of(_compact)

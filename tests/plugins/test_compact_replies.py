@@ -1,0 +1,310 @@
+"""The compact decoders make the same results and errors of a body as the plain one, and are used where they can be."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corelm import SamplingParams
+from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from corelm.support import Decode, HttpClient, decoded
+from helpers.http_clients import Waits
+from helpers.http_server import FaultServer, raw
+from helpers.tiny_models import VOCAB, tiny_tokenizer
+from sglang_backend import protocol as sglang
+from sglang_backend import replies as sglang_replies
+from sglang_backend.capabilities import ServerInfo as SGLangInfo
+from vllm_backend import protocol_http as vllm
+from vllm_backend import replies as vllm_replies
+from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
+
+CAPABILITIES = Capabilities(vocab_size=VOCAB, max_context=64)
+VLLM = VLLMInfo(
+    capabilities=CAPABILITIES,
+    tokenizer=tiny_tokenizer(),
+    model="a-model",
+    name="a-model",
+    routes=frozenset(),
+    fields=None,
+)
+SGLANG = SGLangInfo(CAPABILITIES, tiny_tokenizer(), "a-model", weight_label="default")
+IDS = [5, 17, 4, 9]
+
+#: Returns a result of a reply, for one row.
+Parse = Callable[[Any], Any]
+
+
+def scoring(with_argmax: bool = False) -> ScoreRequest:
+    return ScoreRequest(
+        sequences=Ragged.from_list([IDS]),
+        score_from=torch.tensor([1]),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("a",),
+        timeout=None,
+        return_argmax=with_argmax,
+    )
+
+
+def generating() -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list([[5]]),
+        sampling=SamplingParams(max_new_tokens=len(IDS)),
+        logprobs="raw",
+        seeds=None,
+        stop_ids=frozenset(),
+        request_ids=("a",),
+        timeout=None,
+    )
+
+
+def vllm_answer(reply: Any) -> Any:
+    request = generating()
+    return vllm.generation_result(request, vllm.generation_requests(request, VLLM), [reply], VLLM)
+
+
+def vllm_scores(reply: Any) -> Any:
+    return vllm.scoring_result(scoring(), vllm.scoring_requests(scoring()), [reply], VLLM)
+
+
+def sglang_answer(reply: Any) -> Any:
+    return sglang.generation_result(generating(), [reply], SGLANG)
+
+
+def sglang_scores(reply: Any) -> Any:
+    return sglang.scoring_result(scoring(), [reply], SGLANG)
+
+
+def vllm_answer_reply() -> Any:
+    labels = [f"token_id:{token}" for token in IDS]
+    values = [-0.5, -1.0, -2.5, -1e-7]
+    top = [{label: value} for label, value in zip(labels, values, strict=True)]
+    logprobs = {"text_offset": [0, 4, 8, 12], "token_logprobs": values, "tokens": labels, "top_logprobs": top}
+    choice = {"index": 0, "text": " the the", "token_ids": [*IDS], "finish_reason": "length", "stop_reason": None}
+    return {"id": "cmpl-a", "choices": [{**choice, "prompt_token_ids": [5], "logprobs": logprobs}]}
+
+
+def vllm_scores_reply() -> Any:
+    positions = [None, *({str(token): {"logprob": -1.5, "rank": 17, "decoded_token": None}} for token in IDS[1:-1])]
+    top = [{"token_id:7": -0.25, f"token_id:{IDS[-1]}": -0.75}]
+    logprobs = {"text_offset": [0], "token_logprobs": [-0.25], "tokens": ["token_id:7"], "top_logprobs": top}
+    choice = {"token_ids": [7], "finish_reason": "length", "logprobs": logprobs, "prompt_logprobs": positions}
+    return {"id": "cmpl-a", "choices": [choice]}
+
+
+def sglang_reply(name: str, values: list[float | None]) -> Any:
+    meta = {
+        "id": "a",
+        "finish_reason": {"type": "length", "length": 4},
+        "weight_version": "default",
+        "e2e_latency": 1.5,
+    }
+    entries = [[value, token, None] for value, token in zip(values, IDS, strict=True)]
+    return {"text": " the", "output_ids": [*IDS], "meta_info": {**meta, name: entries}}
+
+
+def sglang_answer_reply() -> Any:
+    return sglang_reply("output_token_logprobs", [-0.5, -1.0, -2.5, -1e-7])
+
+
+def sglang_scores_reply() -> Any:
+    return sglang_reply("input_token_logprobs", [None, -1.0, -2.5, -1e-7])
+
+
+CASES: dict[str, tuple[Callable[[], Any], Parse, Decode]] = {
+    "vllm-answer": (vllm_answer_reply, vllm_answer, vllm_replies.decode),
+    "vllm-scores": (vllm_scores_reply, vllm_scores, vllm_replies.decode),
+    "sglang-answer": (sglang_answer_reply, sglang_answer, sglang_replies.decode),
+    "sglang-scores": (sglang_scores_reply, sglang_scores, sglang_replies.decode),
+}
+
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def outcome(parse: Parse, decode: Decode, body: bytes) -> Any:
+    """Return the numbers and the errors that come of a body, in a form that can be compared."""
+    try:
+        result = parse(decode(body))
+    except (ValueError, RecursionError) as error:
+        return type(error).__name__
+    ids = result.ids.tolist() if hasattr(result, "ids") else result.scored.tolist()
+    # A message may name the integer 5 as 5.0.
+    errors = [
+        re.sub(r" is (-?\d+), expected", lambda found: f" is {float(found[1])}, expected", error)
+        for error in result.errors or ()
+    ]
+    return ids, result.logprobs.tolist(), errors, getattr(result, "finish_reasons", None)
+
+
+def check_same(case: str, body: bytes) -> Any:
+    _, parse, decode = CASES[case]
+    found = outcome(parse, decode, body)
+    assert found == outcome(parse, decoded, body)
+    return found
+
+
+@each_case
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", " : ")], ids=["none", "spaces", "lines"])
+def test_a_right_reply_has_the_same_result(case: str, separators: tuple[str, str]) -> None:
+    _, logprobs, errors, _ = check_same(case, json.dumps(CASES[case][0](), separators=separators).encode())
+    assert not errors and any(logprobs[0])
+
+
+def test_right_replies_take_the_compact_form() -> None:
+    pytest.importorskip("msgspec")
+    bodies = [json.dumps(make()).encode() for make, _, _ in CASES.values()]
+    answer, scores = (vllm_replies.decode(body)["choices"][0] for body in bodies[:2])
+    assert isinstance(answer["logprobs"]["tokens"], vllm_replies.Labels) and answer["logprobs"]["top_logprobs"] is None
+    assert isinstance(answer["logprobs"]["token_logprobs"], array) and "text" not in answer
+    assert isinstance(scores["prompt_logprobs"], vllm_replies.PromptLogprobs)
+    for body, name in zip(bodies[2:], ("output_token_logprobs", "input_token_logprobs"), strict=True):
+        reply = sglang_replies.decode(body)
+        assert isinstance(reply["meta_info"][name], sglang_replies.Entries) and "text" not in reply
+
+
+#: What a field of a reply may be by mistake.
+ODD = [None, True, 0, -3, 5.0, 0.5, 2**63, -9999.5, math.nan, math.inf, "5", "token_id:05", "token_id:5", [], [[]], {}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all values in a reply."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, part in inner for place in places(part, (*path, key)))]
+
+
+def changed(reply: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    part = reply
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return reply
+
+
+@each_case
+def test_any_value_in_any_place_has_the_same_outcome(case: str) -> None:
+    make = CASES[case][0]
+    outcomes = [
+        check_same(case, json.dumps(changed(make(), path, value)).encode()) for path in places(make()) for value in ODD
+    ]
+    failed = [found for found in outcomes if found[2]]
+    assert len(outcomes) > 200 and 50 < len(failed) < len(outcomes)
+
+
+@each_case
+def test_any_missing_value_has_the_same_outcome(case: str) -> None:
+    make = CASES[case][0]
+    for path in places(make())[1:]:
+        reply = make()
+        part = reply
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+        check_same(case, json.dumps(reply).encode())
+
+
+@each_case
+@given(data=st.data())
+def test_any_numbers_have_the_same_outcome(case: str, data: st.DataObject) -> None:
+    numbers = st.floats(-12.0, 0.0) | st.floats(-12.0, 0.0, width=32) | st.integers(-5, 0) | st.floats()
+    reply = CASES[case][0]()
+    for path in places(reply):
+        part = reply
+        for key in path:
+            part = part[key]
+        if type(part) is float:
+            changed(reply, path, data.draw(numbers))
+    check_same(case, json.dumps(reply).encode())
+
+
+@each_case
+@pytest.mark.parametrize(
+    "body",
+    [b"", b" ", b"7", b"[]", b"{}", b"\xff", b'{"error": {"message": "no"}}', b"[" * 200_000, b'{"choices": [{}, {}]}'],
+    ids=lambda body: repr(body[:12]),
+)
+def test_a_body_that_is_no_reply_has_the_same_outcome(case: str, body: bytes) -> None:
+    check_same(case, body)
+
+
+def test_labels_and_keys_may_be_written_in_any_way() -> None:
+    body = json.dumps(vllm_answer_reply(), separators=(",", ":"))
+    escaped = body.replace('"tokens":["token_id:5"', '"tokens":["token_id\\u003a\\u0035"')
+    twice = body.replace('"tokens":[', '"tokens":["token_id:2"],"tokens":[')
+    assert body not in (escaped, twice)
+    for text in (escaped, twice):
+        assert check_same("vllm-answer", text.encode())[2] == []
+    scores = json.dumps(vllm_scores_reply(), separators=(",", ":"))
+    for key in ('"5,4"', '"017"', '"17 "', '""', '"\\u0031\\u0037"', '"\\ud800"', '"1":{"logprob":-1.0},"17"'):
+        check_same("vllm-scores", scores.replace('"17"', key).encode())
+
+
+def test_two_candidates_at_one_position_and_none_at_the_next_are_not_taken_for_one_each() -> None:
+    reply = vllm_scores_reply()
+    positions = reply["choices"][0]["prompt_logprobs"]
+    positions[1].update(positions[2])
+    positions[2].clear()
+    errors = check_same("vllm-scores", json.dumps(reply).encode())[2]
+    assert "do not name id 4" in errors[0]
+
+
+def test_the_most_probable_ids_are_decoded_plainly() -> None:
+    payloads = [*vllm.scoring_requests(scoring(with_argmax=True)).values()]
+    assert vllm_replies.decoder(payloads) is decoded
+    assert vllm_replies.decoder([*vllm.scoring_requests(scoring()).values()]) is vllm_replies.decode
+    # Where they are asked for all the same, the row fails, and says why.
+    pytest.importorskip("msgspec")
+    reply = vllm_replies.decode(json.dumps(vllm_scores_reply()).encode())
+    result = vllm.scoring_result(scoring(True), dict(enumerate(payloads)), [reply], VLLM)
+    assert result.errors is not None and "which id is the most probable one" in result.errors[0]
+
+
+@each_case
+def test_an_id_beyond_64_bits_is_an_error_of_its_row(case: str) -> None:
+    make, parse, decode = CASES[case]
+    body = json.dumps(make()).replace("17", str(2**70)).encode()
+    results = [parse(way(body)) for way in (decode, decoded)]
+    # The words may differ: orjson makes a float of it.
+    assert all(result.errors is not None and "does not fit the request" in result.errors[0] for result in results)
+
+
+@each_case
+def test_a_client_drops_what_is_cut_off_and_the_reply_to_another_request(case: str) -> None:
+    make, parse, decode = CASES[case]
+    is_reply_to, payload = (
+        (vllm.is_reply_to, {"request_id": "a"}) if case.startswith("vllm") else (sglang.is_reply_to, {"rid": "a"})
+    )
+    own = json.dumps(make())
+    other = own.replace('"cmpl-a"', '"cmpl-b"').replace('"id": "a"', '"id": "b"')
+    bodies = [other, own[:-5], own]
+    with (
+        FaultServer(lambda request: raw(bodies.pop(0).encode())) as server,
+        closing(HttpClient(server.url, max_retries=3, sleep=Waits())) as client,
+    ):
+        (entry,) = client.post_each("/x", [payload], names=["a"], is_reply_to=is_reply_to, timeout=30, decode=decode)
+    assert bodies == []
+    assert outcome(parse, lambda _: entry, b"") == outcome(parse, decoded, own.encode())
+
+
+@pytest.mark.parametrize("module", ["vllm_backend.replies", "sglang_backend.replies"])
+def test_without_msgspec_replies_are_decoded_plainly(module: str) -> None:
+    code = (
+        "import sys; sys.modules['msgspec'] = None\n"
+        f"from corelm.support import decoded\nfrom {module} import decode\nassert decode is decoded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
