@@ -19,4 +19,6 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.v1.engine.async_llm": frozenset({"AsyncLLM"}),
     "vllm.v1.engine.exceptions": frozenset({"EngineDeadError"}),
     "vllm.v1.engine.llm_engine": frozenset({"LLMEngine"}),
+    "vllm.v1.sample.logits_processor": frozenset({"BatchUpdate", "LogitsProcessor"}),
+    "vllm.v1.sample.logits_processor.builtin": frozenset({"process_dict_updates"}),
 }

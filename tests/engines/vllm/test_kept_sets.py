@@ -58,6 +58,31 @@ def generate(backend: Backend, prompts: list[list[int]] = PROMPTS, return_suppor
     return result
 
 
+def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Open) -> None:
+    # Before the tests with `backend`, because a process can hold one synchronous engine.
+    prompts = random_rows(300, 200, 5, seed=8)
+    with open_vllm(
+        engine="sync", return_support=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_model_len=512
+    ) as small:
+        request = {"max_new_tokens": 5, "top_k": 4}
+        result = small.engine.plugin.generate(
+            GenerateRequest(
+                prompts=Ragged.from_list(prompts),
+                sampling=SamplingParams(**request),
+                logprobs="raw",
+                seeds=None,
+                stop_ids=frozenset(),
+                request_ids=("a", "b", "c"),
+                timeout=60.0,
+                return_support=True,
+            )
+        )
+    model = tiny_model(hidden_size=128)
+    for prompt, answer, sets in zip(prompts, result.ids.tolist(), result.kept_ids.tolist(), strict=True):
+        logits = oracle.next_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+        assert sets == [sorted(each.topk(4).indices.tolist()) for each in logits]
+
+
 def test_only_an_engine_that_was_opened_for_it_declares_it(backend: Backend, shared: Backend) -> None:
     assert backend.capabilities.return_support and not shared.capabilities.return_support
     # The plugin's own code leaves greedy tokens alone.
@@ -127,30 +152,6 @@ def test_penalties_come_before_the_sets(backend: Backend) -> None:
             full = (logits[position] / 0.9).log_softmax(-1)
             assert kept == sorted(full.topk(3).indices.tolist())
             assert masses[position] == pytest.approx(float(full[kept].logsumexp(-1)), abs=ATOL)
-
-
-def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Open) -> None:
-    prompts = random_rows(300, 200, 5, seed=8)
-    with open_vllm(
-        engine="sync", return_support=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_model_len=512
-    ) as small:
-        request = {"max_new_tokens": 5, "top_k": 4}
-        result = small.engine.plugin.generate(
-            GenerateRequest(
-                prompts=Ragged.from_list(prompts),
-                sampling=SamplingParams(**request),
-                logprobs="raw",
-                seeds=None,
-                stop_ids=frozenset(),
-                request_ids=("a", "b", "c"),
-                timeout=60.0,
-                return_support=True,
-            )
-        )
-    model = tiny_model(hidden_size=128)
-    for prompt, answer, sets in zip(prompts, result.ids.tolist(), result.kept_ids.tolist(), strict=True):
-        logits = oracle.next_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
-        assert sets == [sorted(each.topk(4).indices.tolist()) for each in logits]
 
 
 def test_a_worker_extension_of_the_callers_is_refused(open_vllm: Open) -> None:

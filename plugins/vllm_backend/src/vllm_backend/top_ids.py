@@ -44,19 +44,21 @@ def wanted(request: GenerateRequest, most: int) -> int:
     return min(k + (request.logprobs == "processed" and sampling.truncates_support), most)
 
 
-def top_of_answer(request: GenerateRequest, ids: Sequence[int], candidates: Any, vocab_size: int) -> TopIds | None:
+def top_of_answer(
+    request: GenerateRequest, ids: Sequence[int], candidates: tuple[Tensor, Tensor] | None, vocab_size: int
+) -> TopIds | None:
     """Return the most probable ids at the sampled tokens `ids`; None if they were not asked for.
 
     Args:
         request: the request.
         ids: the tokens.
-        candidates: what `flat_candidates` or `named_candidates` returned.
+        candidates: what `flat_candidates` or `named_candidates` returned; None if each token was certain.
         vocab_size: ids are below it.
     """
     k = request.top_logprobs
     if k == 0:
         return None
-    if not _certain(request):
+    if candidates is not None:
         return top_ids(*candidates, k, vocab_size)
     top = TopIds.nothing(len(ids), k)
     top.ids[:, 0] = torch.tensor(list(ids), dtype=torch.int64)
