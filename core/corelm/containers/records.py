@@ -69,7 +69,8 @@ def to_records(
 
     Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are split),
     ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``kept_ids`` and
-    the other four keys about ids, ``assistant``, and one key for each `PerToken` and for ``argmax`` (-1 where not scored).
+    the other four keys about ids, ``assistant``, and one key for each `PerToken` and for ``argmax`` (-1 where not
+    scored).
 
     A container under another key keeps that key: that of ``ref_log_probs`` is ``ref_log_probs``, its provenance
     ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a number, a
