@@ -13,6 +13,7 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
     "vllm.inputs": frozenset({"tokens_input"}),
     "vllm.lora.request": frozenset({"LoRARequest"}),
+    "vllm.outputs": frozenset({"CompletionOutput"}),
     "vllm.platforms": frozenset({"current_platform"}),
     "vllm.sampling_params": frozenset({"RequestOutputKind"}),
     "vllm.usage.usage_lib": frozenset({"UsageContext"}),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
+from vllm_backend.compat import says_versions
 from vllm_backend.kept_sets_protocol import PROCESSOR
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
 from vllm_backend.sampling import HONOURED
@@ -104,6 +105,8 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         streaming=True,
         update_weights=checkpoint is not None,
         weight_stream=checkpoint is not None,
+        # A synchronous engine runs one call at a time, so none is in flight.
+        updates_in_flight=checkpoint is not None and abort and says_versions(),
         without_weights=config.load_config.load_format == DUMMY,
         sleep_levels=sleep_levels(model.enable_sleep_mode, checkpoint is not None),
         adapters=config.lora_config is not None,

@@ -115,15 +115,17 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: they were not loaded completely. The engine cannot be used again.
         """
-        self._load(lambda: self._load_folder(folder))
+        self._load(lambda: self._load_folder(folder), request)
 
-    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int, request: WeightUpdate) -> None:
         """Load tensors that `needs_file` accepts, with their names in the checkpoint. Errors are those of `reload`.
 
         Args:
+            tensors: their names and the tensors.
             largest: bytes of the largest one.
+            request: the update that they belong to.
         """
-        self._load(lambda: self._hand_over(tensors, largest))
+        self._load(lambda: self._hand_over(tensors, largest), request)
 
     @abstractmethod
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
@@ -138,7 +140,7 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
-        self._load(lambda: None)
+        self._load(lambda: None, request)
 
     def sleep(self, request: SleepRequest) -> None:
         """Free the GPU's memory; the prefix cache is emptied."""
@@ -161,10 +163,10 @@ class InProcessEngine(ABC):
     def _replace_adapter(self, new: Any, old: Any) -> None:
         """Have vLLM load one `LoRARequest` and forget another. Either may be None."""
 
-    def _load(self, load: Callable[[], None]) -> None:
+    def _load(self, load: Callable[[], None], request: WeightUpdate) -> None:
         self._require_usable()
         try:
-            with self._while_idle():
+            with self._while_idle(request):
                 load()
         except BaseException as error:
             # Some of the weights may be new ones.
@@ -208,8 +210,11 @@ class InProcessEngine(ABC):
         """Call a method of vLLM's workers, and return what each of them returned."""
 
     @abstractmethod
-    def _while_idle(self) -> AbstractContextManager[None]:
-        """Keep requests out of vLLM in the ``with`` block, and then empty its prefix cache."""
+    def _while_idle(self, request: WeightUpdate) -> AbstractContextManager[None]:
+        """Have vLLM run no request in the ``with`` block, and then forget what it has computed with the old weights.
+
+        With ``when="now"`` the requests in flight go on afterwards.
+        """
 
     def _load_folder(self, folder: Path) -> None:
         if self._info.dummy:

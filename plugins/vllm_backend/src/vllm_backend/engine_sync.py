@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import AbortRequest
+from corelm.spec import AbortRequest, WeightUpdate
 from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
@@ -165,7 +165,7 @@ class SyncEngine(InProcessEngine):
         return found
 
     @contextmanager
-    def _while_idle(self) -> Iterator[None]:
+    def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # Calls take turns, so no request is in vLLM.
         yield
         if not self.thread.submit(self.llm.reset_prefix_cache).result():

@@ -25,7 +25,7 @@ from corelm.support import (
     generate_result,
     score_result,
 )
-from vllm_backend import kept_sets_protocol
+from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
@@ -111,9 +111,12 @@ def generation_result(
         kept: the sets of kept ids of each row; none if they are not wanted.
     """
     stops = StopStrings.of(request.sampling, info.tokenizer)
+    runs = [versions.of_no_tokens(request)] * len(outputs)
 
     def parse(output: Any, row: int) -> RowAnswer:
         answer, completion = _row_answer(output, request, stops), output.outputs[0]
+        if info.capabilities.updates_in_flight:
+            runs[row] = versions.runs_of(completion.weight_versions, request, len(answer.ids))
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
         top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
@@ -121,7 +124,8 @@ def generation_result(
         return replace(answer, top=top, kept_ids=sets.ids, kept_log_mass=sets.log_mass)
 
     rows = [_outcome(output, functools.partial(parse, row=row)) for row, output in enumerate(outputs)]
-    return generate_result(request, rows)
+    result = generate_result(request, rows)
+    return replace(result, version_runs=tuple(runs)) if info.capabilities.updates_in_flight else result
 
 
 def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> RowAnswer:
