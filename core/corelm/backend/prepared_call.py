@@ -30,6 +30,7 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
+from corelm.backend.version_runs import versions_of
 from corelm.errors import BackendClosedError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -191,8 +192,10 @@ def prepare_generation(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
-            weight_versions=_versions(engine, batch, len(answers), adapter),
             adapter=adapter,
+        )
+        batch = versions_of(
+            batch, engine.version_with(adapter), lambda each: engine.adapters.version_with(adapter, each)
         )
         batch = support.added(batch)
         if problems:

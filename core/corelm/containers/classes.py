@@ -136,7 +136,9 @@ def _provenance(container: Any, name: str) -> Any:
 
 def as_provenance(datum: Mapping[str, Any]) -> Provenance:
     """Return the provenance that a container stores as plain data."""
-    return Provenance(**{**datum, "penalties": tuple(map(tuple, datum["penalties"]))})
+    # JSON knows no tuples. What was stored before 1.1 has no runs.
+    runs = {name: tuple(map(tuple, datum.get(name, ()))) for name in ("penalties", "version_runs")}
+    return Provenance(**{**datum, **runs})
 
 
 _INTEGERS = (SETS, COUNTS, "top_ids")

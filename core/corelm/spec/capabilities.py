@@ -71,6 +71,10 @@ class Capabilities:
         update_weights: the optional hook `update_weights` works.
         weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
             an iterator on the CPU and passes a state dict.
+        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are running.
+            They go on with the new weights and say in `version_runs` from which token on. Before and after it, on the
+            same thread, core may also call `score_logprobs` and `generate`, for a canary. `generate` always returns
+            `version_runs` or `weight_versions`.
         without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
             loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
@@ -107,6 +111,7 @@ class Capabilities:
     streaming: bool = False
     update_weights: bool = False
     weight_stream: bool = False
+    updates_in_flight: bool = False
     without_weights: bool = False
     sleep_levels: frozenset[int] = frozenset()
     adapters: bool = False
@@ -140,8 +145,9 @@ class Capabilities:
                 raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
         if self.top_logprobs and not self.generation_modes:
             raise invalid("top_logprobs", "the engine returns no log-probs; declare generation_modes as well")
-        if self.weight_stream and not self.update_weights:
-            raise invalid("weight_stream", "belongs to update_weights; declare update_weights=True as well")
+        for name in ("weight_stream", "updates_in_flight"):
+            if getattr(self, name) and not self.update_weights:
+                raise invalid(name, "belongs to update_weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 

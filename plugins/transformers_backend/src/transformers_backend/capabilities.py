@@ -28,6 +28,10 @@ HONOURED = (
 MOST_TOP_LOGPROBS = 1024
 
 
+#: The most ids whose log-probs are returned at every position, if the vocabulary has as many.
+_TOP_K = 1024
+
+
 def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
     return Capabilities(
         vocab_size=engine.vocab_size,
@@ -47,6 +51,11 @@ def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = Fals
         streaming=True,
         update_weights=True,
         weight_stream=True,
+        updates_in_flight=True,
         adapters=adapters,
+        score_support=True,
+        # More would not be the most probable ones but a good part of the vocabulary.
+        score_top_k=min(_TOP_K, engine.vocab_size),
+        score_top_ids=True,
         abort=True,
     )

@@ -15,6 +15,7 @@ from corelm.support import RowFailure, TopIds, generate_result
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits
+from transformers_backend.token_scores import TokenScores
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,24 +250,18 @@ class SequenceBatch:
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """The log-probs of some tokens.
+    """The scores of some tokens.
 
     Attributes:
         index: int64[n], where the tokens stand in ``request.sequences.values``.
-        logprobs: float32[n].
-        logits: float32[n, vocab] in pieces, if the request wants them.
-        argmax: int64[n], the most probable ids in their places, if the request wants them.
+        scores: what was asked of them.
     """
 
     index: Tensor
-    logprobs: Tensor
-    logits: Sequence[Tensor] = ()
-    argmax: Tensor | None = None
+    scores: TokenScores
 
     def to(self, device: torch.device) -> ScoredTokens:
-        logits = [piece.to(device) for piece in self.logits]
-        argmax = None if self.argmax is None else self.argmax.to(device)
-        return ScoredTokens(self.index.to(device), self.logprobs.to(device), logits, argmax)
+        return ScoredTokens(self.index.to(device), self.scores.to(device))
 
 
 def scoring_requests(request: ScoreRequest, rope_switch: int | None) -> Iterator[SequenceBatch]:
@@ -294,7 +289,7 @@ def scored_positions(request: ScoreRequest) -> Ragged:
 
 
 def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_size: int) -> ScoreResult:
-    """Return the log-probs of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
+    """Return the scores of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
 
     Rows that no part has were aborted: their errors say so.
     """
@@ -304,7 +299,7 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
     index = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(part.index for part in parts)])
     logits = None
     if request.return_logits:
-        pieces = [piece for part in parts for piece in part.logits]
+        pieces = [piece for part in parts for piece in part.scores.logits]
         logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
     scored, errors = scored_positions(request), None
     missing = scored.values.clone()
@@ -317,17 +312,36 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
     if request.return_argmax:
         found = torch.full((total,), -1, dtype=torch.int64, device=device)
         for part in parts:
-            assert part.argmax is not None
-            found[part.index] = part.argmax
+            assert part.scores.argmax is not None
+            found[part.index] = part.scores.argmax
         argmax = Ragged(found, sequences.lengths)
     return ScoreResult(
-        logprobs=Ragged(_scattered([part.logprobs for part in parts], index, (total,)), sequences.lengths),
+        logprobs=Ragged(_scattered([part.scores.logprobs for part in parts], index, (total,)), sequences.lengths),
         scored=scored.to(device),
         logits=logits,
         errors=errors,
         argmax=argmax,
-        **Provenance.label_of_scores(request.temperature),
+        **_top_of_all(request, parts, index),
+        **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
     )
+
+
+def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:
+    """Return what is said of several ids at each position, in the places of their tokens."""
+    k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
+    if not request.top_k and request.top_ids is None:
+        return {}
+    sequences, tops = request.sequences, [part.scores.top for part in parts if part.scores.top is not None]
+    total = sequences.values.shape[0]
+    ids = torch.full((total, k), -1, dtype=torch.int64, device=index.device)
+    if tops:
+        ids[index] = torch.cat([top.ids for top in tops])
+    values = {
+        "top_ids": ids,
+        "top_logprobs": _scattered([top.logprobs for top in tops], index, (total, k)),
+        "tail_log_mass": _scattered([top.tail for top in tops], index, (total,)),
+    }
+    return {name: Ragged(each, sequences.lengths) for name, each in values.items()}
 
 
 def _scattered(parts: Sequence[Tensor], index: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -16,6 +16,7 @@ from transformers_backend.calls import Aborted, Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
+from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
@@ -102,7 +103,8 @@ class Scorer:
             logits = self._engine.padded_logits(inputs)
             wanted, targets, index = batch.wanted_of(rows)
             slots = (inputs.row_index * logits.shape[1] + inputs.positions)[wanted]
-            yield ScoredTokens(index, *self._chosen_logprobs(logits.flatten(0, 1), slots, targets, request))
+            query = TokenQuery.of(request, targets, index)
+            yield ScoredTokens(index, self._scores(logits.flatten(0, 1), slots, query))
         self.path = ScoringPath("whole", layout, 0)
 
     def _row_batches(self, lengths: Tensor, layout: RowLayout) -> Iterator[Tensor]:
@@ -124,34 +126,28 @@ class Scorer:
 
         return tails
 
-    def _chosen_logprobs(
+    def _scores(
         self,
         states: Tensor,
         slots: Tensor,
-        targets: Tensor,
-        request: ScoreRequest,
+        query: TokenQuery,
         to_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
-    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Return the log-probs of `targets`, float32[n]; and, if wanted, their logits, float32[k, vocab] each, and the
-        most probable ids, int64[n].
+    ) -> TokenScores:
+        """Answer `query` from all logits of the positions in question, a slice of positions at a time.
 
         Args:
             states: ``[all, vocab]`` logits, or states of which `to_logits` makes logits.
             slots: int64[n], which of the states predict the targets.
-            targets: int64[n].
+            query: what is asked of n targets.
         """
-        logprobs, kept, best, size = [], [], [], max(1, _SLICE_ELEMENTS // self._engine.vocab_size)
-        slots, targets = slots.to(states.device), targets.to(states.device)
-        for some, chosen in zip(slots.split(size), targets.split(size), strict=True):
+        # Two more tables like the logits are made where the tail is summed.
+        elements = _SLICE_ELEMENTS // 4 if query.wants_top else _SLICE_ELEMENTS
+        size, slots, parts = max(1, elements // self._engine.vocab_size), slots.to(states.device), []
+        for some, asked in zip(slots.split(size), query.split(size), strict=True):
             logits = to_logits(states[some]).float()
             # The layers of a model may be on several devices, and its head on another than its last states.
-            chosen = chosen.to(logits.device)
-            logprobs.append(_log_softmax_at(logits, chosen, request.temperature))
-            if request.return_logits:
-                kept.append(logits)
-            if request.return_argmax:
-                best.append(logits.argmax(-1))
-        return torch.cat(logprobs), kept, torch.cat(best) if request.return_argmax else None
+            parts.append(scores_of_logits(logits, asked.to(logits.device)))
+        return TokenScores.cat(parts)
 
 
 def grouping_of(layout: RowLayout) -> Grouping:
@@ -162,9 +158,3 @@ def grouping_of(layout: RowLayout) -> Grouping:
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:
     """Return how many tokens, padding included, share a forward pass that scores."""
     return min(max_batch_tokens, _CPU_TOKENS) if engine.device.type == "cpu" else max_batch_tokens
-
-
-def _log_softmax_at(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Return float32[n]: the log-softmax of ``float32[n, vocab] / temperature`` at int64[n]."""
-    logits = logits if temperature == 1.0 else logits / temperature
-    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, head_products, probe_head, softcap
+from transformers_backend.fast.probing_queries import answers_alike
 from transformers_backend.fast.split import SplitForward, autocast_dtype
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
@@ -36,13 +37,16 @@ class ScoringHead:
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
         # The products of each formula's witness with the head, float64[1, V].
         self._products: dict[torch.dtype | None, Tensor] = {}
+        # Whether each formula also answers what is asked of several ids at a position.
+        self._answers: dict[torch.dtype | None, bool] = {}
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
         self._probed.clear()
         self._products.clear()
+        self._answers.clear()
 
-    def path(self, positions: int, *, grad: bool = False) -> HeadPath:
+    def path(self, positions: int, *, grad: bool = False, several: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now.
 
         A formula is compared with the model's own forward at every call, on one state: since it was found, a scale may
@@ -51,6 +55,7 @@ class ScoringHead:
         Args:
             positions: how many positions are scored.
             grad: whether gradients are wanted.
+            several: whether log-probs over a set of ids, or of several ids at a position, are wanted.
         """
         for _ in range(2):
             formula = self._formula()
@@ -59,7 +64,7 @@ class ScoringHead:
             if not self._is_bare() or (not grad and positions <= _FEW and self._is_large(formula)):
                 return "sliced"
             if self._holds(formula, grad):
-                return "tiled"
+                return "sliced" if several and not self._answers_several(formula) else "tiled"
             self.forget()
         return "sliced"
 
@@ -111,6 +116,15 @@ class ScoringHead:
             made = formula.logits(self._products_of(state, module, formula.dtype))
             return equal_but_for_rounding(made, logits.double(), formula.dtype)
 
+    def _answers_several(self, formula: HeadFormula) -> bool:
+        """Return whether tiles answer what is asked of several ids as the model's own logits do; found out once."""
+        autocast = autocast_dtype(self._engine.device)
+        if autocast not in self._answers:
+            assert formula.witness is not None
+            with self._engine.evaluating(), self._without_cache():
+                self._answers[autocast] = answers_alike(self.tiled(), self._split, formula)
+        return self._answers[autocast]
+
     def _products_of(self, state: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
         """Return the bare products of the witness with the head, float64[1, V].
 
@@ -137,6 +151,7 @@ class ScoringHead:
         known = self._probed.get(autocast)
         if known is None or known[0] != state:
             self._products.pop(autocast, None)
+            self._answers.pop(autocast, None)
             with engine.evaluating(), self._without_cache():
                 row = self._self_test.rows.split()[0]
                 known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row))

@@ -8,6 +8,7 @@ steps, that step runs as in the plain `Scorer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -22,6 +23,7 @@ from transformers_backend.fast.packing import may_pack
 from transformers_backend.fast.probing import body_drops_out
 from transformers_backend.fast.reading import BodyReader
 from transformers_backend.fast.split import SplitForward
+from transformers_backend.fast.tiled_scores import tiled_scores
 from transformers_backend.fast.varlen import JointAttention, TransformersFlash, torch_varlen
 from transformers_backend.protocol import ScoredTokens, SequenceBatch
 from transformers_backend.scoring import (
@@ -34,6 +36,7 @@ from transformers_backend.scoring import (
     tokens_per_pass,
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
+from transformers_backend.token_scores import TokenQuery, TokenScores
 from transformers_backend.trials import LONGEST
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
@@ -73,7 +76,8 @@ class FastScorer(Scorer):
         self._head.forget()
 
     def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
+        several = request.support is not None or request.top_k > 0 or request.top_ids is not None
+        head = self._head.path(int(batch.wanted.sum()), grad=request.grad, several=several)
         if head == "whole":
             yield from super()._score_batch(batch, request, call)
             return
@@ -108,39 +112,29 @@ class FastScorer(Scorer):
             wanted, targets, index = batch.wanted_of(part.rows)
             slots = part.index.values[wanted]
             states = self._reader.read(batch.inputs, part, joint if layout == "fused" else None)
-            yield ScoredTokens(index, *self._logprobs(head, states, slots, targets, request, part.shared > 0))
+            query = TokenQuery.of(request, targets, index)
+            yield ScoredTokens(index, self._scores_of_states(head, states, slots, query, part.shared > 0))
         self.path = ScoringPath(head, layout, shared)
 
-    def _logprobs(
-        self, head: HeadPath, states: Tensor, slots: Tensor, targets: Tensor, request: ScoreRequest, repeated: bool
-    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Return the log-probs of `targets` given ``states[slots]``, float32[n], and the logits and the most probable
-        ids if they are wanted.
+    def _scores_of_states(
+        self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool
+    ) -> TokenScores:
+        """Answer `query` given ``states[slots]``.
 
         Args:
             repeated: whether some targets are wanted more than once, because rows share their start.
         """
         inverse = None
-        if repeated and not request.return_logits:
+        if repeated and not query.depends_on_row:
             vocab_size = self._engine.vocab_size
-            pairs, inverse = (slots * vocab_size + targets).unique(return_inverse=True)
-            slots, targets = pairs // vocab_size, pairs % vocab_size
-        logits: list[Tensor] = []
+            pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
+            slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
             device = states.device
-            tiled = self._head.tiled()
-            chosen = states[slots.to(device)], targets.to(device), request.temperature
-            if request.return_argmax:
-                logprobs, argmax = tiled.logprobs_and_argmax(*chosen)
-            else:
-                logprobs, argmax = tiled.logprobs(*chosen), None
-            logprobs = logprobs.float()
+            scores = tiled_scores(self._head.tiled(), states[slots.to(device)], query.to(device))
         else:
-            logprobs, logits, argmax = self._chosen_logprobs(states, slots, targets, request, self._split.logits)
-        if inverse is not None:
-            inverse = inverse.to(logprobs.device)
-            logprobs, argmax = logprobs[inverse], None if argmax is None else argmax[inverse]
-        return logprobs, logits, argmax
+            scores = self._scores(states, slots, query, self._split.logits)
+        return scores if inverse is None else scores.select(inverse)
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 

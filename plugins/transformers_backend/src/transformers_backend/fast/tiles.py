@@ -8,8 +8,6 @@ holds it. The backward pass makes the tiles again.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from corelm.spec import Ragged
+from corelm.support import TopIds
+from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, add_product
 from transformers_backend.fast.reductions import TileReduction, reduction_for
-
-#: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
-#: enough to do with each tile.
-_CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
+from transformers_backend.fast.set_logits import SetLogits
+from transformers_backend.fast.top_logprobs import TopLogprobs
+from transformers_backend.token_scores import logprobs_in_sets
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,107 +64,50 @@ class TiledHead:
         """Return what `logprobs` returns, and int64[n]: the id of the largest logit, the lowest of equal ones."""
         return self._apply(hidden, tokens, temperature, True)
 
+    def logprobs_in_sets(self, hidden: Tensor, tokens: Tensor, sets: Ragged, temperature: float = 1.0) -> Tensor:
+        """Return float32[n]: the log-softmax, at `tokens`, of the logits of the ids in each token's set.
+
+        No other row of the head is read. Gradients are those of `logprobs`.
+
+        Args:
+            hidden, tokens, temperature: as in `logprobs`.
+            sets: n rows of ids, none of them empty.
+        """
+        form = self._form(hidden, temperature)
+        logits = form.scale * SetLogits.apply(hidden, self.weight, self.bias, sets, form)
+        logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+        return logprobs_in_sets(logits / temperature, sets, tokens)
+
+    def logprobs_and_top(
+        self, hidden: Tensor, tokens: Tensor, wanted: Tensor | int, temperature: float = 1.0, *, argmax: bool = False
+    ) -> tuple[Tensor, TopIds, Tensor | None]:
+        """Return what `logprobs` returns, the log-probs of several ids at each position and of all others together, and
+        int64[n], the id of the largest logit, if `argmax` asks for it.
+
+        Args:
+            hidden, tokens, temperature: as in `logprobs`.
+            wanted: int64[n, k], the ids, -1 for none; or how many of the most probable ones.
+            argmax: whether to return that id.
+        """
+        search = argmax and not isinstance(wanted, int)
+        form = self._form(hidden, temperature)
+        logprobs, ids, values, tail, best = TopLogprobs.apply(
+            hidden, self.weight, self.bias, tokens, wanted, form, search
+        )
+        found = best if search else ids[:, 0].clone() if argmax else None
+        return logprobs, TopIds(ids, values, tail), found
+
     def _apply(self, hidden: Tensor, tokens: Tensor, temperature: float, argmax: bool) -> tuple[Tensor, Tensor]:
+        form = self._form(hidden, temperature)
+        out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, form, argmax)
+        return out
+
+    def _form(self, hidden: Tensor, temperature: float) -> HeadForm:
         natural = hidden.device.type != "cpu" if self.natural is None else self.natural
         dtype, reduction = self.dtype or hidden.dtype, None
         if self.bias is None and self.cap is None:
             reduction = self.reduction or reduction_for(hidden.device, dtype)
-        form = _Form(self.scale, self.cap, temperature, dtype, natural, reduction)
-        out: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(hidden, self.weight, self.bias, tokens, form, argmax)
-        return out
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a call makes of hidden states, weight and bias; for the attributes see `TiledHead`."""
-
-    scale: float
-    cap: float | None
-    temperature: float
-    dtype: torch.dtype
-    natural: bool
-    reduction: TileReduction | None
-
-
-class _LogitTiles:
-    """Makes logits over temperature, tile by tile.
-
-    Attributes:
-        rate: the constant factor in the derivative of a logit over temperature by a bare product.
-        dtype: of the tiles and of all sums.
-        height, width: size of a tile, in tokens and vocabulary entries.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, form: _Form) -> None:
-        self.hidden, self.weight = hidden.to(form.dtype), weight
-        self.bias = None if bias is None else bias.to(form.dtype)
-        self.cap, self._scale, self._inverse_temperature = form.cap, form.scale, 1.0 / form.temperature
-        self.rate = form.scale / form.temperature
-        self._natural = form.natural
-        self.dtype = torch.promote_types(form.dtype, torch.float32)
-        height, width = _CPU_TILE if hidden.device.type == "cpu" else _TILE
-        self.height, self.width = min(height, len(hidden)), min(width, len(weight))
-        self._product = self.hidden.new_empty(self.height * self.width)
-        self._direct = form.dtype == self.dtype
-        # Made when it is needed.
-        self._tile: Tensor | None = None
-
-    def rows(self) -> Iterator[slice]:
-        return (slice(start, start + self.height) for start in range(0, len(self.hidden), self.height or 1))
-
-    def entries(self) -> Iterator[slice]:
-        return (slice(start, start + self.width) for start in range(0, len(self.weight), self.width))
-
-    def part(self, entries: slice) -> Tensor:
-        """Return these rows of the weight in the dtype of the product. All of them would be a copy of the head."""
-        return self.weight[entries].to(self.hidden.dtype)
-
-    def product(self, rows: slice, entries: slice) -> tuple[Tensor, float]:
-        """Return ``[rows, entries]`` in the dtype of the head, and the factor that is still missing in logits over
-        temperature, or in the arguments of a cap. The next call overwrites them.
-        """
-        hidden, weight = self.hidden[rows], self.part(entries)
-        product = _part(self._product, hidden, weight)
-        # The product can include the factor, unless it is first rounded to a shorter type.
-        factor = self._scale * (self._inverse_temperature if self.cap is None else 1.0 / self.cap)
-        now, later = (factor, 1.0) if self._direct else (1.0, factor)
-        bias, beta = (product, 0.0) if self.bias is None else (self.bias[entries], now)
-        torch.addmm(bias, hidden, weight.T, beta=beta, alpha=now, out=product)
-        return product, later
-
-    def __call__(self, rows: slice, entries: slice) -> Tensor:
-        """Return ``[rows, entries]`` of logits over temperature. The next call overwrites them."""
-        product, later = self.product(rows, entries)
-        tile = product
-        if not self._direct:
-            if self._tile is None:
-                self._tile = torch.empty_like(self._product, dtype=self.dtype)
-            tile = self._tile[: product.numel()].view(product.shape).copy_(product)
-        if later != 1.0:
-            # On a GPU, every pass over a tile costs a good part of its product.
-            tile.mul_(later)
-        return tile if self.cap is None else tile.tanh_().mul_(self.cap * self._inverse_temperature)
-
-    def exp_(self, tile: Tensor) -> Tensor:
-        """Exponentiate in place. On a CPU `exp2` takes a third of the time of `exp`; elsewhere it is one pass more."""
-        return tile.exp_() if self._natural else tile.mul_(math.log2(math.e)).exp2_()
-
-    def slope(self, tile: Tensor) -> Tensor | None:
-        """Return the derivative of the cap at the values of `tile`; None if there is no cap."""
-        return None if self.cap is None else 1.0 - (tile / (self.cap * self._inverse_temperature)).square_()
-
-    def columns(self, tokens: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Return the column of each token in a tile of these entries, int64[rows, 1], and whether it is in it,
-        bool[rows].
-        """
-        width = min(entries.stop, len(self.weight)) - entries.start
-        column = tokens - entries.start
-        # No list of the tokens inside: making one would wait for the device at every tile.
-        return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
-
-
-def _part(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    return buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+        return HeadForm(self.scale, self.cap, temperature, dtype, natural, reduction)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -175,10 +118,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         tokens: Tensor,
-        form: _Form,
+        form: HeadForm,
         wants_argmax: bool,
     ) -> tuple[Tensor, Tensor]:
-        tiles = _LogitTiles(hidden, weight, bias, form)
+        tiles = LogitTiles(hidden, weight, bias, form)
         chosen = torch.zeros(len(hidden), dtype=tiles.dtype, device=hidden.device)
         total = torch.zeros_like(chosen)
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
@@ -216,7 +159,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        tiles = _LogitTiles(hidden, weight, bias, ctx.form)
+        tiles = LogitTiles(hidden, weight, bias, ctx.form)
         by_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if wants_hidden else None
         by_weight = torch.empty_like(weight) if wants_weight else None
         by_bias = torch.empty_like(bias) if wants_bias else None
@@ -229,9 +172,9 @@ class _ChosenLogprobs(torch.autograd.Function):
             for rows in tiles.rows():
                 tile, product = _gradient(tiles, rows, entries, tokens, normalizer, upstream, ctx.form)
                 if by_hidden is not None:
-                    _add_product(by_hidden[rows], product, part)
+                    add_product(by_hidden[rows], product, part)
                 if weight_sum is not None:
-                    _add_product(weight_sum, product.T, hidden[rows])
+                    add_product(weight_sum, product.T, hidden[rows])
                 if bias_sum is not None:
                     bias_sum += tile.sum(0)
             if by_weight is not None and weight_sum is not None:
@@ -242,13 +185,13 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _gradient(
-    tiles: _LogitTiles,
+    tiles: LogitTiles,
     rows: slice,
     entries: slice,
     tokens: Tensor,
     normalizer: Tensor,
     upstream: Tensor,
-    form: _Form,
+    form: HeadForm,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the bare products of a tile: for the sum over tokens, and in the dtype of the head."""
     tokens, normalizer, upstream = tokens[rows], normalizer[rows], upstream[rows]
@@ -265,11 +208,3 @@ def _gradient(
     if slope is not None:
         tile.mul_(slope)
     return tile, tile.to(form.dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Do ``total += left @ right`` in place. The sum stays in the dtype of `total`."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

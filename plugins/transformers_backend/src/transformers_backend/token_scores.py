@@ -1,0 +1,233 @@
+"""`TokenQuery`: what a request asks of some positions, `TokenScores`: the answer, and how full logits give it.
+
+Here every position has a row of logits as long as the vocabulary. `transformers_backend.fast.tiled_scores` gives the
+same numbers without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from corelm.spec import Ragged, ScoreRequest
+from corelm.support import TopIds
+
+
+@dataclass(frozen=True, eq=False)
+class TokenQuery:
+    """What is asked of some positions.
+
+    Attributes:
+        targets: int64[n], the ids whose log-probs are wanted.
+        temperature: what the logits are divided by.
+        logits: whether the logits are wanted.
+        argmax: whether the most probable ids of the whole vocabulary are wanted.
+        sets: one row of ids for each target: those over which its log-prob is normalised, all of them if the row is
+            empty; None if all rows are.
+        top_k: how many of the most probable ids are wanted.
+        top_ids: int64[n, k], the ids that are wanted instead of the most probable ones, or None; -1 stands for no id.
+    """
+
+    targets: Tensor
+    temperature: float = 1.0
+    logits: bool = False
+    argmax: bool = False
+    sets: Ragged | None = None
+    top_k: int = 0
+    top_ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, request: ScoreRequest, targets: Tensor, index: Tensor) -> TokenQuery:
+        """Return what `request` asks of these targets.
+
+        Args:
+            targets: int64[n], on the CPU.
+            index: int64[n], where they stand in ``request.sequences.values``.
+        """
+        top_ids = request.top_ids
+        return cls(
+            targets,
+            request.temperature,
+            request.return_logits,
+            request.return_argmax,
+            None if request.support is None else request.support.ids.select(index),
+            request.top_k,
+            None if top_ids is None else top_ids.values[index.to(top_ids.values.device)],
+        )
+
+    @property
+    def wants_top(self) -> bool:
+        """Whether the log-probs of several ids are wanted at every position."""
+        return self.top_k > 0 or self.top_ids is not None
+
+    @property
+    def depends_on_row(self) -> bool:
+        """Whether rows that read the same ids may ask for different numbers of the same target."""
+        return self.sets is not None or self.top_ids is not None or self.logits
+
+    def to(self, device: torch.device) -> TokenQuery:
+        return replace(
+            self,
+            targets=self.targets.to(device),
+            sets=None if self.sets is None else self.sets.to(device),
+            top_ids=None if self.top_ids is None else self.top_ids.to(device),
+        )
+
+    def select(self, places: Tensor) -> TokenQuery:
+        """Return what is asked of the targets in these places, int64[m]."""
+        targets = self.targets[places.to(self.targets.device)]
+        sets = None if self.sets is None else self.sets.select(places.cpu())
+        top_ids = None if self.top_ids is None else self.top_ids[places.to(self.top_ids.device)]
+        return replace(self, targets=targets, sets=sets, top_ids=top_ids)
+
+    def split(self, size: int) -> Iterator[TokenQuery]:
+        """Yield what is asked of `size` targets after another."""
+        if len(self.targets) <= size:
+            yield self
+            return
+        for places in torch.arange(len(self.targets)).split(size):
+            yield self.select(places)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """The answer to a `TokenQuery`.
+
+    Attributes:
+        logprobs: float32[n].
+        logits: float32[m, vocab] in pieces, if they are wanted.
+        argmax: int64[n], if wanted.
+        top: the ids that are wanted, in their order or the most probable first, if any are.
+    """
+
+    logprobs: Tensor
+    logits: Sequence[Tensor] = ()
+    argmax: Tensor | None = None
+    top: TopIds | None = None
+
+    def to(self, device: torch.device) -> TokenScores:
+        argmax = None if self.argmax is None else self.argmax.to(device)
+        top = None if self.top is None else _each_of_top(self.top, lambda part: part.to(device))
+        return TokenScores(self.logprobs.to(device), [piece.to(device) for piece in self.logits], argmax, top)
+
+    def select(self, places: Tensor) -> TokenScores:
+        """Return the scores of the targets in these places, int64[m], without logits."""
+        places = places.to(self.logprobs.device)
+        argmax = None if self.argmax is None else self.argmax[places]
+        top = None if self.top is None else _each_of_top(self.top, lambda part: part[places])
+        return TokenScores(self.logprobs[places], (), argmax, top)
+
+    @staticmethod
+    def cat(parts: Sequence[TokenScores]) -> TokenScores:
+        """Return the scores of all `parts`, which answer the same query, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        best = [part.argmax for part in parts if part.argmax is not None]
+        tops = [part.top for part in parts if part.top is not None]
+        return TokenScores(
+            torch.cat([part.logprobs for part in parts]),
+            [piece for part in parts for piece in part.logits],
+            torch.cat(best) if best else None,
+            cat_top(tops) if tops else None,
+        )
+
+
+def cat_top(parts: Sequence[TopIds]) -> TopIds:
+    """Return the positions of `parts`, of which there is one at least, one after another."""
+    return TopIds(*(torch.cat(column) for column in zip(*((p.ids, p.logprobs, p.tail) for p in parts), strict=True)))
+
+
+def _each_of_top(top: TopIds, change: Callable[[Tensor], Tensor]) -> TopIds:
+    return TopIds(change(top.ids), change(top.logprobs), change(top.tail))
+
+
+# From full logits -----------------------------------------------------------------------------------------------------
+
+
+def scores_of_logits(logits: Tensor, query: TokenQuery) -> TokenScores:
+    """Answer `query`, on the device of the logits, from ``float32[n, vocab]``."""
+    tempered = logits if query.temperature == 1.0 else logits / query.temperature
+
+    def whole(places: Tensor | None, some: TokenQuery) -> Tensor:
+        rows = tempered if places is None else tempered[places]
+        return rows.gather(-1, some.targets[:, None])[:, 0] - rows.logsumexp(-1)
+
+    def within(places: Tensor, some: TokenQuery) -> Tensor:
+        assert some.sets is not None
+        rows = places[some.sets.row_index.to(places.device)]
+        return logprobs_in_sets(tempered[rows, some.sets.values], some.sets, some.targets)
+
+    return TokenScores(
+        logprobs_by_sets(query, whole, within),
+        [logits] if query.logits else (),
+        logits.argmax(-1) if query.argmax else None,
+        _top_of(tempered, query) if query.wants_top else None,
+    )
+
+
+def logprobs_by_sets(
+    query: TokenQuery,
+    whole: Callable[[Tensor | None, TokenQuery], Tensor],
+    within: Callable[[Tensor, TokenQuery], Tensor],
+) -> Tensor:
+    """Return float32[n]: the log-probs of the targets, of those with a set by `within`, of the others by `whole`.
+
+    Args:
+        query: what is asked.
+        whole, within: given the places of some targets, int64[m], and what is asked of these, return their log-probs.
+            The places are None if these are all.
+    """
+    if query.sets is None:
+        return whole(None, query)
+    given = query.sets.lengths > 0
+    if not bool(given.any()):
+        return whole(None, query)
+    device, parts, order = query.targets.device, [], []
+    for places, log_probs in ((given.nonzero()[:, 0], within), ((~given).nonzero()[:, 0], whole)):
+        if len(places):
+            parts.append(log_probs(places.to(device), query.select(places)))
+            order.append(places)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(order).argsort().to(parts[0].device)]
+
+
+def logprobs_in_sets(logits: Tensor, sets: Ragged, targets: Tensor) -> Tensor:
+    """Return ``[n]``, like `logits`: the log-softmax, at each target, of the logits of the ids in its set.
+
+    It is minus infinity for a target that is not in its set. Gradients flow to the logits.
+
+    Args:
+        logits: float32[total] over temperature, one for each value of `sets`.
+        sets: n rows of ids, none of them empty.
+        targets: int64[n].
+    """
+    rows, n = sets.row_index.to(logits.device), len(targets)
+    largest = logits.new_full((n,), torch.finfo(logits.dtype).min)
+    largest.scatter_reduce_(0, rows, logits.detach(), "amax")
+    # One term is added after another here, so that float32 would lose digits of large sets.
+    terms = (logits - largest[rows]).double().exp()
+    normalizer = largest + terms.new_zeros(n).index_add(0, rows, terms).log().to(logits.dtype)
+    found = (sets.values == targets[rows]).nonzero()[:, 0]
+    return logits.new_full((n,), -torch.inf).index_put((rows[found],), logits[found]) - normalizer
+
+
+def _top_of(tempered: Tensor, query: TokenQuery) -> TopIds:
+    """Return the log-probs of the ids that are wanted, and of all others together.
+
+    The others are summed by themselves. One minus the sum of the wanted ones would lose the digits of a small rest.
+    """
+    ids = tempered.detach().topk(query.top_k, -1).indices if query.top_ids is None else query.top_ids
+    given = ids >= 0
+    places = ids.clamp_min(0)
+    values = tempered.gather(-1, places).masked_fill(~given, -torch.inf)
+    # What stands for no id must not take anything out: it writes to a column that is cut off again.
+    width = tempered.shape[-1]
+    padded = torch.nn.functional.pad(tempered, (0, 1), value=-torch.inf)
+    others = padded.scatter(-1, torch.where(given, places, width), -torch.inf)
+    normalizer = tempered.logsumexp(-1)
+    if query.top_ids is None:
+        # An id that the model rules out is not among the most probable ones.
+        ids = ids.masked_fill(values == -torch.inf, -1)
+    return TopIds(ids, values - normalizer[:, None], others.logsumexp(-1) - normalizer)
