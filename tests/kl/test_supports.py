@@ -178,7 +178,7 @@ def test_rows_of_full_support_and_rows_of_truncated_support_side_by_side(gen, re
 def test_rows_of_two_temperatures_have_no_common_scores(gen, ref):
     other = truncated(gen, sampling_params={"max_new_tokens": 9, "temperature": 1.5, "top_k": K})
     both = lazy_stack([*truncated(gen).unbind(0), *other.unbind(0)])
-    with pytest.raises(ProvenanceMismatchError, match="row 3: was sampled at temperature 1.5"):
+    with pytest.raises(ProvenanceMismatchError, match=r"row 3: was sampled at temperature 1\.5"):
         RetrieveLogProb(ref)(both)
     with pytest.raises(ProvenanceMismatchError, match="penalties"):
         RetrieveLogProb(ref)(penalised(gen))
