@@ -17,7 +17,7 @@ from corelm.support import decoder_of
 try:
     import msgspec
 except ImportError:
-    msgspec = None
+    msgspec = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
