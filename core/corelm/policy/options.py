@@ -207,6 +207,8 @@ class PolicyOptions:
         asked = [name for name, value in (sampled | scored).items() if value]
         if asked and not self.return_log_probs:
             raise validate.invalid(asked[0], "it is written into the LogProbs; leave out return_log_probs=False")
+        if self.support_key is not None:
+            self._must_be_key("support_key", self.support_key)
         if self.support_key is not None and self.top_k:
             raise validate.invalid(
                 "top_k", "the most probable ids are those of the whole vocabulary; leave out top_k or support_key"
@@ -217,8 +219,7 @@ class PolicyOptions:
         key = self.log_probs_key
         if key is None:
             key = self.keys.log_probs
-        if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
-            raise validate.invalid("log_probs_key", f"expected a key of a TensorDict, got {validate.shown(key)}")
+        self._must_be_key("log_probs_key", key)
         if self.keys.log_probs not in (Keys().log_probs, key):
             raise validate.invalid(
                 "log_probs_key",
@@ -226,6 +227,11 @@ class PolicyOptions:
             )
         self._set("keys", dataclasses.replace(self.keys, log_probs=key))
         self._set("log_probs_key", key)
+
+    @staticmethod
+    def _must_be_key(name: str, key: Any) -> None:
+        if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
+            raise validate.invalid(name, f"expected a key of a TensorDict, got {validate.shown(key)}")
 
     def _settle_samples(self, sampling: SamplingParams) -> None:
         """Keep `num_samples` in one place. It may be passed as an option or inside `sampling_params`."""

@@ -95,6 +95,7 @@ class LargestLogits:
         self._ranked = 0
         self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._above = torch.empty(0 if self._rank_all else rows * tiles.width, dtype=torch.bool)
 
     def take_(self, tile: Tensor, entries: slice, others: LogSum) -> None:
         if self._rank_all or self._seen < self._k:
@@ -119,8 +120,10 @@ class LargestLogits:
     def _let_wait(self, tile: Tensor, start: int) -> None:
         """Take the logits above the threshold out of the tile."""
         height, width = tile.shape
-        flat, above = tile.view(-1), (tile > self._threshold).view(-1)
-        places = _true_places(above)
+        # One buffer for all tiles: new memory takes as long as the comparison.
+        above = self._above[: tile.numel()]
+        torch.gt(tile, self._threshold, out=above.view(height, width))
+        flat, places = tile.view(-1), _true_places(above)
         rows = places // width
         counts = rows.bincount(minlength=height)
         # They are in the order of their rows: how many of its row are before each.
