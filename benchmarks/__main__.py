@@ -27,6 +27,7 @@ from benchmarks.report import picture, surroundings
 
 PARTS = (
     "scoring",
+    "distillation",
     "generation",
     "containers",
     "chats",

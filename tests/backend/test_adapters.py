@@ -190,6 +190,6 @@ def test_rows_that_are_skipped_have_the_label_too(backend: Backend) -> None:
 
 
 def test_an_adapter_is_no_change_by_the_owner() -> None:
-    assert not WeightUpdate(version="1", drain=True, adapter="one").by_owner
-    assert WeightUpdate(version="1", drain=True, adapter="one").unloads
-    assert not WeightUpdate(version="1", drain=True).unloads
+    assert not WeightUpdate(version="1", when="drain", adapter="one").by_owner
+    assert WeightUpdate(version="1", when="drain", adapter="one").unloads
+    assert not WeightUpdate(version="1", when="drain").unloads

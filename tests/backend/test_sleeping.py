@@ -114,7 +114,7 @@ def test_sleeping_twice_is_refused_and_waking_twice_is_fine(backend: Backend) ->
     [
         (lambda each: each.sleep(0), "level", "expected 1, which keeps"),
         (lambda each: each.sleep(True), "level", "expected 1, which keeps"),
-        (lambda each: each.sleep(drain="no"), "drain", "expected True or False"),
+        (lambda each: each.sleep(when="now"), "when", "expected one of 'drain', 'abort'"),
         (lambda each: each.wake("weight"), "tags", "did you mean 'weights'"),
         (lambda each: each.wake([]), "tags", "expected None for all"),
         (lambda each: each.wake(3), "tags", "expected None for all"),
@@ -231,7 +231,7 @@ def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> Non
         future = backend.submit_generate(ROWS[:1], {"max_new_tokens": 300, "ignore_eos": True})
         while not backend.engine.hooks.under_way:
             pass
-        backend.sleep(drain=False)
+        backend.sleep(when="abort")
         assert future.result().finish_reasons == ("abort",)
         backend.wake()
         assert scores(backend)

@@ -112,15 +112,15 @@ def test_an_update_waits_for_calls_in_flight_or_aborts_them():
 
     engine = Abortable(gate, concurrent_calls=True, abort=True)
     backend, answers = Backend.from_plugin(engine, "fake"), []
-    for drain in (True, False):
+    for when in ("drain", "abort"):
         gate.entered.clear()
         gate.opened.clear()
         call = threading.Thread(target=lambda: answers.append(backend.generate([[1]], SHORT, request_ids=["mine"])))
-        update = threading.Thread(target=backend.update_weights, args=({},), kwargs={"drain": drain})
+        update = threading.Thread(target=backend.update_weights, args=({},), kwargs={"when": when})
         call.start()
         gate.wait_for_call()
         update.start()
-        if drain:
+        if when == "drain":
             update.join(0.1)
             assert update.is_alive(), "the update must wait for the call"
             assert not any(isinstance(request, WeightUpdate) for request in engine.requests)
@@ -152,7 +152,7 @@ def test_an_abort_that_came_too_early_is_repeated():
     call = threading.Thread(target=backend.generate, args=([[1]], SHORT))
     call.start()
     gate.wait_for_call()
-    assert backend.update_weights({}, drain=False) == "1"
+    assert backend.update_weights({}, when="abort") == "1"
     call.join(timeout=10)
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
 

@@ -236,7 +236,7 @@ def test_an_update_without_drain_does_not_wait_in_the_queue():
     with open_batcher(engine, max_batch_size=1) as batcher:
         running = hold_one(engine, batcher)
         queued = batcher.submit_generate([[4]], SEEDED)
-        batcher.update_weights({}, "new", drain=False)
+        batcher.update_weights({}, "new", when="abort")
         engine.free()
         assert running.result(LONG).finish_reasons == ("abort",)
         assert queued.result(LONG).weight_versions == ("new",)

@@ -14,7 +14,7 @@ import corelm
 from corelm import Backend, Canary, DynamicBatcher, hookimpl, probe_scores
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.canary import watch
-from corelm.spec import ProbeScores
+from corelm.spec import ProbeScores, When
 from fleet.conftest import looks, table
 from helpers.fakes import SHORT, Fake, Gate
 from helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -156,13 +156,13 @@ def test_no_other_call_comes_between_new_weights_and_the_verdict(concurrent: boo
     assert other.result(10).weight_versions == ("1",)
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_it_works_behind_a_batcher_with_requests_waiting(drain: bool) -> None:
+@pytest.mark.parametrize("when", ["drain", "abort"])
+def test_it_works_behind_a_batcher_with_requests_waiting(when: When) -> None:
     opened = corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), canary=True)
     other = tiny_model(seed=1)
     with DynamicBatcher(opened) as backend:
         waiting = [backend.submit_generate([[5, 6, n]], {"max_new_tokens": 12}) for n in range(7, 12)]
-        assert backend.update_weights(other.state_dict(), drain=drain, expect=probe_scores(other)) == "1"
+        assert backend.update_weights(other.state_dict(), when=when, expect=probe_scores(other)) == "1"
         waiting += [backend.submit_generate([[5, 6, n]], {"max_new_tokens": 2}) for n in range(7, 12)]
         results = [each.result(60) for each in waiting]
         assert all(result.weight_versions in (("0",), ("1",)) for result in results)
@@ -182,7 +182,7 @@ def test_an_update_that_ends_the_answers_of_others_may_end_the_canarys() -> None
         def update(state: dict[str, Tensor]) -> None:
             try:
                 for _ in range(3):
-                    backend.update_weights(state, drain=False)
+                    backend.update_weights(state, when="abort")
             except BaseException as error:
                 errors.append(error)
 

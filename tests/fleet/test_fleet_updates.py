@@ -101,7 +101,7 @@ def test_an_engine_that_did_not_load_does_not_serve(monkeypatch: pytest.MonkeyPa
         # It says that it has loaded them, and has not.
         monkeypatch.setattr(toys.made[1].model, "load_state_dict", lambda state: None)
         expect = corelm.probe_scores(one_engine(OTHER))
-        update = WeightUpdate(version="x", drain=True, state_dict={"table": OTHER}, expect=expect)
+        update = WeightUpdate(version="x", when="drain", state_dict={"table": OTHER}, expect=expect)
         assert toys.fleet.update_weights(update)
         assert answers(toys) == NEW
         toys.settle()
@@ -112,7 +112,7 @@ def test_an_engine_that_did_not_load_does_not_serve(monkeypatch: pytest.MonkeyPa
 def test_weights_that_no_canary_agrees_with_are_stale() -> None:
     with Toys("a", "b") as toys:
         update = WeightUpdate(
-            version="x", drain=True, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(TABLE))
+            version="x", when="drain", state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(TABLE))
         )
         with pytest.raises(StaleWeightsError, match="the old ones are in force"):
             toys.fleet.update_weights(update)
@@ -193,7 +193,7 @@ def test_engines_that_cannot_score_get_the_parameters_of_all_updates(halves: Non
 def test_what_leads_to_an_epoch_is_kept(tmp_path: Any) -> None:
     def update(*names: str, path: Any = None) -> WeightUpdate:
         state = {name: torch.zeros(1) for name in names} if names else None
-        return WeightUpdate(version="", drain=True, state_dict=state, path=path)
+        return WeightUpdate(version="", when="drain", state_dict=state, path=path)
 
     def found(epoch: int, held: int | None) -> list[Any]:
         return [sorted(each.state_dict) if each.state_dict else each.path for each in kept.to(epoch, held)]
@@ -216,11 +216,11 @@ def test_what_leads_to_an_epoch_is_kept(tmp_path: Any) -> None:
 
 def test_adapters_are_kept_next_to_the_base_weights(tmp_path: Any) -> None:
     def adapter(name: str, **source: Any) -> WeightUpdate:
-        return WeightUpdate(version="", drain=True, adapter=name, **source)
+        return WeightUpdate(version="", when="drain", adapter=name, **source)
 
     one, two, again = (adapter(name, path=tmp_path / name) for name in ("one", "two", "one"))
-    tensors = [WeightUpdate(version="", drain=True, state_dict={name: torch.zeros(1)}) for name in "ab"]
-    folder = WeightUpdate(version="", drain=True, path=tmp_path)
+    tensors = [WeightUpdate(version="", when="drain", state_dict={name: torch.zeros(1)}) for name in "ab"]
+    folder = WeightUpdate(version="", when="drain", path=tmp_path)
     kept = KeptWeights()
 
     def after(*updates: WeightUpdate) -> list[Any]:
@@ -241,11 +241,11 @@ def test_adapters_are_kept_next_to_the_base_weights(tmp_path: Any) -> None:
 
 def test_every_field_of_an_update_reaches_the_engines() -> None:
     update = WeightUpdate(
-        version="x", drain=False, state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(OTHER))
+        version="x", when="abort", state_dict={"table": OTHER}, expect=corelm.probe_scores(one_engine(OTHER))
     )
     # These weights are those that the engines have: the toys do not know adapters.
     adapter = WeightUpdate(
-        version="y", drain=False, state_dict={"table": TABLE}, adapter="policy", adapter_config={"r": 4}
+        version="y", when="abort", state_dict={"table": TABLE}, adapter="policy", adapter_config={"r": 4}
     )
     # An update has one source of weights, and a fleet is never given a stream.
     carried = {"path", "stream"}

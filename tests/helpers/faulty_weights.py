@@ -88,7 +88,7 @@ class Half(TransformersBackend):
         assert request.state_dict is not None
         own = self.engine.module.state_dict()
         mixed = dict(request.state_dict) | {name: own[name] for name in sorted(own)[::2]}
-        return super().update_weights(WeightUpdate(version=request.version, drain=request.drain, state_dict=mixed))
+        return super().update_weights(WeightUpdate(version=request.version, when=request.when, state_dict=mixed))
 
 
 class Restarting(TransformersBackend):

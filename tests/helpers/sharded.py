@@ -112,7 +112,7 @@ def streamed(rank: int) -> dict[str, Tensor]:
 def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
     """Return the weights of a sharded model as engines of other processes get them, by the way that they take."""
     state = sharded("qwen2-tied").state_dict()
-    update = WeightUpdate(version="1", drain=True, state_dict=state)
+    update = WeightUpdate(version="1", when="drain", state_dict=state)
     with TemporaryDirectory() as checkpoint:
         # transformers' save_pretrained writes on rank 0 only.
         own = {name: value for name, value in tiny_model("qwen2-tied").state_dict().items() if name != "lm_head.weight"}
@@ -120,7 +120,7 @@ def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
         with weights_folder(update, Path(checkpoint)) as folder:
             (file,) = folder.glob("*.safetensors")
             found = {"folder": load_file(file)}
-        update_of_pairs = WeightUpdate(version="1", drain=True, stream=checked_pairs(state.items()))
+        update_of_pairs = WeightUpdate(version="1", when="drain", stream=checked_pairs(state.items()))
         with weights_folder(update_of_pairs, Path(checkpoint)) as folder:
             (file,) = folder.glob("*.safetensors")
             found["stream"] = load_file(file)

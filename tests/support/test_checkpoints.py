@@ -35,8 +35,8 @@ def saved(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetenso
 
 def update(source: dict[str, Tensor] | Path) -> WeightUpdate:
     if isinstance(source, Path):
-        return WeightUpdate(version="1", drain=True, path=source)
-    return WeightUpdate(version="1", drain=True, state_dict=source)
+        return WeightUpdate(version="1", when="drain", path=source)
+    return WeightUpdate(version="1", when="drain", state_dict=source)
 
 
 def written(state: dict[str, Tensor], checkpoint: Path) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ def test_without_a_checkpoint_to_compare_with_a_path_is_only_read(checkpoint: Pa
 
 
 def stream(*pairs: tuple[str, Tensor]) -> WeightUpdate:
-    return WeightUpdate(version="1", drain=True, stream=iter(pairs))
+    return WeightUpdate(version="1", when="drain", stream=iter(pairs))
 
 
 TIED = {"embed": torch.ones(4, 2), "head": torch.ones(4, 2), "norm": torch.full((2,), 5.0)}
@@ -182,7 +182,7 @@ TIED = {"embed": torch.ones(4, 2), "head": torch.ones(4, 2), "norm": torch.full(
 def test_a_stream_is_written_without_second_names(checkpoint: Path, names: tuple[str, ...]) -> None:
     memory = torch.empty(8)
     pairs = ((name, memory[: TIED[name].numel()].view(TIED[name].shape).copy_(TIED[name])) for name in names)
-    update = WeightUpdate(version="1", drain=True, stream=pairs)
+    update = WeightUpdate(version="1", when="drain", stream=pairs)
     with weights_folder(update, checkpoint, file_size=1) as folder:
         assert tensor_shapes(folder) == SHAPES
         for file in folder.glob("*.safetensors"):
@@ -200,7 +200,7 @@ def test_a_stream_is_written_as_it_comes(checkpoint: Path, tmp_path: Path, monke
             written.append(len([*tmp_path.glob("corelm-weights-*/*.safetensors")]))
             yield name, memory[: math.prod(shape)].view(shape).fill_(len(written))
 
-    update = WeightUpdate(version="1", drain=True, stream=pairs())
+    update = WeightUpdate(version="1", when="drain", stream=pairs())
     with weights_folder(update, checkpoint, file_size=1) as folder:
         found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert written == [0, 1]

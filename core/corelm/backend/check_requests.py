@@ -143,9 +143,16 @@ def stop_strings_can_match(sampling: SamplingParams, tokenizer: Any) -> None:
 
 
 def generation_mode(
-    wanted: Literal["none", "raw", "processed"], sampling: SamplingParams, capabilities: Capabilities, backend: str
+    wanted: Literal["none", "raw", "processed"],
+    sampling: SamplingParams,
+    capabilities: Capabilities,
+    backend: str,
+    with_support: bool = False,
 ) -> Literal["none", "raw", "processed"]:
     """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
+
+    Args:
+        with_support: whether the engine is asked for the ids that truncation has left as well.
 
     Raises:
         CapabilityError: the engine cannot return `wanted`, and none of its modes equals it here.
@@ -161,7 +168,7 @@ def generation_mode(
         )
     if wanted in capabilities.generation_modes:
         return wanted
-    if "scaled" in capabilities.generation_modes and scaled_is(wanted, sampling):
+    if "scaled" in capabilities.generation_modes and scaled_is(wanted, sampling, with_support):
         return wanted
     other: Mode = "processed" if wanted == "raw" else "raw"
     if untouched(sampling) and other in capabilities.generation_modes:
@@ -179,17 +186,18 @@ def untouched(sampling: SamplingParams) -> bool:
     return sampling.temperature == 1.0 and not (sampling.truncates_support or sampling.penalties)
 
 
-def scaled_is(mode: Mode, sampling: SamplingParams) -> bool:
-    """Return whether `scaled` log-probs equal those of `mode`.
+def scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool = False) -> bool:
+    """Return whether an engine with `scaled` log-probs has those of `mode`.
 
-    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding.
+    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding. Less the log of the
+    mass that truncation has left, which comes with the ids that it has left, they are those after truncation.
     """
     if _reshapes(sampling):
         # Engines differ in whether penalties and forbidden ids are applied before or after they compute the number.
         return False
     if mode == "raw":
         return sampling.temperature in (0.0, 1.0)
-    return sampling.temperature > 0.0 and not sampling.truncates
+    return sampling.temperature > 0.0 and (with_support or not sampling.truncates)
 
 
 def _reshapes(sampling: SamplingParams) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from corelm.backend import sleeping
 from corelm.backend.call_log import log_abort
 from corelm.backend.updates import WeightUpdates
+from corelm.spec.when import When
 
 
 class EngineControls(WeightUpdates):
@@ -16,7 +17,7 @@ class EngineControls(WeightUpdates):
         engine: the engine.
     """
 
-    def sleep(self, level: int = 1, drain: bool = True) -> None:
+    def sleep(self, level: int = 1, when: When = "drain") -> None:
         """Free the memory of the engine's accelerator until `wake`, for example for a step of the optimizer.
 
         It waits for calls under way. Calls that come later, until the engine is awake, are refused. If this raises
@@ -25,7 +26,8 @@ class EngineControls(WeightUpdates):
         Args:
             level: 1 keeps the weights in the memory of the machine. 2 drops them, for an update that follows anyway:
                 the engine answers again after `wake` and `update_weights`.
-            drain: let answers in flight finish first; False ends them with the reason `abort`, in an engine that can.
+            when: "drain" lets answers in flight finish first; "abort" ends them with the reason `abort`, in an engine
+                that can.
 
         Raises:
             InvalidRequestError: no such level, or none at which this engine can sleep now.
@@ -33,7 +35,7 @@ class EngineControls(WeightUpdates):
             BackendAsleepError: part of it sleeps already.
             EngineError: the engine failed; or a wrapper asks for it in the middle of a call, and nothing has changed.
         """
-        sleeping.sleep(self.engine, level, drain)
+        sleeping.sleep(self.engine, level, when)
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Wake what sleeps of the engine; nothing happens to what does not.

@@ -18,13 +18,15 @@ from corelm.backend.adapters import Adapters, NewAdapter, checked_name, update_a
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted
 from corelm.backend.trained_model import NewWeights, checked_pairs, collected, weights_of
+from corelm.backend.versions_in_flight import Attempt
 from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
-from corelm.validate import invalid, shown
+from corelm.spec.when import WHENS, WHENS_OF_ADAPTERS, When
+from corelm.validate import invalid, one_of, shown
 
 _log = logging.getLogger(__name__)
 
@@ -143,12 +145,17 @@ class OpenEngine:
         self,
         weights: NewWeights,
         version: str | None,
-        drain: bool,
+        when: When,
         expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
         """Load new weights and return their label. Arguments and errors are those of `Backend.update_weights`."""
+        one_of("when", when, WHENS)
         self.require("update_weights", "its weights cannot be changed")
-        update = WeightUpdate(version="", drain=drain, expect=self._expected(expect))
+        if when == "now":
+            self.require(
+                "updates_in_flight", 'type when="drain" to let its answers finish, or when="abort" to end them'
+            )
+        update = WeightUpdate(version="", when=when, expect=self._expected(expect))
         if isinstance(weights, (str, os.PathLike)):
             return self._update(replace(update, path=Path(weights)), version)
         if isinstance(weights, nn.Module):
@@ -168,24 +175,25 @@ class OpenEngine:
         """Return the label of rows that are made with this adapter and the weights in force."""
         return self.adapters.version_with(adapter, self.weight_version)
 
-    def load_adapter(self, name: str, weights: NewAdapter, config: Any, version: str | None, drain: bool) -> str:
+    def load_adapter(self, name: str, weights: NewAdapter, config: Any, version: str | None, when: When) -> str:
         """Load an adapter and return its version. Arguments and errors are those of `Backend.load_adapter`."""
         name = checked_name(name)
+        one_of("when", when, WHENS_OF_ADAPTERS)
         self.require("adapters", "it runs its base weights only; its README says which options make it take adapters")
         _check_label(version)
         source = self.adapters.source(name, weights, config)
-        update = WeightUpdate(version="", drain=drain, adapter=name, **source)
+        update = WeightUpdate(version="", when=when, adapter=name, **source)
         return update_adapter(self.hooks, self.adapters, update, version)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. See `Backend.unload_adapter`."""
         name = checked_name(name)
         self.require("adapters", "it has none to unload")
-        update_adapter(self.hooks, self.adapters, WeightUpdate(version="", drain=True, adapter=name), None)
+        update_adapter(self.hooks, self.adapters, WeightUpdate(version="", adapter=name), None)
 
     def weights_changed(self, version: str | None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""
-        update = WeightUpdate(version="", drain=True, expect=self._expected(expect))
+        update = WeightUpdate(version="", expect=self._expected(expect))
         if self.capabilities.update_weights:
             return self._update(update, version)
         _check_label(version)
@@ -256,9 +264,10 @@ class OpenEngine:
         _check_label(version)
         weights = self.hooks.weights
         before, unused, label = weights.saved(), "", ""
+        attempt: Attempt | None = None
 
         def fill(request: WeightUpdate) -> WeightUpdate:
-            nonlocal before, unused, label
+            nonlocal before, unused, label, attempt
             if request.by_owner:
                 # Only an update brings weights that were dropped.
                 self.hooks.sleep_state.require_weights()
@@ -266,8 +275,10 @@ class OpenEngine:
             # Not earlier: another update may have been in force in the meantime.
             before, unused = weights.saved(), weights.next_label(version)
             label = unused if version is None else version
+            # Before the label changes: a call that begins now waits for the end of the update.
+            attempt = begin(label)
             weights.put(unused)
-            return replace(request, version=label)
+            return replace(request, version=label, number=attempt.number)
 
         def finish(done: Any) -> str:
             if done is not True:
@@ -284,14 +295,19 @@ class OpenEngine:
                 weights.put(unused)
             return error
 
-        try:
-            loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
-        except BaseException:
-            if weights.label == unused:
-                # The engine no longer has the weights of the update that the canary still had to ask about.
-                self._not_asked = None
-            self._distrust(unused)
-            raise
+        with self.hooks.in_flight.update(goes_on=request.when == "now") as begin:
+            try:
+                loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+            except BaseException:
+                if weights.label == unused:
+                    # The engine no longer has the weights of the update that the canary still had to ask about.
+                    self._not_asked = None
+                self._distrust(unused)
+                if attempt is not None and weights.label == unused:
+                    attempt.label = unused
+                raise
+            if attempt is not None:
+                attempt.label = loaded
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
 

@@ -10,3 +10,5 @@ OUT_OF_TURN = frozenset({"abort", "health"})
 READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
 #: Hooks that are called while no other call is in the engine.
 ALONE = frozenset({"update_weights", "sleep", "wake"})
+#: Hooks that go on while weights are updated in flight.
+GO_ON = frozenset({"generate"})

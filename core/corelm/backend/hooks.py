@@ -19,11 +19,12 @@ import tenacity
 
 from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.hook_kinds import ALONE, OUT_OF_TURN, READ_WEIGHTS, RETRIED
+from corelm.backend.hook_kinds import ALONE, GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED
 from corelm.backend.registering import registered
 from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.sleep_state import SleepState
+from corelm.backend.versions_in_flight import VersionsInFlight
 from corelm.backend.waits import call_for
 from corelm.backend.weights import CHANGED, Weights
 from corelm.errors import (
@@ -66,6 +67,7 @@ class EngineHooks:
         capabilities: what the engine can do, as it declared when it was opened.
         weights: the label of the weights in force.
         sleep_state: what of the engine sleeps.
+        in_flight: the calls that may see an update of the weights.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
@@ -95,6 +97,7 @@ class EngineHooks:
         }
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
+        self.in_flight = VersionsInFlight(self.capabilities, self.weights, self._lock, self._ask, self.fault)
         self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:
@@ -259,17 +262,18 @@ class EngineHooks:
             with self._own_turns[hook]:
                 self.require_open()
                 return serve()
-        aborts = hook in ALONE and not getattr(request, "drain", True)
-        if aborts:
+        when = getattr(request, "when", "drain")
+        if when == "abort":
             self._abort_answers()
         visit = self._lock.visit(
             exclusive=hook in ALONE or not self.capabilities.concurrent_calls,
             hook=hook,
             names=request.request_ids if hook in READ_WEIGHTS else (),
             attended=attended,
+            beside=GO_ON if when == "now" else (),
         )
         # An abort that reaches the engine before its request does is lost, so it is repeated.
-        remind = self._abort_answers if aborts else None
+        remind = self._abort_answers if when == "abort" else None
         in_turn = partial(self._in_turn, visit, serve, end, remind)
         if end is None or self.capabilities.stops_at_timeout or getattr(request, "grad", False):
             return in_turn()
@@ -335,7 +339,7 @@ class EngineHooks:
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
-                result = self._ask(hook, request)
+                result = self.in_flight.sampled(request) if hook in GO_ON else self._ask(hook, request)
             except CoreLMError as error:
                 told = failed(error)
                 if told is error:

@@ -30,6 +30,7 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
+from corelm.backend.version_runs import versions_of
 from corelm.errors import BackendClosedError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -146,9 +147,9 @@ def prepare_generation(
     capabilities = engine.capabilities
     check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
     check_requests.stop_strings_can_match(sampling, engine.tokenizer)
-    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name)
-    adapter = _adapter(engine, adapter)
     support = SupportOfAnswers.of(return_support, sampling, engine)
+    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support.from_engine)
+    adapter = _adapter(engine, adapter)
     top_logprobs = top_of_answers(top_logprobs, mode, engine)
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
@@ -191,8 +192,10 @@ def prepare_generation(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
-            weight_versions=_versions(engine, batch, len(answers), adapter),
             adapter=adapter,
+        )
+        batch = versions_of(
+            batch, engine.version_with(adapter), lambda each: engine.adapters.version_with(adapter, each)
         )
         batch = support.added(batch)
         if problems:

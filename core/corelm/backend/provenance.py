@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corelm.backend.engine import OpenEngine
-from corelm.spec.provenance import Provenance
+from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 
@@ -14,8 +14,11 @@ def provenance_of(
     """Return the provenance of what the engine returned; see `Backend.provenance`."""
     processed = batch.mode == "processed"
     versions = batch.weight_versions or (engine.version_with(batch.adapter),)
+    given = batch.version_runs if isinstance(batch, GenerateResult) else None
+    runs: tuple[VersionRuns, ...] = tuple(row if len(row) > 1 else () for row in given or ((),) * len(versions))
+    rows = list(zip(versions, runs, strict=True))
     made = {
-        version: Provenance(
+        (version, of_row): Provenance(
             backend=engine.name,
             model=engine.model_name,
             weight_version=version,
@@ -24,7 +27,8 @@ def provenance_of(
             support=batch.support if processed else "full",
             penalties=sampling.penalties if processed and sampling is not None else (),
             adapter=batch.adapter,
+            version_runs=of_row,
         )
-        for version in {*versions}
+        for version, of_row in {*rows}
     }
-    return made[versions[0]] if len(made) == 1 else tuple(made[version] for version in versions)
+    return made[rows[0]] if len(made) == 1 else tuple(made[row] for row in rows)

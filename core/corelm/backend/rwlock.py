@@ -29,11 +29,12 @@ class Visit:
         hook: the hook that is called in it.
         outer: the visit in which it is made; None for one that is made outside every other.
         names: the requests that are made in it.
+        beside: the hooks whose visits it does not wait for, although it is exclusive.
         entered: whether it has held the lock.
         left: whether its caller has stopped waiting for it.
     """
 
-    __slots__ = ("_attended", "entered", "exclusive", "hook", "left", "names", "outer")
+    __slots__ = ("_attended", "beside", "entered", "exclusive", "hook", "left", "names", "outer")
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class Visit:
         hook: str,
         names: Iterable[str],
         attended: Callable[[], bool] | None,
+        beside: Iterable[str] = (),
     ) -> None:
+        self.beside: frozenset[str] = frozenset(beside) | (outer.beside if outer is not None else frozenset())
         self.exclusive, self.outer, self._attended = exclusive, outer, attended
         self.hook, self.names = hook, tuple(names)
         self.entered = self.left = False
@@ -91,6 +94,7 @@ class ReadersWriterLock:
         hook: str = "",
         names: Iterable[str] = (),
         attended: Callable[[], bool] | None = None,
+        beside: Iterable[str] = (),
     ) -> Visit:
         """Return a new visit for `hold`, inside the one that this thread is in.
 
@@ -99,12 +103,14 @@ class ReadersWriterLock:
             hook: the hook that is called in it.
             names: the requests that are made in it.
             attended: returns whether a caller waits for it; None if one does as long as `left` is not set.
+            beside: hooks whose visits it does not wait for. The same holds for the visits made inside it. What is not
+                inside yet waits for it as for any other.
         """
         outer = getattr(self._local, "visit", None)
         while outer is not None and outer not in self.inside:
             # Left over from an interrupt.
             outer = outer.outer
-        return Visit(exclusive, outer, hook, names, attended)
+        return Visit(exclusive, outer, hook, names, attended, beside)
 
     def hold(
         self,
@@ -168,8 +174,9 @@ class ReadersWriterLock:
         return not others
 
     def _others(self, visit: Visit) -> set[Visit]:
-        """Return the visits that hold the lock and that this one is not made in."""
-        return self.inside.keys() - visit.enclosing()
+        """Return the visits that hold the lock and that this one waits for: it is not made in them."""
+        others = self.inside.keys() - visit.enclosing()
+        return {each for each in others if each.hook not in visit.beside} if visit.beside else others
 
     def _nested(self, visit: Visit) -> bool:
         return not visit.enclosing().isdisjoint(self.inside)

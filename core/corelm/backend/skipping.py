@@ -168,6 +168,7 @@ def spread_answers(
         finish_reasons=served.values(batch.finish_reasons, "error"),
         texts=None if batch.texts is None else served.values(batch.texts, ""),
         weight_versions=served.values(batch.weight_versions or (), version),
+        version_runs=None if batch.version_runs is None else served.values(batch.version_runs, ((version, 0),)),
         errors=_errors(batch, served, skipped),
         kept_ids=None if batch.kept_ids is None else TokenSets.from_flat(*map(served.ragged, batch.kept_ids.as_rows)),
         **_more(batch, lambda rows, filler: served.ragged(rows)),

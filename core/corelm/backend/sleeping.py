@@ -9,10 +9,11 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.sleep_state import sleep_level, sleep_tags
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec.sleeping import SleepRequest, WakeRequest
-from corelm.validate import flag, invalid, shown
+from corelm.spec.when import WHENS_OF_SLEEP, When
+from corelm.validate import invalid, one_of, shown
 
 
-def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
+def sleep(engine: OpenEngine, level: int, when: When) -> None:
     """Put an engine to sleep. Arguments and errors are those of `Backend.sleep`."""
     engine.require("sleep_levels", "it cannot sleep as it was opened; its README says how an engine that can is opened")
     hooks = engine.hooks
@@ -22,7 +23,8 @@ def sleep(engine: OpenEngine, level: int, drain: bool) -> None:
             "call sleep outside other calls",
             usable=True,
         )
-    request = SleepRequest(level=sleep_level(level, engine.capabilities.sleep_levels), drain=flag("drain", drain))
+    one_of("when", when, WHENS_OF_SLEEP)
+    request = SleepRequest(level=sleep_level(level, engine.capabilities.sleep_levels), when=when)
     state = hooks.sleep_state
     before = state.saved()
 

@@ -9,6 +9,7 @@ from corelm.backend.adapters import NewAdapter
 from corelm.backend.engine import OpenEngine
 from corelm.backend.trained_model import NewWeights
 from corelm.spec.probes import ProbeScores
+from corelm.spec.when import When
 
 
 class WeightUpdates:
@@ -18,7 +19,7 @@ class WeightUpdates:
         self,
         weights: NewWeights,
         version: str | None = None,
-        drain: bool = True,
+        when: When = "drain",
         expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
         """Load new weights, and return the version that every later row carries.
@@ -26,19 +27,20 @@ class WeightUpdates:
         Args:
             weights: a model, a state dict or an iterator of (name, tensor) with the names of its checkpoint, or a path.
             version: the label of these weights; None counts up from the last label.
-            drain: let answers in flight finish on the old weights first; False ends them with the reason `abort`, in an
-                engine that can. Either way no answer mixes two sets of weights.
+            when: "drain" lets answers in flight finish on the old weights first. "abort" ends them with the reason
+                `abort`, in an engine that can. "now" lets them go on, on the new weights: their `version_runs` say from
+                which token on. Scores never mix two sets of weights.
             expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
                 the backend compares the engine with it before any other call is served.
 
         Raises:
             InvalidRequestError: the weights do not fit; the old ones are still in force.
-            CapabilityError: the engine cannot load them; the old ones are still in force.
+            CapabilityError: the engine cannot load them, or not while it answers; the old ones are still in force.
             StaleWeightsError: the canary disagrees; as after the next error.
             EngineError: loading failed, or an iterator did half-way. As after an interrupt, weights may be partly new:
-                `weight_version` and the rows that follow get a label that none had before, until an update succeeds.
+                `weight_version` and the tokens that follow get a label that none had before, until an update succeeds.
         """
-        return self.engine.update_weights(weights, version, drain, expect)
+        return self.engine.update_weights(weights, version, when, expect)
 
     def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
@@ -61,7 +63,13 @@ class WeightUpdates:
         return self.engine.adapters.versions
 
     def load_adapter(
-        self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, drain: bool = True
+        self,
+        name: str,
+        weights: NewAdapter,
+        *,
+        config: Any = None,
+        version: str | None = None,
+        when: When = "drain",
     ) -> str:
         """Load an adapter (LoRA, for example), or replace the one of this name, and return its version.
 
@@ -75,14 +83,14 @@ class WeightUpdates:
             config: PEFT's configuration of the adapter in a state dict, such as a ``LoraConfig`` or its dict. None for
                 that of the adapter that is replaced.
             version: the label of this adapter; None counts up from the last one of this name, from "1".
-            drain: as for `update_weights`.
+            when: as for `update_weights`, but not "now": an answer is of one version of its adapter.
 
         Raises:
             InvalidRequestError: the adapter does not fit the model or the engine; what was loaded before stays.
             CapabilityError: the engine takes no adapters, or none of this kind; what was loaded before stays.
             EngineError: loading failed. The adapter gets a version that none had before, until it is loaded again.
         """
-        return self.engine.load_adapter(name, weights, config, version, drain)
+        return self.engine.load_adapter(name, weights, config, version, when)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter that `load_adapter` has loaded.

@@ -29,6 +29,7 @@ from corelm.errors import EngineError
 from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.spec.when import When
 from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
@@ -87,7 +88,8 @@ class DynamicBatcher(Backend):
     Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
     settings belong to a thread.
     `update_weights`, `weights_changed` and `sleep` wait for the requests before them, and later requests wait for
-    them; with ``drain=False`` nothing waits in the queue. Requests that come while the engine sleeps are refused.
+    them; with ``when="abort"`` or ``"now"`` nothing waits in the queue. Requests that come while the engine sleeps are
+    refused.
 
     A request's timeout starts when the request is made. A shared call gets the time of the request that has most left,
     and each request fails when its own time is over. ``get_backend(retry=…)`` repeats a shared call as a whole.
@@ -181,33 +183,39 @@ class DynamicBatcher(Backend):
         self,
         weights: NewWeights,
         version: str | None = None,
-        drain: bool = True,
+        when: When = "drain",
         expect: ProbeScores | Mapping[str, Any] | None = None,
     ) -> str:
-        """Load new weights as `Backend.update_weights` does; with `drain`, in its turn among the requests."""
-        if not drain:
-            return super().update_weights(weights, version, drain, expect)
+        """Load new weights as `Backend.update_weights` does; to drain, in its turn among the requests."""
+        if when != "drain":
+            return super().update_weights(weights, version, when, expect)
         update = super().update_weights
-        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, drain, expect))
+        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, when, expect))
 
     def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
         """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
         change = super().weights_changed
         return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))
 
-    def sleep(self, level: int = 1, drain: bool = True) -> None:
-        """Put the engine to sleep as `Backend.sleep` does; with `drain`, in its turn among the requests."""
-        if not drain:
-            return super().sleep(level, drain)
+    def sleep(self, level: int = 1, when: When = "drain") -> None:
+        """Put the engine to sleep as `Backend.sleep` does; to drain, in its turn among the requests."""
+        if when != "drain":
+            return super().sleep(level, when)
         put = super().sleep
-        return self.dispatcher.in_turn(self._barrier(), lambda: put(level, drain))
+        return self.dispatcher.in_turn(self._barrier(), lambda: put(level, when))
 
     def load_adapter(
-        self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, drain: bool = True
+        self,
+        name: str,
+        weights: NewAdapter,
+        *,
+        config: Any = None,
+        version: str | None = None,
+        when: When = "drain",
     ) -> str:
-        """Load an adapter as `Backend.load_adapter` does; with `drain`, in its turn among the requests."""
-        load = partial(super().load_adapter, name, weights, config=config, version=version, drain=drain)
-        return self.dispatcher.in_turn(self._barrier(), load) if drain else load()
+        """Load an adapter as `Backend.load_adapter` does; to drain, in its turn among the requests."""
+        load = partial(super().load_adapter, name, weights, config=config, version=version, when=when)
+        return self.dispatcher.in_turn(self._barrier(), load) if when == "drain" else load()
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter as `Backend.unload_adapter` does, in its turn among the requests."""

@@ -35,6 +35,8 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         # Every engine loads the same weights, and one that is opened later as well.
         "weight_stream": False,
         "native_samples": False,
+        # Its engines load one after another, and an answer may go from one engine to another.
+        "updates_in_flight": False,
         "concurrent_calls": True,
         "without_weights": can["update_weights"] and any(one.without_weights for one in given),
         "sleep_levels": frozenset.intersection(

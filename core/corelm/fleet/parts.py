@@ -113,15 +113,20 @@ def result_of_parts(
             asked = all(getattr(result, each.name) is not None for result in labelled)
             values[each.name] = _ragged(each.name, request, parts, given, order) if asked else None
         elif any(isinstance(value, (tuple, list)) for value in given):
-            filler = label if each.name == "weight_versions" else ""
-            filled = [
-                value or (filler,) * len(rows_of_result(part.result)) for part, value in zip(parts, given, strict=True)
-            ]
+            filled = [value or _filler(each.name, part.result, label) for part, value in zip(parts, given, strict=True)]
             flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
             values[each.name] = tuple(flat if order is None else (flat[place] for place in order.tolist()))
         else:
             values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
     return replace(results[0], **values)
+
+
+def _filler(name: str, result: Result, label: str) -> Sequence[Any]:
+    """Return what a field with one value per row says of a result that leaves it out."""
+    versions = result.weight_versions or (label,) * len(rows_of_result(result))
+    if name == "version_runs":
+        return [((version, 0),) for version in versions]
+    return versions if name == "weight_versions" else ("",) * len(versions)
 
 
 def rows_of_result(result: Result) -> Ragged:

@@ -152,7 +152,7 @@ class OpenReplica:
             self._label = self._engine.weights_changed(update.version, update.expect)
         else:
             weights: Any = update.path if update.state_dict is None else update.state_dict
-            self._label = self._engine.update_weights(weights, update.version, update.drain, update.expect)
+            self._label = self._engine.update_weights(weights, update.version, update.when, update.expect)
 
     def look(self, expected: Said | None) -> Said | None:
         """Have the canary ask the engine, and return what it said; None if it sleeps or nothing shows its weights.

@@ -24,6 +24,7 @@ from corelm.containers.classes import PerToken
 from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
 from corelm.kl.divergences import TopLogProbs, js_upper_bound, top_k_divergence
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
+from corelm.kl.exact_divergences import OutputHead, exact_divergence
 from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_report
 from corelm.kl.penalty import BiasedKLWarning, KLComputation
 from corelm.kl.retrieve import KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -37,6 +38,7 @@ __all__ = [
     "KLController",
     "KLRewardTransform",
     "MismatchReport",
+    "OutputHead",
     "PerToken",
     "RetrieveKL",
     "RetrieveLogProb",
@@ -44,6 +46,7 @@ __all__ = [
     "abs_kl",
     "aggregate",
     "exact",
+    "exact_divergence",
     "js_upper_bound",
     "k1",
     "k1_st",

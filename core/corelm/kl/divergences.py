@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.divergence_terms import Divergence, Terms
+from corelm.kl.estimators import counted_positions
 from corelm.validate import invalid
 
 #: How far a sum of probabilities may be from 1. Engines round log-probs to float32, and some compute them in less.
@@ -143,7 +144,7 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
             f"{tuple(teacher.log_probs.shape)} and {tuple(student.log_probs.shape)}",
         )
     device = student.log_probs.device
-    counts = _counts(mask, student.tail)
+    counts = counted_positions(mask, student.tail)
     _check_ids(teacher, student, counts)
     dtype = functools.reduce(
         torch.promote_types, (tensor.dtype for side in (teacher, student) for tensor in (side.log_probs, side.tail))
@@ -188,15 +189,6 @@ def _check_side(name: str, side: Any) -> None:
         raise invalid(f"{name}.ids", f"expected a tensor of ids, got {found}")
     if tuple(side.ids.shape) != shape:
         raise invalid(f"{name}.ids", f"expected the shape of log_probs, {shape}; got {tuple(side.ids.shape)}")
-
-
-def _counts(mask: Any, like: Tensor) -> Tensor:
-    if mask is None:
-        return torch.ones_like(like, dtype=torch.bool)
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.shape != like.shape:
-        found = f"{mask.dtype}{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise invalid("mask", f"expected bool{list(like.shape)}, got {found}")
-    return mask.to(like.device, torch.bool)
 
 
 def _check_mass(name: str, table: Tensor, counts: Tensor, given: torch.dtype) -> None:

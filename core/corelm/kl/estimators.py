@@ -198,7 +198,7 @@ def _per_sequence(values: Tensor | Ragged, mask: Tensor | Ragged | None) -> tupl
 
 
 def _kept(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    mask = _positions(mask, values)
+    mask = counted_positions(mask, values)
     values = values.to(_dtype(values))
     return torch.where(mask, values, 0.0), mask.to(values.dtype)
 
@@ -209,7 +209,7 @@ def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
         _check_tensor(field, given)
     if gen.shape != ref.shape:
         raise invalid("ref", f"gen and ref must have one shape; got {tuple(gen.shape)} and {tuple(ref.shape)}")
-    mask, dtype = _positions(mask, gen), _dtype(gen, ref)
+    mask, dtype = counted_positions(mask, gen), _dtype(gen, ref)
     gen, ref = gen.to(dtype), ref.to(dtype)
     undefined = ~torch.isfinite(gen) | (ref == torch.inf)
     # Add NaN instead of choosing it, which would hide it from the gradient.
@@ -254,7 +254,7 @@ def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref:
             "gen_logits and ref_logits must have the same positions and one vocabulary; "
             f"got shapes {tuple(gen.shape)} and {tuple(ref.shape)}",
         )
-    mask, dtype = _positions(mask, gen[..., 0]), _dtype(gen, ref)
+    mask, dtype = counted_positions(mask, gen[..., 0]), _dtype(gen, ref)
     found = divergence(gen[mask].to(dtype).log_softmax(-1), ref[mask].to(dtype).log_softmax(-1))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
@@ -299,7 +299,8 @@ def _check_tensor(field: str, given: Any) -> None:
         raise invalid(field, f"expected a tensor, got {type(given).__name__}")
 
 
-def _positions(mask: Tensor | None, values: Tensor) -> Tensor:
+def counted_positions(mask: Tensor | None, values: Tensor) -> Tensor:
+    """Return bool, shaped like `values` and on their device: which positions count. All of them without a mask."""
     if mask is None:
         return torch.ones_like(values, dtype=torch.bool)
     _check_tensor("mask", mask)

@@ -19,6 +19,7 @@ from corelm.containers.field_access import rows
 from corelm.containers.keys import find_entry, key_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.kl.layout import TokenLayout
+from corelm.kl.supports import check_supports, distribution_of
 from corelm.tensors.ragged import Ragged
 
 
@@ -81,7 +82,9 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
         MissingKeyError: a scoring or the mask is missing.
         InvalidRequestError: the scorings have different layouts, or a log-prob that counts is not finite; `rows` lists
             the rows at fault.
-        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False.
+        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False. Two of
+            truncated support are of one distribution only if both say over which ids they were normalised, and these
+            are the same at every position that counts.
     """
     gen, here = _find_log_probs(td, keys.gen)
     ref, _ = _find_log_probs(td, keys.ref)
@@ -105,6 +108,8 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     mask = gen_scored.to(device) & ref_scored.to(device)
     if keys.mask is not None:
         mask &= _read_selection(td, here, view, keys, layout).to(device)
+    if not allow_mismatch:
+        check_supports(view, {"gen": keys.gen, "ref": keys.ref}, mask, layout)
     values, others = gen_values.values, ref_values.values.to(device)
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
@@ -272,12 +277,13 @@ def _check_distributions(gen: LogProbs, ref: LogProbs, keys: PairKeys) -> None:
     if len(kinds) < 2:
         return
     for row, (one, other) in enumerate(zip(rows(gen), rows(ref), strict=True)):
-        a, b = one.provenance, other.provenance
+        a, b = distribution_of(one), distribution_of(other)
         if a is not None and b is not None and not a.matches(b):
+            truncated = "truncated" in (a.support, b.support)
+            how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
             raise ProvenanceMismatchError(
                 f"row {row}: {keys.gen} and {keys.ref} are of different distributions, so their difference has no "
-                f"meaning: {a} and {b}; score both with the same log_probs_mode and temperature, or pass "
-                "allow_mismatch=True"
+                f"meaning: {a} and {b}; score both {how} and temperature, or pass allow_mismatch=True"
             )
 
 

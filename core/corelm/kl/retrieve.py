@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows
 from corelm.containers.field_access import rows
+from corelm.containers.kept_sets import carries_sets
 from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.controllers import KLController
@@ -31,6 +32,10 @@ class RetrieveLogProb(TensorDictModuleBase):
     so the result aligns with the log-probs of sampling. The engine, its weights and its device may differ from the
     sampler's; the vocabulary must be the same. The result has no gradients; use ``policy.log_prob`` for those.
 
+    Tokens that were sampled with top-k, top-p or min-p, by a policy with ``return_support=True`` and
+    ``log_probs_mode="processed"``, are scored over the ids that were left for the sampler, at its temperature.
+    Otherwise the difference of the two numbers would be the log of the mass that truncation kept.
+
     The module writes under ``next`` if the TensorDict has one, else at the root; the tokens may be in either.
 
     Args:
@@ -41,11 +46,14 @@ class RetrieveLogProb(TensorDictModuleBase):
         overwrite: whether log-probs of sampling may be replaced by those of another provenance. Log-probs under
             "log_probs" or the policy's own key are taken for such, and under other keys those that score responses and
             no token of a prompt. Other log-probs under other keys, such as those retrieved before, are replaced.
+        support_key: the `LogProbs` of the sampler. If they are truncated and carry the ids that were left, tokens are
+            scored over these. None scores over the whole vocabulary. The `support_key` of the policy goes first.
 
     Raises:
         InvalidRequestError: `policy` is not an `LLMPolicy`, or, on a call, the tokens or masks are of another type or
             do not fit, or log-probs of another provenance would be replaced.
         MissingKeyError: on a call, the tokens or the masks are missing.
+        ProvenanceMismatchError: on a call, the rows were sampled at different temperatures, or with penalties.
         CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: on a call, from the engine.
     """
 
@@ -57,6 +65,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         tokens_key: NestedKey | None = None,
         masks_key: NestedKey | None = None,
         overwrite: bool = False,
+        support_key: NestedKey | None = "log_probs",
     ) -> None:
         super().__init__()
         if not isinstance(policy, LLMPolicy):
@@ -66,8 +75,11 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.log_probs_key = log_probs_key
         self._sampled_keys = {key_parts(key) for key in (Keys().log_probs, policy.options.keys.log_probs)}
         self.overwrite = flag("overwrite", overwrite)
+        own = policy.options.support_key
+        self.support_key = support_key if own is None else own
         outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
+        scorer = scorer.replace(support_key=None)
         # One scorer per layout, so that the scores come back in the layout of the tokens.
         self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
         self.in_keys = [(*key_parts(self.tokens_key), "full")]
@@ -86,12 +98,33 @@ class RetrieveLogProb(TensorDictModuleBase):
         with suppress(MissingKeyError):
             view[scorer.options.keys.masks] = find_entry(tensordict, self.masks_key, first=holder)[0]
         target = next_or_root(tensordict)
-        self._refuse_other(target, scorer.score_provenance)
+        sampled = self._truncated(tensordict)
+        if sampled is None:
+            self._refuse_other(target, scorer.score_provenance)
+        else:
+            view["sampled"], label = sampled
+            sampling = {"temperature": label.temperature}
+            scorer = scorer.replace(support_key="sampled", log_probs_mode="processed", sampling_params=sampling)
+            _require_support(scorer, self.support_key)
         scores = scorer(view)[scorer.options.keys.log_probs]
         # The weights may have changed in the meantime.
         self._refuse_other(target, provenance_of_rows(scores, scores.batch_size.numel()))
         target.set(self.log_probs_key, scores)
         return tensordict
+
+    def _truncated(self, td: TensorDictBase) -> tuple[LogProbs, Provenance] | None:
+        """Return the sampler's log-probs and the first label of truncated support; None without ids to score over."""
+        if self.support_key is None:
+            return None
+        try:
+            found, _ = find_entry(td, self.support_key)
+        except MissingKeyError:
+            return None
+        if not isinstance(found, LogProbs) or not carries_sets(found):
+            return None
+        labels = provenance_of_rows(found, found.batch_size.numel())
+        label = next((one for one in labels if one is not None and one.support == "truncated"), None)
+        return None if label is None else (found, label)
 
     def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
         # Sampled log-probs cannot be computed again.
@@ -100,6 +133,14 @@ class RetrieveLogProb(TensorDictModuleBase):
         there = target.get(self.log_probs_key)
         if key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there):
             refuse_other_provenance(there, new, self.log_probs_key, _ADVICE)
+
+
+def _require_support(scorer: LLMPolicy, key: NestedKey | None) -> None:
+    scorer.backend.engine.require(
+        "score_support",
+        f"it cannot score over the ids that truncation left for the sampler of {key!r}; score with an engine that can, "
+        "such as transformers, or pass support_key=None and compare with allow_mismatch=True",
+    )
 
 
 def _score_responses_alone(there: Any) -> bool:
@@ -168,6 +209,7 @@ class RetrieveKL(TensorDictModuleBase):
                 tokens_key=tokens_key,
                 masks_key=masks_key,
                 overwrite=overwrite,
+                support_key=key_parts(gen_log_probs_key)[:-1] if gen_policy is None else Keys().log_probs,
             )
             for policy, key in scorings
         ]

@@ -20,6 +20,7 @@ from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
 from corelm.containers.field_access import flat
 from corelm.containers.keys import key_parts
 from corelm.errors import InvalidRequestError, refuse, spelled_out
+from corelm.policy.joining import joined_ids
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows
 from corelm.policy.stale import refuse_stale
@@ -85,11 +86,13 @@ def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
     refuse_stale(td, options, "a new answer", answered=True)
 
 
-def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions, label: Provenance) -> None:
+def must_keep(
+    td: TensorDictBase, rows: InputRows, options: PolicyOptions, label: Provenance | tuple[Provenance, ...]
+) -> None:
     """Refuse scoring in place if it would replace something that is there.
 
     Args:
-        label: the expected provenance of the scores.
+        label: the expected provenance of the scores, of all rows or of each.
 
     Raises:
         InvalidRequestError: other tokens, log-probs of another provenance, or values of other kinds are there.
@@ -268,8 +271,11 @@ def merged(td: TensorDictBase, rows: InputRows, request: ContainerRequest, optio
     values, counts, new_counts = (one.values.to(new.device) for one in (old, old_scored, request.scored))
     both = counts & new_counts
     _must_agree(old.with_values(torch.where(both, values - new, 0.0)), old.with_values(both), options)
+    where = old.with_values(counts), old.with_values(new_counts)
+    about_ids = joined_ids(_with_masks(there, rows), request, *where, _dotted(options, "log_probs"))
     return replace(
         _with_split(there, rows, request),
+        **about_ids,
         logprobs=old.with_values(torch.where(counts, values, new)),
         scored=old.with_values(counts | new_counts),
     )

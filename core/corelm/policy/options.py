@@ -15,6 +15,7 @@ from corelm import validate
 from corelm.backend.adapters import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
+from corelm.containers.field_shapes import KEPT, TOP
 from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.outputs import ResponseParser
 from corelm.rendering.completions import Boundary
@@ -28,6 +29,13 @@ _NOT_FOR_TEMPLATES = {
     "add_generation_prompt": "generate=True prompts for an answer, generate=False scores whole conversations",
     "chat_template": "give the policy chat_template=…",
     "tokenize": "leave it out",
+}
+#: What to do instead of an option about ids that belongs to the other kind of policy.
+_ASKED_OTHERWISE = {
+    "return_support": "only sampling returns it; score over the ids of a sampler with support_key",
+    "top_logprobs": "only sampling takes it; pass top_k={} to score",
+    "top_k": 'only scoring takes it; pass top_logprobs={0}, or sampling_params={{"top_k": {0}}} to truncate',
+    "support_key": "only scoring reads it; leave it out, or pass generate=False",
 }
 
 
@@ -55,6 +63,14 @@ class PolicyOptions:
         return_argmax: for scoring: write `argmax`, the most probable id at every scored position (int64, as long as
             ``tokens.full``, -1 elsewhere), and `is_greedy`, bool and shaped like the batch: whether each scored token
             of the row, or of its response if the row has one, is the most probable one.
+        return_support: for generation: write into the `LogProbs` which ids top-k, top-p and min-p had left for each
+            sampled token (`kept_ids`, see `corelm.token_sets`), and the log of their mass.
+        top_logprobs: for generation: how many of the most probable ids to write into the `LogProbs` for each sampled
+            token, with their log-probs and the log of the mass of all others (`top_ids` and so on).
+        top_k: for scoring: the same for each scored token. The `top_k` of sampling is in `sampling_params`.
+        support_key: for scoring: the key of a sampler's `LogProbs`, sampled with ``return_support=True``. Each token is
+            scored over the ids that were left when it was sampled, at the sampler's temperature, which must be the
+            policy's. Tokens without such ids, such as those of prompts, are scored over the whole vocabulary.
         log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
             scores at the temperature of `sampling_params`.
         prefer_tokens: sampled turns of a history keep their ids, and so does a sampled `Text` that is scored with its
@@ -115,6 +131,10 @@ class PolicyOptions:
     return_log_probs: bool = True
     return_history: bool | None = None
     return_argmax: bool = False
+    return_support: bool = False
+    top_logprobs: int = 0
+    top_k: int = 0
+    support_key: NestedKey | None = None
     log_probs_mode: Mode = "raw"
     prefer_tokens: bool = True
     inplace: Inplace | None = None
@@ -148,6 +168,7 @@ class PolicyOptions:
         validate.flag("return_argmax", self.return_argmax)
         if self.return_argmax and self.generate:
             raise validate.invalid("return_argmax", "only scoring returns it; leave it out, or pass generate=False")
+        self._check_ids()
         self._settle_log_probs_key()
         if self.return_history and self.input_mode != "history":
             raise validate.invalid(
@@ -173,13 +194,32 @@ class PolicyOptions:
         self._set("adapter", checked_adapter(self.adapter))
         self._settle_samples(SamplingParams.make(self.sampling_params))
 
+    def _check_ids(self) -> None:
+        """Check what a policy is to say about other ids than those that were sampled or given."""
+        validate.flag("return_support", self.return_support)
+        for name in ("top_logprobs", "top_k"):
+            self._set(name, validate.count(name, getattr(self, name)))
+        sampled = {"return_support": self.return_support, "top_logprobs": self.top_logprobs}
+        scored = {"top_k": self.top_k, "support_key": self.support_key}
+        for name, value in scored.items() if self.generate else sampled.items():
+            if value:
+                raise validate.invalid(name, _ASKED_OTHERWISE[name].format(value))
+        asked = [name for name, value in (sampled | scored).items() if value]
+        if asked and not self.return_log_probs:
+            raise validate.invalid(asked[0], "it is written into the LogProbs; leave out return_log_probs=False")
+        if self.support_key is not None:
+            self._must_be_key("support_key", self.support_key)
+        if self.support_key is not None and self.top_k:
+            raise validate.invalid(
+                "top_k", "the most probable ids are those of the whole vocabulary; leave out top_k or support_key"
+            )
+
     def _settle_log_probs_key(self) -> None:
         """Keep the key of the log-probs in `keys`. It may be passed there or as an option; both then read the same."""
         key = self.log_probs_key
         if key is None:
             key = self.keys.log_probs
-        if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
-            raise validate.invalid("log_probs_key", f"expected a key of a TensorDict, got {validate.shown(key)}")
+        self._must_be_key("log_probs_key", key)
         if self.keys.log_probs not in (Keys().log_probs, key):
             raise validate.invalid(
                 "log_probs_key",
@@ -187,6 +227,11 @@ class PolicyOptions:
             )
         self._set("keys", dataclasses.replace(self.keys, log_probs=key))
         self._set("log_probs_key", key)
+
+    @staticmethod
+    def _must_be_key(name: str, key: Any) -> None:
+        if not isinstance(key, str) and not (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
+            raise validate.invalid(name, f"expected a key of a TensorDict, got {validate.shown(key)}")
 
     def _settle_samples(self, sampling: SamplingParams) -> None:
         """Keep `num_samples` in one place. It may be passed as an option or inside `sampling_params`."""
@@ -225,6 +270,9 @@ class PolicyOptions:
         if any(changes.get(name, old) != old for name, old in self._reads.items()):
             # These keys hold the input of one mode, a prompt or a whole sequence.
             changes = {"input_key": None, "attention_mask_key": None, **changes}
+        if changes.get("generate", self.generate) is not self.generate:
+            # What is said about ids is asked for differently.
+            changes = {"return_support": False, "top_logprobs": 0, "top_k": 0, "support_key": None, **changes}
         if "sampling_params" in changes or changes.get("generate") is False:
             # New sampling parameters bring their own number of samples, and scoring has none.
             changes = {"num_samples": None, **changes}
@@ -306,6 +354,12 @@ def _make(self: PolicyOptions, **given: Any) -> None:
 PolicyOptions.__init__ = _make  # type: ignore[method-assign]
 
 
+def _about_ids(options: PolicyOptions) -> tuple[str, ...]:
+    """Return the fields of `LogProbs` about ids that every call writes."""
+    kept = KEPT if options.return_support else KEPT[:2] if options.support_key is not None else ()
+    return (*kept, *(TOP if options.top_k or options.top_logprobs else ()))
+
+
 def out_keys(options: PolicyOptions) -> list[NestedKey]:
     """Return the keys that every call writes.
 
@@ -322,7 +376,7 @@ def out_keys(options: PolicyOptions) -> list[NestedKey]:
         "text": parts,
         "tokens": parts,
         "masks": tuple(masks),
-        "log_probs": (*parts, "scored_mask"),
+        "log_probs": (*parts, "scored_mask", *_about_ids(options)),
         "history": parts,
     }
     keys: list[NestedKey] = []

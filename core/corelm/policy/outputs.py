@@ -16,11 +16,13 @@ import torch
 from corelm.backend.backend import Backend
 from corelm.errors import Problems, ResponseParserWarning, spelled_out
 from corelm.policy.rows import InputRows
+from corelm.policy.scored_sets import provenance_of_scores
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.support.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ def generated(
     if logprobs is not None:
         unscored = torch.zeros_like(rows.ids.values, dtype=torch.float32)
         logprobs = rows.ids.with_values(unscored).join(logprobs, answered)
+    about_ids = {} if logprobs is None else _about_ids(rows.ids, batch, answered)
     request = ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -79,6 +82,7 @@ def generated(
         chats=chats,
         logprobs=logprobs,
         scored=None if logprobs is None else answered,
+        **about_ids,
         provenance=None if logprobs is None else backend.provenance(batch, sampling),
         assistant=assistant,
         finish_reasons=batch.finish_reasons,
@@ -88,6 +92,20 @@ def generated(
         **layout,
     )
     return request, problems
+
+
+def _about_ids(prompts: Ragged, batch: GenerateResult, answered: Ragged) -> dict[str, Any]:
+    """Return what the answers say about ids, as long as prompt and answer."""
+    found: dict[str, Any] = {}
+    if batch.kept_ids is not None:
+        device = batch.kept_ids.ids.values.device
+        found["kept_ids"] = TokenSets.empty(prompts.lengths).to(device).join(batch.kept_ids)
+    for name, filler in (("kept_log_mass", 0.0), ("top_ids", -1), ("top_logprobs", 0.0), ("tail_log_mass", 0.0)):
+        rows = getattr(batch, name)
+        if rows is not None:
+            shape = (prompts.values.shape[0], *rows.values.shape[1:])
+            found[name] = prompts.with_values(rows.values.new_full(shape, filler)).join(rows, answered)
+    return found
 
 
 def warn_unparsed(problems: Problems) -> None:
@@ -124,9 +142,13 @@ def scored(
         chats=None if rows.chats is None else Parts(None, None, rows.chats),
         logprobs=batch.logprobs,
         scored=batch.scored,
+        kept_ids=None if rows.support is None else rows.support.sets,
+        top_ids=batch.top_ids,
+        top_logprobs=batch.top_logprobs,
+        tail_log_mass=batch.tail_log_mass,
         argmax=batch.argmax,
         greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
-        provenance=backend.provenance(batch),
+        provenance=provenance_of_scores(backend.provenance(batch), rows.support),
         assistant=rows.assistant,
         retokenized=rows.retokenized,
         pad_id=backend.pad_id,

@@ -26,6 +26,8 @@ from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored, warn_unparsed
 from corelm.policy.progress import AnswerBar
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
+from corelm.policy.scored_sets import provenance_of_scores
+from corelm.policy.support import with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -169,9 +171,10 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
         engine = self.backend.engine
         if not options.generate:
+            rows = with_support(td, rows, options, self.score_provenance.temperature)
             if options.writes_in_place is True:
-                must_keep(td, rows, options, self.score_provenance)
-            scoring = {**self._scoring(rows), "return_argmax": options.return_argmax}
+                must_keep(td, rows, options, provenance_of_scores(self.score_provenance, rows.support))
+            scoring = {**self._scoring(rows), "return_argmax": options.return_argmax, "top_k": options.top_k}
             return rows, prepare_scoring(engine, **scoring, timeout=timeout)
         if bar is not None:
             bar.expect(len(rows.ids) * (samples or 1))
@@ -189,6 +192,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             on_error=options.on_error,
             problems=rows.problems,
             adapter=options.adapter,
+            return_support=options.return_support,
+            top_logprobs=options.top_logprobs,
             on_tokens=on_tokens,
             on_answer=bar,
         )
@@ -224,8 +229,10 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     def _scoring(self, rows: InputRows) -> dict[str, Any]:
         """Return the arguments for scoring these rows."""
-        sampling = self._sampling
-        restricted = sampling.truncates_support or sampling.penalties or sampling.greedy
+        sampling, support = self._sampling, rows.support
+        # The sets say what truncation left.
+        truncates = sampling.truncates_support if support is None else bool(sampling.engine_kwargs)
+        restricted = truncates or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
                 "scores cannot reflect truncation or penalties, only a temperature; pass log_probs_mode='raw'",
@@ -239,11 +246,12 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             "on_error": self.options.on_error,
             "problems": rows.problems,
             "adapter": self.options.adapter,
+            "support": None if support is None else support.for_engine,
         }
 
     @property
     def score_provenance(self) -> Provenance:
-        """The label of the log-probs that this policy scores, with the weights that are in force."""
+        """The label of the log-probs that this policy scores over the whole vocabulary, with the weights in force."""
         processed = self.options.log_probs_mode == "processed"
         label = Provenance.label_of_scores(self._sampling.temperature if processed else 1.0)
         adapter = self.options.adapter
@@ -270,11 +278,13 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             InvalidRequestError: the input has no such mask, or `mask` has another shape.
         """
         rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
+        rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
         batch = self.backend.score_logprobs(**self._scoring(rows), return_logits=True, grad=self._grad())
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
         shape = (*rows.batch_size, columns.mask.shape[-1])
-        logits = batch.logits.scatter(columns.mask, 0.0)
+        restricted = batch.logits if rows.support is None else rows.support.restrict(batch.logits)
+        logits = restricted.scatter(columns.mask, 0.0)
         if batch.temperature != 1.0:
             logits = logits / batch.temperature
         counts = batch.scored.scatter(columns.mask, False)
@@ -293,6 +303,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         are not scored hold 0.0.
         """
         rows = self._read(tensordict, "full", want_assistant=False)
+        rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
         batch = self.backend.score_logprobs(**self._scoring(rows), grad=self._grad())
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.options.pad_output)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems
+from corelm.policy.scored_sets import ScoredSupport
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import Columns, Parts
@@ -40,6 +41,7 @@ class InputRows:
         only_response: whether the input is prompts and their completions, of which only the completions are scored.
         parts: the texts of prompts and completions, if such were read.
         problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
+        support: the ids over which the scores are normalised; None for the whole vocabulary.
         conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
     """
 
@@ -55,6 +57,7 @@ class InputRows:
     only_response: bool = False
     parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     problems: Mapping[int, str] = field(default_factory=dict)
+    support: ScoredSupport | None = None
     conflicts: Problems | None = None
 
     @property

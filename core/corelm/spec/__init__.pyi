@@ -14,6 +14,7 @@ from .provenance import LogProbLabel as LogProbLabel
 from .provenance import Mode as Mode
 from .provenance import Provenance as Provenance
 from .provenance import Support as Support
+from .provenance import VersionRuns as VersionRuns
 from .records import FINISH_REASONS as FINISH_REASONS
 from .records import AbortRequest as AbortRequest
 from .records import CloseRequest as CloseRequest
@@ -40,3 +41,7 @@ from .sleeping import SLEEP_LEVELS as SLEEP_LEVELS
 from .sleeping import SLEEP_TAGS as SLEEP_TAGS
 from .sleeping import SleepRequest as SleepRequest
 from .sleeping import WakeRequest as WakeRequest
+from .when import WHENS as WHENS
+from .when import WHENS_OF_ADAPTERS as WHENS_OF_ADAPTERS
+from .when import WHENS_OF_SLEEP as WHENS_OF_SLEEP
+from .when import When as When

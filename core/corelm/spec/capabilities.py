@@ -40,7 +40,9 @@ class Capabilities:
             core handles itself.
         generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
             engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
-            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request.
+            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. An
+            engine that declares `return_support` as well is also asked for `processed` ones of truncated distributions,
+            if it is asked for the support: they are the scaled ones less the mass that truncation has left.
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.
@@ -69,6 +71,10 @@ class Capabilities:
         update_weights: the optional hook `update_weights` works.
         weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
             an iterator on the CPU and passes a state dict.
+        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are running.
+            They go on with the new weights and say in `version_runs` from which token on. Before and after it, on the
+            same thread, core may also call `score_logprobs` and `generate`, for a canary. `generate` always returns
+            `version_runs` or `weight_versions`.
         without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
             loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
@@ -105,6 +111,7 @@ class Capabilities:
     streaming: bool = False
     update_weights: bool = False
     weight_stream: bool = False
+    updates_in_flight: bool = False
     without_weights: bool = False
     sleep_levels: frozenset[int] = frozenset()
     adapters: bool = False
@@ -138,8 +145,9 @@ class Capabilities:
                 raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
         if self.top_logprobs and not self.generation_modes:
             raise invalid("top_logprobs", "the engine returns no log-probs; declare generation_modes as well")
-        if self.weight_stream and not self.update_weights:
-            raise invalid("weight_stream", "belongs to update_weights; declare update_weights=True as well")
+        for name in ("weight_stream", "updates_in_flight"):
+            if getattr(self, name) and not self.update_weights:
+                raise invalid(name, "belongs to update_weights; declare update_weights=True as well")
         if self.seeds_are_costly and not self.per_answer_seeds:
             raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
 

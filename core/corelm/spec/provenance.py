@@ -12,6 +12,8 @@ Mode = Literal["raw", "processed"]
 #: default. That is no adapter, except in a PEFT model object, whose active adapters stay on.
 Adapter = str | Literal[False] | None
 Support = Literal["full", "truncated"]
+#: The weights of the tokens of one row: (version, first token), from token 0 on, ascending.
+VersionRuns = tuple[tuple[str, int], ...]
 
 
 class LogProbLabel(TypedDict):
@@ -40,6 +42,9 @@ class Provenance:
         temperature: what the logits were divided by.
         support: `truncated` if some ids may have lost their probability, else `full`.
         penalties: (name, value) of each penalty in force.
+        version_runs: the weights of each token of a row that was sampled while weights were updated: ``((version,
+            first token), ...)``, from token 0 of the answer on. `weight_version` is that of the first token. Empty if
+            the row is of one version. A label, as above.
         adapter: the adapter that the call asked for. A label, like the first three: so a policy with its adapter and a
             reference without it may be compared.
     """
@@ -52,6 +57,7 @@ class Provenance:
     support: Support = "full"
     penalties: tuple[tuple[str, float], ...] = ()
     adapter: Adapter = None
+    version_runs: VersionRuns = ()
 
     @staticmethod
     def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:

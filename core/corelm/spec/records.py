@@ -27,7 +27,8 @@ from torch import Tensor, device
 from corelm.spec.container_request import Columns as Columns
 from corelm.spec.container_request import ContainerRequest as ContainerRequest
 from corelm.spec.container_request import Parts as Parts
-from corelm.spec.provenance import Adapter, Mode, Support
+from corelm.spec.provenance import Adapter, Mode, Support, VersionRuns
+from corelm.spec.when import When
 from corelm.tensors.ragged import Ragged as Ragged
 from corelm.tensors.ragged import Side as Side
 from corelm.tensors.token_sets import TokenSets as TokenSets
@@ -124,6 +125,10 @@ class GenerateRequest:
             `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
         top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under the
             distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
+        weight_version: the label of the weights when core makes the request, for `version_runs` of the result; None
+            unless the backend declares `updates_in_flight`. An update may come before the hook sees the request: see
+            `corelm.support.VersionLog`.
+        weight_update: the `number` of the last update before that.
     """
 
     prompts: Ragged
@@ -138,6 +143,8 @@ class GenerateRequest:
     adapter: Adapter = None
     return_support: bool = False
     top_logprobs: int = 0
+    weight_version: str | None = None
+    weight_update: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,7 +168,13 @@ class GenerateResult:
         temperature: the temperature of that distribution.
         support: `truncated` if some ids may have lost their probability in that distribution, else `full`.
         texts: one per row, from an engine whose text differs from what its tokenizer decodes; None otherwise.
-        weight_versions: the weights that produced each row; None means the weights in force.
+        weight_versions: the weights that produced each row; None means the weights in force. With `version_runs`, leave
+            it None: core sets it to the weights of the first token of each row.
+        version_runs: for each row, which weights produced which of its tokens: ``((version, first token), ...)``, from
+            token 0 on, ascending. A row without tokens has one run. None if each row is of one version. A backend that
+            declares `updates_in_flight` returns this or `weight_versions`: tokens sampled before any update are of
+            ``request.weight_version``, and those after a call of `update_weights`, even one that failed after it had
+            changed weights, of ``WeightUpdate.version``. `corelm.support.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
         kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
@@ -191,6 +204,7 @@ class GenerateResult:
     top_ids: Ragged | None = None
     top_logprobs: Ragged | None = None
     tail_log_mass: Ragged | None = None
+    version_runs: tuple[VersionRuns, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -285,11 +299,14 @@ class ScoreResult:
 class WeightUpdate:
     """New weights: a state dict, a stream or a path, or nothing if their owner has changed them in place.
 
-    Core calls the hook while no other call is running. If `drain` is False, core has aborted the calls in flight first.
+    Core calls the hook while no other call is running, unless `when` is `now`: then calls of `generate` may be running,
+    and they go on with the new weights. Core says `now` only to a backend that declares `updates_in_flight`.
 
     Attributes:
         version: the label that every later result carries.
-        drain: whether answers in flight were allowed to finish on the old weights.
+        when: `drain`: the answers in flight have ended, on the old weights. `abort`: core has aborted them. `now`: they
+            are in flight.
+        number: counts the updates of the base weights, from 1 on. See `GenerateRequest.weight_update`.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
         stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
@@ -305,13 +322,19 @@ class WeightUpdate:
     """
 
     version: str
-    drain: bool
+    when: When = "drain"
+    number: int = 0
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
     expect: ProbeScores | None = None
     adapter: str | None = None
     adapter_config: Mapping[str, Any] | None = None
     stream: Iterator[tuple[str, Tensor]] | None = None
+
+    @property
+    def drain(self) -> bool:
+        """Whether answers in flight were allowed to finish on the old weights. API 1.0 had it in place of `when`."""
+        return self.when == "drain"
 
     @property
     def by_owner(self) -> bool:

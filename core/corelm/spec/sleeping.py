@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from corelm.spec.when import When
+
 #: What an engine can be told to wake. vLLM and SGLang use the same names.
 SLEEP_TAGS = ("weights", "kv_cache")
 #: How deep an engine can sleep.
@@ -17,11 +19,16 @@ class SleepRequest:
     Attributes:
         level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves no call
             after the engine was woken until `update_weights` has loaded weights.
-        drain: whether calls in flight were allowed to finish. If it is False, core has aborted the answers in flight.
+        when: `drain`: calls in flight were allowed to finish. `abort`: core has aborted the answers in flight.
     """
 
     level: int
-    drain: bool
+    when: When = "drain"
+
+    @property
+    def drain(self) -> bool:
+        """Whether calls in flight were allowed to finish. API 1.0 had it in place of `when`."""
+        return self.when == "drain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -62,6 +62,8 @@ from .stop_strings import skipped_texts as skipped_texts
 from .stop_strings import text_before_stop as text_before_stop
 from .top_ids import TopIds as TopIds
 from .top_ids import log_tail_mass as log_tail_mass
+from .version_log import RowVersions as RowVersions
+from .version_log import VersionLog as VersionLog
 from .waiting import done_within as done_within
 from .waiting import next_item as next_item
 from .weight_group import WeightGroup as WeightGroup

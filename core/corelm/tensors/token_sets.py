@@ -149,6 +149,21 @@ class TokenSets:
         kept = self.ids.values[mask[self.ids.row_index].to(self.ids.values.device)]
         return TokenSets(Ragged(kept, self.ids.lengths * mask), self.lengths)
 
+    def same_as(self, other: TokenSets) -> Tensor:
+        """Return bool[positions], on the CPU: where both hold the same ids, in any order.
+
+        >>> TokenSets.from_list([[[1, 5], [2]]]).same_as(TokenSets.from_list([[[5, 1], [3]]])).tolist()
+        [True, False]
+
+        Args:
+            other: sets of as many positions.
+        """
+        same = self.ids.lengths == other.ids.lengths
+        left, right = (_ascending(sets.ids.to("cpu").select(same)) for sets in (self, other))
+        differs = torch.zeros(len(left), dtype=torch.bool)
+        differs[left.row_index[left.values != right.values]] = True
+        return same.masked_scatter(same, ~differs)
+
     def contains(self, tokens: Tensor) -> Tensor:
         """Return bool[positions]: whether the set at each position has the id ``tokens[position]``.
 
@@ -169,3 +184,12 @@ class TokenSets:
 
     def _at(self, positions: Ragged) -> TokenSets:
         return TokenSets(self.ids.select(positions.values), positions.lengths)
+
+
+def _ascending(ids: Ragged) -> Ragged:
+    """Return the ids of each row in ascending order."""
+    values, row = ids.values, ids.row_index
+    if not bool(((values.diff() < 0) & (row.diff() == 0)).any()):
+        return ids
+    order = values.argsort()
+    return ids.with_values(values[order[row[order].argsort(stable=True)]])

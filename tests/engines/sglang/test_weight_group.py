@@ -54,7 +54,7 @@ def test_a_state_dict_a_model_and_an_iterator_are_sent(backend: Backend, model, 
     rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
     assert agrees(backend, rounded)
     engine = backend.engine.plugin.engine
-    update = WeightUpdate(version="buckets", drain=True)
+    update = WeightUpdate(version="buckets", when="drain")
     engine.broadcast(model.state_dict().items(), update, bucket_size=20_000)
     assert agrees(backend, model)
 

@@ -64,7 +64,7 @@ def test_many_buckets_are_one_update(own, model, other_model):
     engine = own.engine.plugin.engine
     engine.reload_tensors(
         ((name, tensor.clone()) for name, tensor in other_model.state_dict().items()),
-        WeightUpdate(version="buckets", drain=True),
+        WeightUpdate(version="buckets", when="drain"),
         bucket_size=20_000,
     )
     assert agrees(own, other_model)

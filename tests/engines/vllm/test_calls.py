@@ -217,7 +217,7 @@ def test_an_engine_with_partly_loaded_weights_cannot_be_used_again(tmp_path: Pat
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     engine = FailingReloadEngine(EventLoopThread("failing"), ScriptedLLM(), model_info(tmp_path))
     engine.error = error
-    update = WeightUpdate(version="1", drain=True, state_dict={"w": torch.ones(2)})
+    update = WeightUpdate(version="1", when="drain", state_dict={"w": torch.ones(2)})
     with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:
         weights.load(engine, update)
     assert isinstance(caught.value, KeyboardInterrupt) or caught.value.usable is False

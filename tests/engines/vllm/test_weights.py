@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.errors import BackendAsleepError, CapabilityError, InvalidRequestError
+from corelm.spec import When
 from engines.vllm.engine_access import unfinished_requests
 from helpers import oracle
 from helpers.processes import wait_until
@@ -182,16 +183,16 @@ def test_an_engine_without_weights_that_could_not_be_given_any_is_not_opened(
         open_vllm(tmp_path, engine="sync", load_format="dummy")
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_answers_in_flight_are_made_with_the_old_weights_only(open_vllm: Open, drain: bool) -> None:
+@pytest.mark.parametrize("when", ["drain", "abort"])
+def test_answers_in_flight_are_made_with_the_old_weights_only(open_vllm: Open, when: When) -> None:
     prompts = random_rows(4, 5, 6)
     with open_vllm() as backend, ThreadPoolExecutor(2) as pool:
         call = pool.submit(backend.generate, prompts, LONG)
         assert wait_until(lambda: unfinished_requests(backend) == 3)
-        backend.update_weights(model_of(1).state_dict(), version="new", drain=drain)
+        backend.update_weights(model_of(1).state_dict(), version="new", when=when)
         result = call.result()
         assert result.weight_versions == ("0",) * 3 and result.logprobs is not None
-        assert result.finish_reasons == ("length" if drain else "abort",) * 3
+        assert result.finish_reasons == ("length" if when == "drain" else "abort",) * 3
         for prompt, answer, found in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
             assert close(found, oracle.answer_logprobs(model_of(0), prompt, answer))
         assert matches_model(backend, model_of(1))

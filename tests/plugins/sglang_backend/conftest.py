@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ class FakeSGLang:
         weight_label: the server's name for its weights.
         scaled: whether log-probs are taken after dividing the logits by the temperature, as a default server does.
         honours_seeds: whether equal seeds give equal answers.
+        knows_masks: whether it returns the ids that truncation has left, if asked.
         spoil: changes a reply to ``/generate`` before it is sent.
         fault: returns a reply to send instead, or None.
         model_info: the page ``/model_info``, without the weight label.
@@ -45,7 +47,7 @@ class FakeSGLang:
     def __init__(self, folder: Path) -> None:
         self.logits = _table()
         self.weight_label = "default"
-        self.scaled, self.honours_seeds = True, False
+        self.scaled, self.honours_seeds, self.knows_masks = True, False, True
         self.spoil: Callable[[dict[str, Any]], Any] = lambda reply: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
         self.pause: Callable[[int], object] = lambda step: None
@@ -55,7 +57,11 @@ class FakeSGLang:
             "model_path": str(folder),
             "is_generation": True,
         }
-        self.server_info: dict[str, Any] = {"model_path": str(folder), "max_req_input_len": MAX_CONTEXT + 1}
+        self.server_info: dict[str, Any] = {
+            "model_path": str(folder),
+            "max_req_input_len": MAX_CONTEXT + 1,
+            "sampling_mask_max_tokens": VOCAB,
+        }
         self.requests: list[dict[str, Any]] = []
         self.weight_updates: list[dict[str, Any]] = []
 
@@ -84,7 +90,8 @@ class FakeSGLang:
         meta, count = reply["meta_info"], len(reply["output_ids"])
         for known in range(1, count):
             self.pause(known - 1)
-            told = {**meta, "finish_reason": None, "output_token_logprobs": meta["output_token_logprobs"][:known]}
+            parts = {name: found[:known] for name, found in meta.items() if name.startswith("output_to")}
+            told = {**meta, "finish_reason": None, **parts}
             yield {**reply, "output_ids": reply["output_ids"][:known], "meta_info": told}
         self.pause(count - 1)
         yield reply
@@ -108,10 +115,18 @@ class FakeSGLang:
         pairs = [(float(self.logprobs(a)[b]), b) for a, b in zip(prompt[start:], prompt[start + 1 :], strict=False)]
         meta["input_token_logprobs"] = [[None, self._echo(t), None] for t in prompt[start : start + 1]]
         meta["input_token_logprobs"] += [[value, self._echo(token), None] for value, token in pairs]
-        if body.get("top_logprobs_num"):
-            best = [self.logprobs(token).max(0) for token in prompt[start:-1]]
-            meta["input_top_logprobs"] = [None, *([[float(value), int(token), None]] for value, token in best)]
         ids, values, finish = self._answer(prompt[-1], sampling)
+        k, temperature = body.get("top_logprobs_num"), (sampling["temperature"] or 1.0) if self.scaled else 1.0
+        if k:
+            meta["input_top_logprobs"] = [None, *(self._best(token, 1.0, k) for token in prompt[start:-1])]
+            meta["output_top_logprobs"] = [self._best(token, temperature, k) for token in [prompt[-1], *ids][:-1]]
+        if body.get("return_sampling_mask") and self.knows_masks:
+            kept = [self.kept(token, sampling) for token in [prompt[-1], *ids][:-1]]
+            every = body.get("sampling_logprobs_mode") == "support"
+            meta["output_token_sampling_mask"] = [[*each] for each in kept]
+            meta["output_token_sampling_logprobs"] = [
+                [*each.values()] if every else each[token] for each, token in zip(kept, ids, strict=True)
+            ]
         meta |= {"output_token_logprobs": [[v, t, None] for v, t in zip(values, ids, strict=True)]}
         return {"text": "", "output_ids": ids, "meta_info": meta | {"finish_reason": finish}}
 
@@ -121,9 +136,10 @@ class FakeSGLang:
         ids: list[int] = []
         values: list[float] = []
         while len(ids) < sampling["max_new_tokens"]:
-            weights = self.logprobs(last, temperature).exp().tolist()
-            best = max(range(VOCAB), key=weights.__getitem__)
-            token = generator.choices(range(VOCAB), weights)[0] if sampling["temperature"] else best
+            kept = self.kept(last, sampling)
+            token = generator.choices([*kept], [math.exp(value) for value in kept.values()])[0]
+            if not sampling["temperature"]:
+                token = int(self.logits[last].argmax())
             values.append(float(self.logprobs(last, temperature if self.scaled else 1.0)[token]))
             ids.append(token)
             last = token
@@ -135,6 +151,19 @@ class FakeSGLang:
                 if stop in tail:
                     return ids, values, {"type": "stop", "matched": stop}
         return ids, values, {"type": "length", "length": len(ids)}
+
+    def kept(self, last: int, sampling: dict[str, Any]) -> dict[int, float]:
+        """Return the log-probs of the ids that truncation leaves after `last`, the most probable first."""
+        probs, ids = self.logprobs(last, sampling["temperature"] or 1.0).exp().sort(descending=True)
+        top_k = VOCAB if sampling["top_k"] == -1 else sampling["top_k"]
+        keep = (torch.arange(VOCAB) < top_k) & (probs.cumsum(0) - probs <= sampling["top_p"])
+        keep &= probs >= probs[0] * sampling["min_p"]
+        values = (probs[keep] / probs[keep].sum()).log()
+        return dict(zip(ids[keep].tolist(), values.tolist(), strict=True))
+
+    def _best(self, last: int, temperature: float, k: int) -> list[list[Any]]:
+        values, ids = self.logprobs(last, temperature).topk(k)
+        return [[value, token, None] for value, token in zip(values.tolist(), ids.tolist(), strict=True)]
 
     @staticmethod
     def _echo(token: int) -> int:

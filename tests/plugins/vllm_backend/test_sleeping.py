@@ -169,7 +169,7 @@ def test_a_server_sleeps_through_its_routes(fake: FakeVLLM, connect: Connect) ->
     before = backend.generate(PROMPTS, SAMPLING).ids.tolist()
     backend.sleep()
     backend.wake()
-    backend.sleep(drain=False)
+    backend.sleep(when="abort")
     backend.wake()
     assert routes.calls == [
         *("/sleep?level=1&mode=wait", "/wake_up?tags=kv_cache&tags=weights"),

@@ -64,7 +64,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def load(engine: Any, source: dict[str, Tensor] | Path) -> None:
     given: dict[str, Any] = {"path": source} if isinstance(source, Path) else {"state_dict": source}
-    weights.load(engine, WeightUpdate(version="1", drain=True, **given))
+    weights.load(engine, WeightUpdate(version="1", when="drain", **given))
 
 
 def test_a_state_dict_is_handed_over_in_a_temporary_folder(checkpoint: Path) -> None:
@@ -112,7 +112,7 @@ def pairs(*others: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def stream(engine: Any, given: Iterator[tuple[str, Tensor]]) -> None:
-    weights.load(engine, WeightUpdate(version="1", drain=True, stream=given))
+    weights.load(engine, WeightUpdate(version="1", when="drain", stream=given))
 
 
 def test_tensors_are_handed_over_if_the_engine_takes_them(checkpoint: Path) -> None:

@@ -24,6 +24,9 @@ HEALTH_GENERATE = "/health_generate"
 SERVER_INFO = "/server_info"
 #: The load format with which SGLang fills a model with random numbers, for weights that come later.
 DUMMY = "dummy"
+#: The most probable ids of a position that are asked for: SGLang has no limit, but its replies grow with them. A server
+#: that prefills for others has room for fewer.
+_MOST_CANDIDATES, _MOST_DISAGGREGATED = 1024, 128
 #: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
 _EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
@@ -62,6 +65,7 @@ class ServerInfo:
         on_gpu: whether the server holds its weights on GPUs of CUDA.
         adapters: the names of the adapters that the server was started with.
         largest_rank: the largest rank of an adapter; None if the server does not say.
+        support_limit: the most ids that the server returns of those that truncation has left at a token; 0 for none.
     """
 
     capabilities: Capabilities
@@ -74,6 +78,7 @@ class ServerInfo:
     on_gpu: bool = False
     adapters: frozenset[str] = frozenset()
     largest_rank: int | None = None
+    support_limit: int = 0
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -100,6 +105,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
         argmax=True,
+        score_top_k=_most_candidates(settings, vocab_size),
         concurrent_calls=True,
         stops_at_timeout=True,
         # Such a server sends deltas and not, as others do, the whole answer so far.
@@ -123,7 +129,21 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         on_gpu=str(settings.get("device")).startswith("cuda"),
         adapters=_adapters(settings),
         largest_rank=rank if isinstance(rank, int) else None,
+        support_limit=_support_limit(settings),
     )
+
+
+def _most_candidates(settings: Mapping[str, Any], vocab_size: int) -> int:
+    disaggregated = settings.get("disaggregation_mode") not in (None, "null")
+    return min(_MOST_DISAGGREGATED if disaggregated else _MOST_CANDIDATES, vocab_size)
+
+
+def _support_limit(settings: Mapping[str, Any]) -> int:
+    """Return `ServerInfo.support_limit`, as far as the settings tell. `probing` tries it."""
+    limit = settings.get("sampling_mask_max_tokens")
+    # SGLang refuses it with Ascend's sampler, and returns less with speculative decoding.
+    none = settings.get("sampling_backend") == "ascend" or settings.get("speculative_algorithm")
+    return limit if isinstance(limit, int) and limit > 1 and not none else 0
 
 
 def _larger_than_one(settings: Mapping[str, Any], *names: str) -> str:

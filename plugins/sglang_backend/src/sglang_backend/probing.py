@@ -1,6 +1,7 @@
-"""Find out by trying what a server does not say: which log-probs it returns, and whether it honours seeds.
+"""Find out by trying what a server does not say: which log-probs it returns, whether it honours seeds, and whether it
+returns the ids that truncation has left.
 
-The former depends on the environment that the server was started with, the latter on its options.
+The first depends on the environment that the server was started with, the others on its options and version.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -38,6 +39,10 @@ _DRAWS = 8
 _TOLERANCE, _MARGIN = 0.5, 4.0
 #: Long enough that two answers at the highest temperature are never equal by chance.
 _SEEDED_LENGTH = 8
+#: The top_k with which the kept ids are tried, at a temperature at which it cuts off much.
+_KEPT = 4
+#: How far their mass may be from what the most probable ids have, in nats.
+_SAME_MASS = 0.02
 #: Parameters that change the distribution before SGLang takes "original" log-probs from it. A server that returns those
 #: would report the changed log-probs as the model's own.
 _RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
@@ -55,7 +60,7 @@ def modes_by_environment(environment: Mapping[str, str]) -> frozenset[Generation
 def probe_server(
     client: HttpClient, info: ServerInfo, deadline: Deadline, modes: frozenset[GenerationMode] | None = None
 ) -> ServerInfo:
-    """Return `info` with the generation modes and the seeds that the server's replies show.
+    """Return `info` with the generation modes, the seeds and the kept ids that the server's replies show.
 
     Args:
         modes: the generation modes, if the server has no weights with which they could be tried.
@@ -65,7 +70,11 @@ def probe_server(
         TimeoutError: the deadline has passed.
     """
     probe = ServerProbe(client, info, deadline)
+    assumed = modes is not None
     modes = probe.generation_modes() if modes is None else modes
+    if "scaled" not in modes or (not assumed and not probe.returns_support()):
+        # The mass of the kept ids follows only from log-probs at the temperature at which they were cut off.
+        info = replace(info, support_limit=0)
     seeds = probe.honours_seeds()
     excluded = _RESHAPING if "raw" in modes else frozenset()
     if seeds:
@@ -75,6 +84,8 @@ def probe_server(
         info.capabilities,
         generation_modes=modes,
         per_answer_seeds=seeds,
+        top_logprobs=info.capabilities.score_top_k if modes else 0,
+        return_support=info.support_limit > 0,
         sampling={name: span for name, span in info.capabilities.sampling.items() if name not in excluded},
     )
     return replace(info, capabilities=capabilities)
@@ -114,6 +125,28 @@ class ServerProbe:
         )
         return frozenset()
 
+    def returns_support(self) -> bool:
+        """Return whether the server returns the ids that truncation has left, and whether their mass is what it should
+        be: the most probable ids of the same replies, at the same temperature, say what they had.
+        """
+        top_k, limit = min(_KEPT, self._info.capabilities.vocab_size), self._info.support_limit
+        if not 1 < top_k <= limit:
+            return False
+        try:
+            result = self._generate(
+                _TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, return_support=True, top_logprobs=top_k
+            )
+        except (InvalidRequestError, EngineError) as error:
+            # Servers that do not know the field ignore it; others may refuse it.
+            _log.info("the server does not return the ids that truncation has left: %s", error)
+            return False
+        assert result.kept_ids is not None and result.kept_log_mass is not None and result.top_logprobs is not None
+        expected = result.top_logprobs.values.logsumexp(-1)
+        exact = bool((result.kept_log_mass.values - expected).abs().max() < _SAME_MASS)
+        if not exact:
+            _log.warning("the ids that the server says truncation has left are not the most probable ones")
+        return exact and bool((result.kept_ids.ids.lengths >= top_k).all())
+
     def honours_seeds(self) -> bool:
         """Return whether equal seeds give equal answers and another seed gives another answer."""
         result = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH)
@@ -122,16 +155,19 @@ class ServerProbe:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _generate(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateResult:
-        """Sample `length` tokens per seed, always after the same prompt."""
+    def _generate(
+        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
+    ) -> GenerateResult:
+        """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
         request = GenerateRequest(
             prompts=Ragged.from_list([self._prompt] * len(seeds)),
-            sampling=SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True),
+            sampling=SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True, top_k=top_k),
             logprobs="raw",
             seeds=torch.tensor(list(seeds)),
             stop_ids=frozenset(),
             request_ids=_request_ids(len(seeds)),
             timeout=None,
+            **details,
         )
         entries = self._post(protocol.generation_requests(request, self._info))
         result = protocol.generation_result(request, entries, self._info)

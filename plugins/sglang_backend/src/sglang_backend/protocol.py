@@ -6,15 +6,12 @@ the payloads and hand in the entries that `HttpClient.post_each` returns.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-import torch
-
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import (
     ABORTED,
@@ -24,8 +21,6 @@ from corelm.support import (
     RowScores,
     RowStreams,
     StopStrings,
-    Streamed,
-    checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -33,23 +28,17 @@ from corelm.support import (
     row_outcome,
     score_result,
 )
+from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
+from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
 from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 
 Payload = dict[str, Any]
 
 GENERATE = "/generate"
-#: How many characters of the server's own message an error repeats.
-_MESSAGE_LENGTH = 300
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
-#: Asks for the most probable ids, and with the last two fields for arrays of them. Older servers ignore these fields.
-_MOST_PROBABLE: Payload = {
-    "top_logprobs_num": 1,
-    "return_flat_raw_top_logprobs": True,
-    "return_flat_raw_top_logprobs_b64": True,
-}
 #: The parts of an entry ``[logprob, id, text]``.
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
@@ -66,6 +55,10 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     capabilities = info.capabilities
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     stop = safe_stops(request.sampling, info.tokenizer)
+    top_k = None
+    if request.return_support:
+        top_k = top_k_of(request.sampling, info.support_limit, capabilities.vocab_size)
+    details = _fields(request)
     return [
         {
             "input_ids": ids,
@@ -77,8 +70,9 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
                 eos_token_ids=capabilities.eos_token_ids or frozenset(),
                 vocab_size=capabilities.vocab_size,
                 stop=stop,
+                top_k=top_k,
             ),
-            "return_logprob": request.logprobs != "none",
+            **details,
             **({} if request.on_tokens is None else {"stream": True}),
         }
         for ids, seed in zip(request.prompts.tolist(), seeds, strict=True)
@@ -94,40 +88,14 @@ def generation_result(
         streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
     """
     stops = StopStrings.of(request.sampling, info.tokenizer)
-    limits = _limits(request, info)
+    most = limits(request, info)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
             return streams.aborted(row)
-        return row_outcome(entry, lambda reply, aborted: _answer(reply, aborted, request, limits[row], stops, info))
+        return row_outcome(entry, lambda reply, aborted: whole_answer(reply, aborted, request, most[row], stops, info))
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
-
-
-def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams, Streamed]:
-    """Return what streams the rows of a request, and what the client does with their events.
-
-    Each event of a server is a reply with the whole answer so far.
-    """
-    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
-    limits = _limits(request, info)
-
-    def tell(row: int, reply: Any) -> None:
-        # A reply that does not fit its request is left to `generation_result`, which says why.
-        with suppress(RowError):
-            ids, meta = reply["output_ids"], reply["meta_info"]
-            if meta.get("finish_reason") is not None:
-                streams.end(row, _answer(reply, False, request, limits[row], stops, info))
-                return
-            if request.logprobs == "none":
-                streams.tell(row, ids, lambda first, end: [])
-                return
-            # The server may add a token to one of the lists before it sends the other.
-            reported = meta.get("output_token_logprobs") or []
-            known = ids[: len(reported)]
-            streams.tell(row, known, lambda first, end: _reported(reported[first:end], known[first:end], info))
-
-    return streams, Streamed(_last_event, tell)
 
 
 def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
@@ -137,26 +105,28 @@ def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any]
     return lambda row, reply: on_answer(row, len(reply["output_ids"]))
 
 
-def _last_event(reply: Any, event: Any) -> Any:
-    """Return an event, which replaces the earlier ones; see `Streamed`.
-
-    Raises:
-        InvalidRequestError: the event says that the server refused the request.
-        EngineError: the event says that the request failed.
-    """
-    finish = event["meta_info"].get("finish_reason") or {}
-    status = finish.get("status_code")
-    if status is None:
-        return event
-    # Without streaming the server would send this status.
-    said = f"the server reports status {status}: {str(finish.get('message'))[:_MESSAGE_LENGTH]}"
-    raise InvalidRequestError(said) if status == 400 else EngineError(said)
+def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
+    """Return the fields of ``meta_info`` that have an entry for each token of the answer."""
+    names = ["output_token_logprobs"] if request.logprobs != "none" or request.return_support else []
+    if request.return_support:
+        names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
+    if request.top_logprobs and not wants_truncated(request):
+        names.append("output_top_logprobs")
+    return tuple(names)
 
 
-def _limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
+def limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
     """Return the most tokens that each answer may have."""
     context = info.capabilities.max_context
     return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
+
+
+def _fields(request: GenerateRequest) -> Payload:
+    """Return the fields that ask for log-probs and for what is wanted of other ids."""
+    fields: Payload = {"return_logprob": request.logprobs != "none" or request.return_support, **kept_fields(request)}
+    if request.top_logprobs and not wants_truncated(request):
+        fields |= candidate_fields("output", request.top_logprobs, streamed=request.on_tokens is not None)
+    return fields
 
 
 def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
@@ -170,13 +140,14 @@ def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float
 
 def scoring_requests(request: ScoreRequest) -> list[Payload]:
     """Return one payload per sequence. It asks for log-probs from ``score_from[r]`` on, and samples nothing."""
+    k = _candidates(request)
     return [
         {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": _logprob_start(ids, start),
-            **(_MOST_PROBABLE if request.return_argmax else {}),
+            **(candidate_fields("input", k) if k else {}),
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
@@ -187,11 +158,16 @@ def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerIn
 
     def parse(entry: Any, ids: list[int], start: int) -> RowScores | RowFailure:
         asked = ids[_logprob_start(ids, start) :]
-        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request.return_argmax))
+        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request))
 
     sequences, starts = request.sequences.tolist(), request.score_from.tolist()
     rows = map(parse, entries, sequences, starts)
     return score_result(request, dict(enumerate(rows)))
+
+
+def _candidates(request: ScoreRequest) -> int:
+    """Return how many of the most probable ids to ask for at each position."""
+    return max(request.top_k, 1 if request.return_argmax else 0)
 
 
 # Payloads -------------------------------------------------------------------------------------------------------------
@@ -227,7 +203,7 @@ def is_duplicate(entry: Any) -> bool:
     return isinstance(entry, InvalidRequestError) and "Duplicate request ID" in str(entry)
 
 
-def _answer(
+def whole_answer(
     reply: Any, aborted: bool, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
     """Return the answer in a reply.
@@ -242,9 +218,6 @@ def _answer(
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         _check_weights(meta, info.weight_label)
-    logprobs: Sequence[float] = []
-    if request.logprobs != "none":
-        logprobs = _reported(meta.get("output_token_logprobs") or [], ids, info)
     end = _end(ids, request.stop_ids, stops)
     reason = checked_finish_reason(
         reason,
@@ -255,7 +228,31 @@ def _answer(
         aborted=aborted,
         last=ids[-1] if ids else None,
     )
-    return RowAnswer(ids, logprobs, reason) if end is None else RowAnswer(ids[:end], logprobs[:end], "stop")
+    return row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+
+
+def row_answer(
+    meta: Any, ids: list[int], end: int | None, reason: str, request: GenerateRequest, info: ServerInfo
+) -> RowAnswer:
+    """Return an answer with its log-probs and with what was asked for of other ids.
+
+    Args:
+        meta: the ``meta_info`` of the reply.
+        ids: the tokens that it is about.
+        end: how many of them the answer has; None for all.
+    """
+    if not ids or not lists_of_answers(request):
+        return RowAnswer(ids[:end], [], reason)
+    full = _reported(meta.get("output_token_logprobs") or [], ids, info)[:end]
+    ids, size = ids[:end], info.capabilities.vocab_size
+    kept = KeptIds()
+    if request.return_support:
+        kept = kept_ids(meta, ids, full, request, limit=info.support_limit, vocab_size=size)
+    top = kept.top
+    if request.top_logprobs and top is None:
+        top = top_ids_of(meta, "output", len(ids), request.top_logprobs, size)
+    logprobs = kept.logprobs if wants_truncated(request) else full
+    return RowAnswer(ids, [] if request.logprobs == "none" else logprobs, reason, kept.ids, kept.log_mass, top)
 
 
 def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:
@@ -272,59 +269,17 @@ def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> in
     return by_id if by_string is None else by_string
 
 
-def _scores(reply: Any, ids: list[int], info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+def _scores(reply: Any, ids: list[int], info: ServerInfo, request: ScoreRequest) -> RowScores | RowFailure:
     """Return the scores of `ids`, the part of the row that was asked for, without the first one."""
     meta = reply["meta_info"]
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)
-    vocab_size, name = info.capabilities.vocab_size, "input_token_logprobs"
-    logprobs = checked_logprobs(_echoed(meta[name], ids, vocab_size, name, without=1), len(ids) - 1)
-    return RowScores(logprobs, _argmax(meta, ids[1:], logprobs, info) if with_argmax else ())
-
-
-def _argmax(meta: Any, ids: Sequence[int], logprobs: Sequence[float], info: ServerInfo) -> list[int]:
-    """Return the most probable id at the position of each of `ids`.
-
-    Here SGLang does not write the last id of the vocabulary as 0; see `_check_echo`.
-    """
-    if "input_top_logprobs_shape" in meta:
-        best, values = _flat_candidates(meta, len(ids))
-    else:
-        top = meta.get("input_top_logprobs")
-        if not isinstance(top, list) or len(top) != len(ids) + 1 or not all(top[1:]):
-            raise _no_candidates()
-        candidates = [each[0] for each in top[1:]]
-        best, values = [token for _, token, *_ in candidates], [value for value, *_ in candidates]
-    argmax = checked_ids(best, vocab_size=info.capabilities.vocab_size, limit=len(ids))
-    return checked_argmax(argmax, values, ids, logprobs)
-
-
-def _flat_candidates(meta: Any, count: int) -> tuple[Any, Any]:
-    """Return the most probable ids and their log-probs from the arrays of a reply, which leave out its first position.
-
-    Raises:
-        RowError: there is not one for each of `count` positions.
-    """
-    shape, skipped = meta["input_top_logprobs_shape"], meta["input_top_logprobs_null_prefix"]
-    found = [_array(meta, f"input_top_logprobs_{part}_flat") for part in ("idx", "val")]
-    if shape != [count, 1] or skipped != 1 or any(len(array) != count for array in found):
-        raise _no_candidates()
-    return found[0], found[1]
-
-
-def _array(meta: Any, name: str) -> Any:
-    """Return an array of a reply as a list. A server that cannot write it in base64 sends a list."""
-    if name in meta:
-        return meta[name]
-    dtype = {"float32": torch.float32, "int32": torch.int32}[meta[f"{name}_b64_dtype"]]
-    data = bytearray(base64.b64decode(meta[f"{name}_b64"], validate=True))
-    # An empty buffer has no tensor.
-    return torch.frombuffer(data, dtype=dtype).tolist() if data else []
-
-
-def _no_candidates() -> RowError:
-    return RowError("it does not have input_top_logprobs for every token; leave out return_argmax=True")
+    size, name, k = info.capabilities.vocab_size, "input_token_logprobs", _candidates(request)
+    logprobs = checked_logprobs(_echoed(meta[name], ids, size, name, without=1), len(ids) - 1)
+    argmax = argmax_of(meta, ids[1:], logprobs, k, size) if request.return_argmax else ()
+    top = top_ids_of(meta, "input", len(logprobs), k, size) if request.top_k else None
+    return RowScores(logprobs, argmax, top)
 
 
 def _finish_reason(meta: Any) -> str:

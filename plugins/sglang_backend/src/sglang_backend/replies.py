@@ -17,7 +17,7 @@ from corelm.support import decoder_of
 try:
     import msgspec
 except ImportError:
-    msgspec = None
+    msgspec = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,16 @@ class Entries:
 #: The lists of entries, and the other fields of ``meta_info`` that `protocol` reads.
 _LISTS = ("output_token_logprobs", "input_token_logprobs")
 _FORMS = ("", "_b64", "_b64_dtype")
-_ARRAYS = [f"input_top_logprobs_{part}_flat{form}" for part in ("idx", "val") for form in _FORMS]
+_TOP = [f"{side}_top_logprobs" for side in ("input", "output")]
+_ARRAYS = [f"{side}_{part}_flat{form}" for side in _TOP for part in ("idx", "val") for form in _FORMS]
 _FIELDS = (
     "id",
     "finish_reason",
     "weight_version",
     "weight_versions",
-    "input_top_logprobs",
-    "input_top_logprobs_shape",
-    "input_top_logprobs_null_prefix",
+    "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+    *(f"{side}{field}" for side in _TOP for field in ("", "_shape", "_null_prefix")),
     *_ARRAYS,
 )
 

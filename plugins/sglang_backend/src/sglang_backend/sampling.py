@@ -40,6 +40,7 @@ def parameters(
     eos_token_ids: frozenset[int],
     vocab_size: int,
     stop: Sequence[str],
+    top_k: int | None = None,
 ) -> dict[str, Any]:
     """Return all of `sampling` for one answer. Defaults are included, since a server may have different ones.
 
@@ -54,6 +55,7 @@ def parameters(
         eos_token_ids: the ids that the server ends every answer with, unless it is told to ignore them.
         vocab_size: ids are below it.
         stop: the stop strings that the server may look for; see `safe_stops`.
+        top_k: the top_k to send, if another one than that of `sampling`; see `kept.top_k_of`.
 
     Raises:
         CapabilityError: a combination for which SGLang would sample from another distribution.
@@ -66,13 +68,15 @@ def parameters(
     # SGLang draws in another order if a row of the batch is truncated, greedy or only scored, so that a seed would give
     # another answer. A seeded row asks for the whole vocabulary, so that it is always drawn in that order.
     everything = -1 if seed is None else vocab_size
+    if top_k is None:
+        # A top_k that does not fit into 32 bits ends the server's scheduler.
+        top_k = everything if truncation.top_k is None else min(truncation.top_k, vocab_size)
     return {
         "n": 1,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min(sampling.min_new_tokens, max_new_tokens) if ends_by_id else 0,
         "temperature": sampling.temperature,
-        # A top_k that does not fit into 32 bits ends the server's scheduler.
-        "top_k": everything if truncation.top_k is None else min(truncation.top_k, vocab_size),
+        "top_k": top_k,
         "top_p": truncation.top_p,
         "min_p": truncation.min_p,
         "repetition_penalty": 1.0,

@@ -35,7 +35,7 @@ from corelm.support import (
     local_checkpoint,
     raise_if_none_was_served,
 )
-from sglang_backend import handover, protocol
+from sglang_backend import events, handover, protocol
 from sglang_backend.adapters import Adapters
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of
 from sglang_backend.probing import ServerProbe
@@ -125,7 +125,7 @@ class SGLangServer:
         payloads = self._with_adapter(request, protocol.generation_requests(request, self.info))
         streams = streamed = None
         if request.on_tokens is not None:
-            streams, streamed = protocol.row_streams(request, self.info)
+            streams, streamed = events.row_streams(request, self.info)
         answered = protocol.counted(request.on_answer)
         entries = self._post_all(payloads, request.request_ids, request.timeout, streamed, answered)
         return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     CloseRequest,
@@ -26,6 +26,8 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
+from corelm.support import VersionLog
+from corelm.validate import flag
 from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search
@@ -33,6 +35,7 @@ from transformers_backend.calls import Aborted, Call, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM
+from transformers_backend.in_flight import CallUpdates, UpdateGate
 from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
@@ -52,6 +55,7 @@ class TransformersBackend:
         scorer: makes the scores.
         adapters: the adapters that were loaded, and the one that a call runs with.
         calls: the requests under way.
+        gate: lets new weights in while it samples.
         owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
     """
@@ -66,6 +70,7 @@ class TransformersBackend:
         *,
         fast: bool = True,
         owns_model: bool = False,
+        recompute_kv_on_update: bool = False,
     ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
@@ -74,6 +79,8 @@ class TransformersBackend:
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
         self.calls = Calls()
+        self._untried = False
+        self.gate, self._log, self._rereads = UpdateGate(), VersionLog(), recompute_kv_on_update
         self.owns_model = owns_model
         self._weights_state = WeightsState(engine.module)
         self._sleeping = SleepingWeights(engine.module)
@@ -95,6 +102,7 @@ class TransformersBackend:
         max_batch_tokens: int | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         fast: bool = True,
+        recompute_kv_on_update: bool = False,
     ) -> TransformersBackend:
         """Load a model, or use one that is already loaded.
 
@@ -114,6 +122,11 @@ class TransformersBackend:
             model_kwargs: passed to ``from_pretrained`` unchanged.
             fast: use the accelerations of `transformers_backend.fast`. False runs the plain code only, to find out
                 whether an acceleration causes a problem: the numbers must be the same.
+            recompute_kv_on_update: what becomes of the answers under way at ``update_weights(when="now")``. True reads
+                their prompts and tokens again with the new weights, so each later token is sampled as a plain forward
+                under these would have it. False keeps the cache: later tokens attend to keys and values of the old
+                weights. That costs nothing, and the log-probs returned are those they were sampled with, but a forward
+                under the new weights alone gives others.
 
         Raises:
             InvalidRequestError: there is nothing to open, a path or a device that is not there, no tokenizer, or an
@@ -148,18 +161,29 @@ class TransformersBackend:
             )
         engine = CausalLM(module, loading.base_model(module))
         tokenizer = loading.load_tokenizer(tokenizer, engine.base, trust_remote_code)
-        return cls(engine, tokenizer, max_batch_tokens, fast=fast, owns_model=module is not model)
+        return cls(
+            engine,
+            tokenizer,
+            max_batch_tokens,
+            fast=fast,
+            owns_model=module is not model,
+            recompute_kv_on_update=flag("recompute_kv_on_update", recompute_kv_on_update),
+        )
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         refuse_sharded(self.engine.module)
         with self._serving(request) as call:
+            updates = call.updates = CallUpdates(self.gate, self._log, request, rereads=self._rereads)
             try:
                 if request.sampling.num_beams > 1:
-                    return beam_search(self.engine, request, call, use_cache=self.decoder.may_use_cache(request, call))
-                return self.decoder.generate(request, call)
+                    use_cache = self.decoder.may_use_cache(request, call)
+                    made = beam_search(self.engine, request, call, use_cache=use_cache)
+                else:
+                    made = self.decoder.generate(request, call)
             except Aborted:
-                return aborted_result(request)
+                made = aborted_result(request)
+            return replace(made, version_runs=updates.runs)
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
@@ -169,21 +193,43 @@ class TransformersBackend:
 
     @contextmanager
     def _serving(self, request: GenerateRequest | ScoreRequest) -> Iterator[Call]:
-        with naming_max_batch_tokens(self.engine), self.adapters.switched(request), self.calls.start(request) as call:
+        with (
+            naming_max_batch_tokens(self.engine),
+            self.gate.held(),
+            self._tried_again(),
+            self.adapters.switched(request),
+            self.calls.start(request) as call,
+        ):
             yield call
+
+    @contextmanager
+    def _tried_again(self) -> Iterator[None]:
+        """Have the self test begin anew after an update. A call that goes on keeps what is known until it ends."""
+        if self._untried and not self.calls.under_way:
+            self.self_test.forget()
+            self._untried = False
+        yield
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         refuse_sharded(self.engine.module)
-        try:
+        with self.gate.held():
+            try:
+                if request.adapter is None:
+                    weights.load(self.engine, request)
+                else:
+                    self.adapters.update(request)
+            except (InvalidRequestError, CapabilityError):
+                raise
+            except BaseException:
+                self._log.note(request)
+                raise
+            finally:
+                # Also after a failure: a stream may have changed some.
+                self._untried = True
+                self.scorer.weights_changed()
             if request.adapter is None:
-                weights.load(self.engine, request)
-            else:
-                self.adapters.update(request)
-        finally:
-            # Also after a failure: a stream may have changed some.
-            self.self_test.forget()
-            self.scorer.weights_changed()
+                self._log.note(request)
         return True
 
     @hookimpl

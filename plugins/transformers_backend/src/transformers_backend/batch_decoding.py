@@ -128,6 +128,8 @@ class BatchDecoding:
         """Let the rows of a group grow until all have ended or wait."""
         request, call, batch = self._request, self._call, self._batch
         alive, sampler, ending = group.places, group.sampler, group.ending
+        if call.updates is not None:
+            call.updates.let_in()
         distinct, answers = _distinct(rows)
         growing = self._start(distinct)
         # From here on a row is an answer: at first one for every prompt, later those that have not ended.
@@ -144,6 +146,8 @@ class BatchDecoding:
             if drawn.top is not None:
                 self._top.append(drawn.top)
             ended = ending(None if drawn.read is None else drawn.read[0])
+            if call.updates is not None:
+                call.updates.sampled(batch.rows, alive, ending.length - 1)
             if request.on_tokens is not None:
                 _hand_over(request.on_tokens, batch.rows[alive], drawn, ended)
             if request.on_answer is not None and ended:
@@ -170,6 +174,9 @@ class BatchDecoding:
                 growing.keep(keep)
                 sampler.keep(keep)
                 ending.keep(keep)
+            if call.updates is not None and call.updates.let_in():
+                self._waiting.append(_Group(alive, sampler, ending).of(torch.arange(len(alive))))
+                return
             growing.append(token)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corelm.spec import GenerateRequest, ScoreRequest
 from corelm.support import Deadline
+from transformers_backend.in_flight import CallUpdates
 
 
 class Aborted(Exception):
@@ -21,9 +22,12 @@ class Call:
     Attributes:
         deadline: the time that it has left.
         aborted: the numbers of its aborted rows. Other threads add to them.
+        updates: lets new weights in between two steps, and knows which tokens are of which; None for a call that lets
+            none in.
     """
 
-    def __init__(self, request: GenerateRequest | ScoreRequest) -> None:
+    def __init__(self, request: GenerateRequest | ScoreRequest, updates: CallUpdates | None = None) -> None:
+        self.updates = updates
         self.deadline = Deadline(request.timeout)
         self.aborted: set[int] = set()
         self._names = request.request_ids
@@ -51,14 +55,19 @@ class Calls:
         self._under_way: list[Call] = []
 
     @contextmanager
-    def start(self, request: GenerateRequest | ScoreRequest) -> Iterator[Call]:
+    def start(self, request: GenerateRequest | ScoreRequest, updates: CallUpdates | None = None) -> Iterator[Call]:
         """Yield the call of this request. Inside, `abort` reaches it."""
-        call = Call(request)
+        call = Call(request, updates)
         self._under_way.append(call)
         try:
             yield call
         finally:
             self._under_way.remove(call)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is any."""
+        return bool(self._under_way)
 
     def abort(self, names: Collection[str]) -> None:
         """Abort the rows with these names. They end when their call looks next, after a decoding step for example."""

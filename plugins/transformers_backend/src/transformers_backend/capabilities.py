@@ -51,6 +51,7 @@ def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = Fals
         streaming=True,
         update_weights=True,
         weight_stream=True,
+        updates_in_flight=True,
         adapters=adapters,
         score_support=True,
         # More would not be the most probable ones but a good part of the vocabulary.

@@ -21,7 +21,7 @@ from corelm.support import Decode, decoded, decoder_of, id_texts
 try:
     import msgspec
 except ImportError:
-    msgspec = None
+    msgspec = None  # type: ignore[assignment]
 
 #: What stands before an id where a server labels a token with it.
 LABEL = "token_id:"

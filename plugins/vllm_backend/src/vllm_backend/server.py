@@ -220,7 +220,7 @@ class VLLMServer:
     @contextmanager
     def _new_weights(self, request: WeightUpdate) -> Iterator[None]:
         """Have the ``with`` block load weights, then empty the prefix cache and give the weights their name."""
-        with self._client.secrets.masking_errors(), self._paused("wait" if request.drain else "abort"):
+        with self._client.secrets.masking_errors(), self._paused("wait" if request.when == "drain" else "abort"):
             # If anything fails, the server's version stays different from this one, and every later call fails.
             self._loaded_version = request.version
             self._set_weight_version("being loaded")
@@ -233,7 +233,7 @@ class VLLMServer:
     def sleep(self, request: SleepRequest) -> None:
         """Free the memory of the server's GPUs. Requests of other clients wait until it is awake."""
         self._asleep = True
-        mode = "wait" if request.drain else "abort"
+        mode = "wait" if request.when == "drain" else "abort"
         try:
             self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
         except InvalidRequestError:

@@ -1,0 +1,108 @@
+"""The ids over which a policy normalises its scores: those that truncation had left when the tokens were sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from corelm.containers.classes import LogProbs, Masks, provenance_of_rows
+from corelm.containers.kept_sets import token_sets
+from corelm.containers.keys import find_entry, key_parts
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
+from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows
+from corelm.policy.scored_sets import ScoredSupport
+from corelm.tensors.token_sets import TokenSets
+
+
+def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, temperature: float) -> InputRows:
+    """Return the sequences to score with the sets that the `LogProbs` under ``options.support_key`` carry.
+
+    Rows whose sets are not those of their tokens are added to their problems if such rows are skipped.
+
+    Args:
+        td: holds the `LogProbs`, at the root or under ``next``.
+        rows: the sequences.
+        options: those of the policy that scores.
+        temperature: that of the scores. The sets were made at one temperature, which has to be the same.
+
+    Raises:
+        MissingKeyError: there are no such log-probs, or they carry no sets.
+        InvalidRequestError: they are of another batch, or of other tokens.
+        ProvenanceMismatchError: the sets belong to a distribution that is not scored.
+    """
+    if options.support_key is None:
+        return rows
+    key = options.support_key
+    name = ".".join(key_parts(key))
+    try:
+        held, holder = find_entry(td, key)
+    except MissingKeyError as error:
+        raise MissingKeyError(f"support_key: {error}", field=name) from None
+    if not isinstance(held, LogProbs):
+        raise InvalidRequestError(
+            f"support_key: {name} is a {type(held).__name__}; expected the LogProbs that a policy wrote with "
+            "return_support=True",
+            field=name,
+        )
+    if tuple(held.batch_size) != rows.batch_size:
+        found = f"its batch is {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
+        raise InvalidRequestError(f"support_key: {name}: {found}", field=name)
+    view = TensorDict({"log_probs": held}, batch_size=held.batch_size)
+    if (masks := _masks(td, holder, rows, options.keys.masks)) is not None:
+        view["masks"] = masks
+    sets = token_sets(view).to("cpu")
+    _must_be_normalised(held, sets, name, temperature)
+    lengths, wanted = sets.lengths, rows.ids.lengths
+    problems = {
+        row: f"{name} has sets for {lengths[row]} tokens, but the sequence has {wanted[row]}"
+        for row in (lengths != wanted).nonzero().flatten().tolist()
+        if row not in rows.problems
+    }
+    if options.on_error == "raise":
+        refuse(problems, name)
+    kept = torch.where(lengths == wanted, lengths, 0)
+    sets = sets.slice(torch.zeros_like(kept), kept).join(TokenSets.empty(wanted - kept))
+    support = ScoredSupport(sets=sets, temperature=temperature)
+    return replace(rows, support=support, problems={**problems, **rows.problems})
+
+
+def _masks(td: TensorDictBase, holder: TensorDictBase, rows: InputRows, key: NestedKey) -> Any:
+    """Return the masks that tell tokens from pads in dense log-probs: those of the TensorDict, or of what is read."""
+    try:
+        found = find_entry(td, key, first=holder)[0]
+        if isinstance(found, Masks) and tuple(found.batch_size) == rows.batch_size:
+            return found
+    except MissingKeyError:
+        pass
+    if rows.columns is None:
+        return None
+    mask = rows.columns.mask.reshape(*rows.batch_size, rows.columns.mask.shape[-1])
+    return Masks(all_attention_mask=mask, batch_size=rows.batch_size)
+
+
+def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature: float) -> None:
+    """Refuse sets of another temperature than that of the scores. Rows without sets may be of any distribution."""
+    problems: Problems = {}
+    cut = (sets.flat.lengths > 0).tolist()
+    for row, (label, some) in enumerate(zip(provenance_of_rows(held, len(cut)), cut, strict=True)):
+        if not some or label is None:
+            continue
+        if label.mode == "raw":
+            problems[row] = "is raw, so it was not normalised over these ids"
+        elif label.temperature != temperature:
+            problems[row] = f"was sampled at temperature {label.temperature}, the scores are of {temperature}"
+        elif label.penalties:
+            problems[row] = "was sampled with penalties, which scores cannot reflect"
+    if problems:
+        wanted = {one.temperature for one in provenance_of_rows(held, len(cut)) if one is not None}
+        first = next(iter(wanted)) if len(wanted) == 1 else "…"
+        advice = f'score with log_probs_mode="processed", sampling_params={{"temperature": {first}}}'
+        if "raw" in next(iter(problems.values())):
+            advice = 'sample with log_probs_mode="processed", or score without support_key'
+        if wanted == {0.0}:
+            advice = "greedy answers have the log-prob 0 under truncation; score without support_key"
+        raise ProvenanceMismatchError(f"support_key: {name}: {spelled_out(problems)}; {advice}")

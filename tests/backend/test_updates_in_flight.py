@@ -1,0 +1,230 @@
+"""New weights for answers under way: who waits for whom, and which label each token gets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from corelm import Backend, hookimpl
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from helpers.fakes import Fake, fake
+
+PATIENCE = 20.0
+LONG = {"max_new_tokens": 6}
+
+
+class Stepping(Fake):
+    """Samples half of each answer, waits for `go_on`, and samples the rest with the weights that it has then."""
+
+    def __init__(self, **capabilities: Any) -> None:
+        super().__init__(**{"updates_in_flight": True, **capabilities})
+        self.in_the_middle, self.go_on = threading.Event(), threading.Event()
+        self.scoring, self.scored = threading.Event(), threading.Event()
+        self.scored.set()
+        self.fails: Exception | None = None
+        self.label: str | None = None
+        self.report: Callable[[GenerateResult], GenerateResult] = lambda batch: batch
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        first, self.label = request.weight_version, request.weight_version
+        self.in_the_middle.set()
+        assert self.go_on.wait(PATIENCE)
+        batch = super().generate(request)
+        assert first is not None and self.label is not None
+        runs = ((first, 0),) if self.label == first else ((first, 0), (self.label, 3))
+        return self.report(replace(batch, version_runs=(runs,) * len(batch.ids)))
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        self.scoring.set()
+        assert self.scored.wait(PATIENCE)
+        return super().score_logprobs(request)
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        if self.fails is not None and not isinstance(self.fails, EngineError):
+            raise self.fails
+        self.label = request.version
+        if self.fails is not None:
+            raise self.fails
+        return super().update_weights(request)
+
+
+@pytest.fixture
+def stepping() -> Iterator[tuple[Backend, Stepping, Callable[[], Future[GenerateResult]]]]:
+    """Yield a backend, its engine, and a function that begins an answer and returns in the middle of it."""
+    engine = Stepping()
+    backend = Backend.from_plugin(engine, "stepping")
+
+    def begin() -> Future[GenerateResult]:
+        engine.in_the_middle.clear()
+        engine.go_on.clear()
+        answer = backend.submit_generate([[5], [6]], LONG)
+        assert engine.in_the_middle.wait(PATIENCE)
+        return answer
+
+    yield backend, engine, begin
+    engine.go_on.set()
+    engine.scored.set()
+
+
+def ended(engine: Stepping, answer: Future[GenerateResult]) -> GenerateResult:
+    engine.go_on.set()
+    return answer.result(PATIENCE)
+
+
+def test_an_answer_under_way_has_both_labels_and_a_later_one_only_the_new(stepping: Any) -> None:
+    backend, engine, begin = stepping
+    answer = begin()
+    assert backend.update_weights({}, "new", when="now") == "new"
+    assert engine.requests[-1].when == "now" and not engine.requests[-1].drain
+    batch = ended(engine, answer)
+    assert batch.version_runs == ((("0", 0), ("new", 3)),) * 2 and batch.weight_versions == ("0", "0")
+    later = backend.generate([[5]], LONG)
+    assert later.version_runs is None and later.weight_versions == ("new",)
+    provenance = backend.provenance(batch)
+    assert provenance.version_runs == (("0", 0), ("new", 3)) and provenance.weight_version == "0"
+    assert backend.provenance(later).version_runs == ()
+
+
+def test_every_update_of_a_call_counts(stepping: Any) -> None:
+    backend, engine, begin = stepping
+    answer = begin()
+    assert [backend.update_weights({}, when="now") for _ in range(2)] == ["1", "2"]
+    assert ended(engine, answer).version_runs == ((("0", 0), ("2", 3)),) * 2
+
+
+def test_a_failed_update_leaves_the_tokens_after_it_a_label_that_none_had(stepping: Any) -> None:
+    """Its weights may be partly new. The label that it asked for stays free for weights that are whole."""
+    backend, engine, begin = stepping
+    answer = begin()
+    engine.fails = EngineError("half-way")
+    with pytest.raises(EngineError, match="half-way"):
+        backend.update_weights({}, "new", when="now")
+    assert ended(engine, answer).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
+    engine.fails = None
+    answer = begin()
+    assert backend.update_weights({}, "new", when="now") == "new"
+    assert ended(engine, answer).version_runs == ((("1", 0), ("new", 3)),) * 2
+
+
+def test_a_label_that_failed_once_in_a_call_is_not_trusted_in_it(stepping: Any) -> None:
+    """The engine says "new" of tokens that were sampled after the failure and after the success alike."""
+    backend, engine, begin = stepping
+    answer = begin()
+    engine.fails = EngineError("half-way")
+    with pytest.raises(EngineError):
+        backend.update_weights({}, "new", when="now")
+    engine.fails = None
+    backend.update_weights({}, "new", when="now")
+    assert ended(engine, answer).version_runs == ((("0", 0), ("1", 3)),) * 2
+    assert backend.generate([[5]], LONG).weight_versions == ("new",)
+
+
+def test_a_refused_update_changes_no_label(stepping: Any) -> None:
+    backend, engine, begin = stepping
+    answer = begin()
+    engine.fails = InvalidRequestError("does not fit", field="weights")
+    with pytest.raises(InvalidRequestError, match="does not fit"):
+        backend.update_weights({}, "new", when="now")
+    batch = ended(engine, answer)
+    assert batch.version_runs is None and batch.weight_versions == ("0", "0") and backend.weight_version == "0"
+
+
+def test_scores_finish_on_the_old_weights_first(stepping: Any) -> None:
+    backend, engine, _ = stepping
+    engine.scored.clear()
+    with ThreadPoolExecutor() as pool:
+        scores = pool.submit(backend.score_logprobs, [[5, 6]])
+        assert engine.scoring.wait(PATIENCE)
+        update = pool.submit(backend.update_weights, {}, "new", "now")
+        with pytest.raises(TimeoutError):
+            update.result(0.3)
+        engine.scored.set()
+        assert scores.result(PATIENCE).weight_versions == ("0",) and update.result(PATIENCE) == "new"
+    names = [type(request).__name__ for request in engine.requests]
+    assert names.index("ScoreRequest") < names.index("WeightUpdate")
+
+
+def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: Any) -> None:
+    """The canary asks after the hook. Until it agrees, nobody knows the label of the tokens sampled meanwhile."""
+    backend, engine, begin = stepping
+    asking, answered = threading.Event(), threading.Event()
+
+    class Disagreeing:
+        scores = None
+
+        def look(self, expect: Any = None) -> None: ...
+
+        def distrust(self, label: str) -> None: ...
+
+        def before_update(self, update: WeightUpdate) -> None:
+            assert backend.score_logprobs([[5, 6]]).weight_versions == ("0",)
+
+        def after_update(self, update: WeightUpdate) -> None:
+            # The answer is still in the engine, which takes one call at a time.
+            assert backend.score_logprobs([[5, 6]]) is not None
+            asking.set()
+            assert answered.wait(PATIENCE)
+            raise EngineError("the canary disagrees", usable=True)
+
+    backend.engine.canary = Disagreeing()
+    answer = begin()
+    with ThreadPoolExecutor() as pool:
+        update = pool.submit(backend.update_weights, {}, "new", "now")
+        assert asking.wait(PATIENCE)
+        engine.go_on.set()
+        with pytest.raises(TimeoutError):
+            answer.result(0.3)
+        answered.set()
+        with pytest.raises(EngineError, match="disagrees"):
+            update.result(PATIENCE)
+    assert answer.result(PATIENCE).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        (None, "neither version_runs nor weight_versions"),
+        ((), r"version_runs \(\) for 2 rows"),
+        (((("0", 0),),), "for 2 rows"),
+        (((("0", 0),), ()), r"row 1: version_runs: expected \(\(version, first token\)"),
+        (((("0", 1),), (("0", 0),)), "row 0: version_runs: run 0 begins at position 1; the first token is 0"),
+        (((("0", 0),), (("0", 0), ("1", 0))), "row 1: version_runs: run 1 begins at position 0, but run 0 at 0; runs"),
+        (((("0", 0),), (("0", 0), ("1", 4), ("2", 3))), "row 1: version_runs: run 2 begins at position 3, but run 1"),
+        (((("0", 0),), (("0", 0), ("1", 6))), "row 1: version_runs: run 1 begins at position 6, but the row has 6"),
+        (((("0", 0),), ((0, 0),)), r"row 1: version_runs: run 0: expected \(version, first token\), got \(0, 0\)"),
+        (((("0", 0),), (("0", True),)), "row 1: version_runs: run 0"),
+    ],
+)
+def test_runs_that_cannot_be_are_the_engines_fault(stepping: Any, runs: Any, told: str) -> None:
+    _, engine, begin = stepping
+    engine.report = lambda batch: replace(batch, version_runs=runs)
+    with pytest.raises(EngineError, match=told):
+        ended(engine, begin())
+
+
+def test_now_needs_an_engine_that_can() -> None:
+    with pytest.raises(CapabilityError, match='type when="drain"') as caught:
+        fake().update_weights({}, when="now")
+    assert caught.value.capability == "updates_in_flight"
+
+
+@pytest.mark.parametrize("when", ["later", True, None, 3])
+def test_a_word_that_is_none_is_refused(when: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="expected one of 'drain', 'abort', 'now'") as caught:
+        fake().update_weights({}, when=when)
+    assert caught.value.field == "when"
+
+
+def test_an_adapter_is_of_one_version_in_an_answer() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        fake(adapters=True).load_adapter("one", {}, config={}, when="now")
+    assert caught.value.field == "when"

@@ -1,0 +1,164 @@
+"""The ids that truncation had left, and the most probable ids, agree with a plain float32 forward of one row."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from corelm import Backend
+from corelm.spec import GenerateResult
+from helpers import oracle
+from helpers.tiny_models import VOCAB, random_rows
+
+PROMPTS = random_rows(3, 70, 9)
+#: Closer to a threshold than this, rounding decides whether an id is kept.
+NEAR = 1e-5
+#: How far the two models' float32 log-probs may be apart. The largest difference seen was 1.1e-5, at temperature 0.6.
+APART = 5e-5
+
+
+def generated(backend: Backend, sampling: dict[str, Any], **arguments: Any) -> GenerateResult:
+    return backend.generate(PROMPTS, {"max_new_tokens": 12, "ignore_eos": True} | sampling, **arguments)
+
+
+def tables(model: PreTrainedModel, found: GenerateResult, temperature: float) -> Tensor:
+    """Return float32[total, V]: the log-probs of all ids where each token was sampled."""
+    rows = zip(PROMPTS, found.ids.tolist(), strict=True)
+    logits = [oracle.next_logits(model, [*prompt, *ids])[len(prompt) - 1 : -1] for prompt, ids in rows]
+    return (torch.cat(logits) / temperature).log_softmax(-1)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=APART)
+
+
+def kept_by(probs: Tensor, top_k: int | None, top_p: float, min_p: float) -> tuple[set[int], set[int]]:
+    """Return the ids that truncation keeps, and those for which rounding decides."""
+    values, ids = probs.double().sort(descending=True)
+    before = values.cumsum(0) - values
+    keep = (torch.arange(VOCAB) < (top_k or VOCAB)) & (before < top_p) & (values >= min_p * values[0])
+    near = ((before - top_p).abs() < NEAR) | ((values - min_p * values[0]).abs() < NEAR)
+    return set(ids[keep].tolist()), set(ids[near].tolist())
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_p": 0.9, "min_p": 0.02},
+        {"top_k": 20, "min_p": 0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_the_kept_ids_are_those_of_the_oracle(shared: Backend, model, truncation, temperature):
+    found = generated(
+        shared, {**truncation, "temperature": temperature}, logprobs="processed", return_support=True, top_logprobs=3
+    )
+    table = tables(model, found, temperature)
+    known = {"top_k": None, "top_p": 1.0, "min_p": 0.0} | truncation
+    for position, (token, kept) in enumerate(zip(found.ids.values.tolist(), found.kept_ids.ids.tolist(), strict=True)):
+        expected, near = kept_by(table[position].exp(), **known)
+        assert {*kept} ^ expected <= near and token in kept
+        # Normalised over the kept ids, as a scorer does it that is given them.
+        among = table[position][kept]
+        mass = among.logsumexp(0)
+        close(found.logprobs.values[position], table[position][token] - mass)
+        close(found.kept_log_mass.values[position], mass)
+        count = min(3, len(kept))
+        best = (among - mass).sort(descending=True)
+        close(found.top_logprobs.values[position][:count], best.values[:count])
+        assert found.top_ids.values[position][count:].tolist() == [-1] * (3 - count)
+        assert {*found.top_ids.values[position][:count].tolist()} <= {*kept}
+        assert abs(float(found.tail_log_mass.values[position].exp() - best.values[count:].exp().sum())) < 1e-5
+    # Otherwise nothing was shown.
+    assert 1 < max(map(len, found.kept_ids.ids.tolist())) < VOCAB
+
+
+def test_seeded_answers_have_sets_as_well(seeded: Backend, model):
+    sampling = {"temperature": 0.8, "top_p": 0.7, "seed": 5}
+    first, again = (generated(seeded, sampling, logprobs="processed", return_support=True) for _ in range(2))
+    assert first.ids.tolist() == again.ids.tolist() and first.kept_ids.tolist() == again.kept_ids.tolist()
+    table = tables(model, first, 0.8)
+    for position, kept in enumerate(first.kept_ids.ids.tolist()):
+        expected, near = kept_by(table[position].exp(), None, 0.7, 0.0)
+        assert {*kept} ^ expected <= near
+
+
+def test_a_stream_has_what_the_whole_answer_has(shared: Backend, model):
+    sampling = {"temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12, "ignore_eos": True}
+    stream = shared.stream(PROMPTS, sampling, logprobs="processed", return_support=True, top_logprobs=2)
+    told = {row: [] for row in range(len(PROMPTS))}
+    for chunk in stream:
+        told[chunk.row] += chunk.logprobs
+    found = stream.result
+    assert [*told.values()] == found.logprobs.tolist()
+    table = tables(model, found, 0.7)
+    for position, kept in enumerate(found.kept_ids.ids.tolist()):
+        close(found.kept_log_mass.values[position], table[position][kept].logsumexp(0))
+
+
+def test_rows_with_and_without_sets_share_a_batch(shared: Backend, model):
+    # SGLang copies the sets of some rows of a batch only, and samples in another way if one of them has min_p.
+    with ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(generated, shared, {"min_p": 0.3, "max_new_tokens": 40}, logprobs="raw")
+        greedy = pool.submit(generated, shared, {"temperature": 0.0, "max_new_tokens": 40}, logprobs="raw")
+        found = pool.submit(
+            generated, shared, {"top_p": 0.6, "max_new_tokens": 40}, logprobs="processed", return_support=True
+        ).result()
+        plain.result(), greedy.result()
+    table = tables(model, found, 1.0)
+    for position, kept in enumerate(found.kept_ids.ids.tolist()):
+        expected, near = kept_by(table[position].exp(), None, 0.6, 0.0)
+        assert {*kept} ^ expected <= near
+
+
+def test_which_servers_return_sets(shared: Backend, original: Backend, seeded: Backend):
+    assert [each.capabilities.return_support for each in (shared, original, seeded)] == [True, False, True]
+    assert [each.capabilities.top_logprobs for each in (shared, original, seeded)] == [VOCAB] * 3
+
+
+@pytest.mark.parametrize(("logprobs", "temperature"), [("raw", 1.0), ("processed", 0.6), ("raw", 0.0)])
+def test_the_most_probable_ids_of_answers(shared: Backend, model, logprobs, temperature):
+    found = generated(shared, {"temperature": temperature}, logprobs=logprobs, top_logprobs=40)
+    _check_top(found, tables(model, found, temperature or 1.0), 40)
+    own = found.ids.values.unsqueeze(1) == found.top_ids.values
+    listed = found.top_logprobs.values[own]
+    assert len(listed) and torch.equal(listed, found.logprobs.values[own.any(1)])
+
+
+def test_the_most_probable_ids_of_a_server_with_raw_log_probs(original: Backend, model):
+    found = generated(original, {"temperature": 0.5, "top_k": 7}, logprobs="raw", top_logprobs=VOCAB)
+    _check_top(found, tables(model, found, 1.0), VOCAB)
+
+
+def _check_top(found: Any, table: Tensor, k: int) -> None:
+    values, ids = table.topk(k)
+    torch.testing.assert_close(found.top_logprobs.values, values, rtol=0, atol=1e-4)
+    # Of ids that are nearly equally probable, either may come first.
+    torch.testing.assert_close(table.gather(-1, found.top_ids.values), values, rtol=0, atol=1e-4)
+    tail = 1 - table.double().exp().gather(-1, ids).sum(-1)
+    torch.testing.assert_close(found.tail_log_mass.values.exp().double(), tail.clamp(min=0), rtol=0, atol=1e-5)
+
+
+def test_the_most_probable_ids_of_scores(shared: Backend, model):
+    rows = [*random_rows(5, 90, 1), [VOCAB - 1] * 2]
+    starts = [1, 60, 1, 1]
+    found = shared.score_logprobs(rows, score_from=starts, return_argmax=True, top_k=64)
+    pairs = zip(rows, starts, strict=True)
+    table = torch.cat([oracle.next_logits(model, row)[start - 1 : -1] for row, start in pairs]).log_softmax(-1)
+    counted = found.scored.values
+    assert int(counted.sum()) == 4 + 30 + 0 + 1
+    values = table.topk(64).values
+    torch.testing.assert_close(found.top_logprobs.values[counted], values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(table.gather(-1, found.top_ids.values[counted]), values, rtol=0, atol=1e-4)
+    tail = (1 - values.double().exp().sum(-1)).clamp(min=0)
+    torch.testing.assert_close(found.tail_log_mass.values[counted].exp().double(), tail, rtol=0, atol=1e-5)
+    assert torch.equal(found.argmax.values[counted], found.top_ids.values[counted, 0])
