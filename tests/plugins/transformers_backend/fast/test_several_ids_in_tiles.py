@@ -89,7 +89,8 @@ def test_several_ids_and_the_tail(
         (a * upstream[0]).sum() + (b * upstream[1][there]).sum() + (c * upstream[2][some]).sum() for a, b, c in parts
     )
     for gradient, expected in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, exact), strict=True):
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)
+        allowed = 1e-4 + 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=allowed)
 
 
 @pytest.mark.parametrize(("n", "vocab"), [(300, 2700), (5, 7), (1, 1)])
