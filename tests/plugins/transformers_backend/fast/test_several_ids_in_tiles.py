@@ -212,7 +212,7 @@ def test_a_small_tail_keeps_its_digits(gap: float) -> None:
 
 def test_ids_at_minus_infinity() -> None:
     """The first tiles are all minus infinity, and fewer ids than wanted have a probability."""
-    (hidden, weight), tokens = inputs(2, 5000, 8, torch.float32, False)
+    (hidden, weight), _ = inputs(2, 5000, 8, torch.float32, False)
     bias = torch.full((5000,), -math.inf)
     bias[4997:] = 0.0
     head = TiledHead(weight, bias)
