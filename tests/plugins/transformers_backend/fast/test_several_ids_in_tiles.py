@@ -15,6 +15,7 @@ from corelm import Backend, Ragged
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.fast import head as head_module
+from transformers_backend.fast import set_logits
 from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.fast.top_logits import GivenLogits, LargestLogits
@@ -124,6 +125,23 @@ def test_sets(n: int, vocab: int, bias: bool, scale: float, cap: float | None, h
     )
     for gradient, wanted in zip(ours, plain, strict=True):
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sets_of_a_wide_head_are_multiplied_in_parts() -> None:
+    """More of the head than is copied at a time."""
+    leaves, _ = inputs(3, 1100, 4096, torch.float32, True)
+    sets = Ragged.from_list([torch.arange(1100)] * 3)
+    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
+    (block,) = set_logits._blocks(sets, leaves[1])
+    assert len(list(set_logits._parts(block, leaves[1]))) == 2
+    found = set_logits.SetLogits.apply(*leaves, sets, form)
+    expected = tempered([leaf.detach().double().requires_grad_() for leaf in leaves], 1.0, None, 1.0)
+    torch.testing.assert_close(found.double(), expected.flatten(), rtol=1e-5, atol=1e-3)
+    upstream = torch.randn(3300, generator=torch.Generator().manual_seed(3))
+    by_logits = upstream.reshape(3, 1100)
+    plain = (by_logits @ leaves[1], by_logits.T @ leaves[0], by_logits.sum(0))
+    for gradient, wanted in zip(torch.autograd.grad(found, leaves, upstream), plain, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
