@@ -13,8 +13,8 @@ from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import list_keys
 from corelm.containers.reading import objects
 from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
-from corelm.policy.inputs import InputRows
 from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows
 from corelm.spec.records import GenerateResult
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
@@ -42,14 +42,13 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         ProvenanceMismatchError: its rows are of several distributions.
     """
     if not isinstance(found, TensorDictBase):
-        raise invalid(
-            "continue_from", f"expected the TensorDict that the policy returned, got a {type(found).__name__}"
-        )
+        kind = type(found).__name__
+        raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
     tokens, masks = found.get(options.keys.tokens, None), options.keys.masks
     if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
+        has = list_keys(found)
         raise MissingKeyError(
-            f"continue_from: there are no tokens.prompt and tokens.full; it has: {list_keys(found)}",
-            field="continue_from",
+            f"continue_from: there are no tokens.prompt and tokens.full; it has: {has}", field="continue_from"
         )
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field="continue_from")
