@@ -22,6 +22,8 @@ What NaN and infinity mean is the same everywhere in this package:
 
 from corelm.containers.classes import PerToken
 from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
+from corelm.kl.distillation import DistillationLoss
+from corelm.kl.divergence_terms import DIVERGENCES, Divergence
 from corelm.kl.divergences import TopLogProbs, js_upper_bound, top_k_divergence
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.exact_divergences import OutputHead, exact_divergence
@@ -31,8 +33,11 @@ from corelm.kl.retrieve import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from corelm.kl.staleness import staleness
 
 __all__ = [
+    "DIVERGENCES",
     "AdaptiveKLController",
     "BiasedKLWarning",
+    "DistillationLoss",
+    "Divergence",
     "FixedKLController",
     "ImportanceCorrection",
     "KLComputation",
