@@ -38,12 +38,8 @@ def sampler(backend):
 
 
 def scorer_of(policy, **changes):
-    given = {
-        "input_mode": "tokens",
-        "sampling_params": {"temperature": HEAT},
-        "log_probs_mode": "processed",
-        "support_key": "log_probs",
-    }
+    given = {"input_mode": "tokens", "support_key": "log_probs"}
+    given |= {"sampling_params": {"temperature": HEAT}, "log_probs_mode": "processed"}
     return policy.replace(generate=False, **given | changes)
 
 
@@ -385,8 +381,6 @@ def test_an_engine_that_knows_no_sets(backend, sampler):
                 max_context=toy.capabilities.max_context,
                 score=True,
                 score_temperature=True,
-                sampling=dict.fromkeys(("top_k", "temperature", "max_new_tokens")),
-                generation_modes=frozenset({"raw", "processed"}),
             )
 
         @corelm.hookimpl

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-
 from corelm.backend.adapters import NewAdapter
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
