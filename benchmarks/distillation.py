@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Figure, Way, compare, peaks
-from corelm.kl import OutputHead, exact_divergence
-from corelm.kl.divergence_terms import DIVERGENCES, Divergence
+from corelm.kl import DIVERGENCES, Divergence, OutputHead, exact_divergence
 
 VOCAB = 151_936
 #: The widths of the hidden states.

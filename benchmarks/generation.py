@@ -6,6 +6,11 @@
     policy, text    `LLMPolicy` from texts to containers with texts and log-probs
     torchrl         TorchRL's `TransformersWrapper` from ids to log-probs, if torchrl is installed
 
+With top-p 0.95 and top-k 50, these are compared with ``backend.generate`` without them:
+
+    support         ``return_support=True``: the ids that each token was drawn from
+    top 64          ``top_logprobs=64``: the most probable ids, and the mass of the others
+
 All ways continue the same prompts of 32 tokens by 64 tokens, or by 16 if there are more than 8 prompts; no answer ends
 earlier. The models are those of `scoring`: with V=151,936 most of the time is spent in the head and the sampler, with
 V=32,000 in the body.
@@ -42,7 +47,9 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             if quick:
                 yield sampling(backend, model, shape, 8, new, 1, all_ways=shape == BODY_HEAVY)
                 yield greedy(backend, model, shape, 1, new, 1)
+                yield more_ids(backend, shape, 8, new, 1)
                 continue
+            yield more_ids(backend, shape, 8, new, 7)
             for prompts in COUNTS:
                 few = new if prompts <= MOST_FOR_LONG else new // 4
                 yield sampling(backend, model, shape, prompts, few, 7)
@@ -84,6 +91,19 @@ def greedy(backend: Backend, model: Any, shape: Shape, prompts: int, new: int, r
     }
     work = f"{new} greedy tokens for {counted(prompts)}, {named(shape)}"
     return compare(work, ways, baseline="raw generate", repeats=repeats, goals={"backend": 1.05})
+
+
+def more_ids(backend: Backend, shape: Shape, prompts: int, new: int, repeats: int) -> list[Figure]:
+    ask = functools.partial(
+        backend.generate, encoded(words(prompts)), {**asked(new), "top_p": 0.95, "top_k": 50}, logprobs="processed"
+    )
+    ways: dict[str, Way] = {
+        "backend": ask,
+        "support": functools.partial(ask, return_support=True),
+        "top 64": functools.partial(ask, top_logprobs=64),
+    }
+    work = f"{new} tokens sampled with top-p and top-k for {counted(prompts)}, {named(shape)}"
+    return compare(work, ways, baseline="backend", repeats=repeats)
 
 
 # Ways -----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
 from .fleet.canary import Canary as Canary
 from .fleet.probes import probe_scores as probe_scores
+from .kl.staleness import staleness as staleness
 from .opening.by_name import get_backend as get_backend
 from .policy.inputs import Keys as Keys
 from .policy.options import PolicyOptions as PolicyOptions

@@ -1,12 +1,13 @@
 """The ids that truncation left, the most probable ids, and scoring over given ids: arguments and results."""
 
+import asyncio
 import math
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from corelm import Backend, Ragged, TokenSets, get_backend
+from corelm import Backend, Ragged, TokenSets, get_backend, hookimpl
 from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.batching.merging import ask_together, sharing_key
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
@@ -57,6 +58,14 @@ def test_sets_may_be_as_long_as_the_sequences_and_in_any_order(backend, answers)
     ]
     scores = backend.score_logprobs(joined(answers), temperature=0.7, score_from=STARTS, support=sets)
     torch.testing.assert_close(scored_values(scores), answers.logprobs.values, atol=1e-5, rtol=0)
+
+
+def test_the_most_probable_id_may_be_outside_the_support(backend):
+    best = backend.score_logprobs(SEQUENCES, return_argmax=True)
+    alone = [[[token] for token in row[1:]] for row in SEQUENCES]
+    scores = backend.score_logprobs(SEQUENCES, support=alone, return_argmax=True)
+    assert scores.logprobs.values.tolist() == [0.0] * 6 and scores.argmax.tolist() == best.argmax.tolist()
+    assert any(token not in row for token, row in zip(best.argmax.values[1:3].tolist(), alone[0], strict=True))
 
 
 def test_an_empty_set_is_the_whole_vocabulary(backend):
@@ -180,6 +189,79 @@ def test_an_engine_that_cannot_is_not_asked(backend, capability, call):
     with Backend.from_plugin(plugin, "toy") as modest, pytest.raises(CapabilityError, match="leave out") as error:
         call(modest)
     assert error.value.capability == capability
+
+
+ALL_OF_IDS = ("ids", "logprobs", "kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
+ASKED = {"logprobs": "processed", "return_support": True, "top_logprobs": 8}
+
+
+def lists(batch, names=ALL_OF_IDS):
+    return [getattr(batch, name).tolist() for name in names]
+
+
+def test_a_stream_has_the_sets_and_the_most_probable_ids_in_its_result(backend, answers):
+    stream = backend.stream(PROMPTS, CUT, **ASKED)
+    read = [[], []]
+    for chunk in stream:
+        read[chunk.row] += chunk.ids
+    assert read == answers.ids.tolist() and lists(stream.result) == lists(answers)
+
+
+def test_an_asynchronous_stream_has_them_as_well(backend, answers):
+    async def read():
+        async with backend.astream(PROMPTS, CUT, **ASKED) as stream:
+            assert sum([len(chunk.ids) async for chunk in stream]) == 12
+        return stream.result
+
+    assert lists(asyncio.run(read())) == lists(answers)
+
+
+@pytest.mark.parametrize("sampling", [CUT, {**CUT, "temperature": 0.0, "top_k": None}, {**CUT, "top_k": None}])
+def test_skipped_prompts_have_no_sets_and_move_no_others(backend, sampling):
+    whole = backend.generate(PROMPTS, {**sampling, "num_samples": 2}, **ASKED)
+    stream = backend.stream([PROMPTS[0], [9999], PROMPTS[1]], {**sampling, "num_samples": 2}, on_error="skip", **ASKED)
+    assert len(list(stream)) > 4
+    found = stream.result
+    assert found.finish_reasons[2:4] == ("error", "error")
+    for name in ALL_OF_IDS:
+        rows = getattr(found, name).tolist()
+        assert rows[2:4] == [[], []] and [len(row) for row in rows] == [6, 6, 0, 0, 6, 6]
+        # Rows have the seeds of their own numbers, so only the first prompt's answers are the same.
+        assert rows[:2] == getattr(whole, name).tolist()[:2], name
+    kept = found.kept_ids
+    assert bool((kept.contains(found.ids.values) | (kept.ids.lengths == 0)).all())
+
+
+def test_a_call_that_is_repeated_and_wrapped_keeps_everything(answers):
+    class Flaky:
+        """Fails the first call of each hook, and hands the others on as they are."""
+
+        def __init__(self):
+            self.failed = set()
+
+        @hookimpl(wrapper=True)
+        def generate(self, request):
+            return (yield from self.passed("generate"))
+
+        @hookimpl(wrapper=True)
+        def score_logprobs(self, request):
+            assert request.support is not None
+            return (yield from self.passed("score_logprobs"))
+
+        def passed(self, hook):
+            result = yield
+            if hook not in self.failed:
+                self.failed.add(hook)
+                raise ConnectionError("the network is gone")
+            return result
+
+    flaky = Flaky()
+    with get_backend("toy", wrappers=[flaky], retry=2) as backend:
+        found = backend.generate(PROMPTS, CUT, **ASKED)
+        assert lists(found) == lists(answers) and flaky.failed == {"generate"}
+        scores = backend.score_logprobs(joined(found), temperature=0.7, score_from=STARTS, support=found.kept_ids)
+        torch.testing.assert_close(scored_values(scores), found.logprobs.values, atol=1e-5, rtol=0)
+        assert flaky.failed == {"generate", "score_logprobs"}
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,10 @@ def test_capabilities_are_the_intersection() -> None:
     for name in flags:
         without = dict.fromkeys(flags, True) | {name: False}
         if name == "score":
-            without |= dict.fromkeys(("score_temperature", "logits", "argmax", "gradients"), False)
+            of_scores = ("score_temperature", "logits", "argmax", "gradients", "score_support", "score_top_ids")
+            without |= dict.fromkeys(of_scores, False)
         if name == "update_weights":
-            without |= dict.fromkeys(("without_weights", "weight_stream"), False)
+            without |= dict.fromkeys(("without_weights", "weight_stream", "updates_in_flight"), False)
         if name == "per_answer_seeds":
             without["seeds_are_costly"] = False
         less = Capabilities(vocab_size=9, max_context=4, **without)

@@ -34,9 +34,12 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
         "sampling": ({"top_k": None, "stop": None}, {"top_k": (1, 5)}, {"top_k": (1, 5)}),
         "generation_modes": (frozenset({"raw", "processed"}), frozenset({"raw"}), frozenset({"raw"})),
         "sleep_levels": (frozenset({1, 2}), frozenset({1}), frozenset({1})),
+        "score_top_k": (7, 5, 5),
+        "top_logprobs": (3, 9, 3),
     }
     assert set(rules) == {each.name for each in fields(Capabilities) if not isinstance(each.default, bool)}
-    one, two = (Capabilities(update_weights=True, **{name: rule[at] for name, rule in rules.items()}) for at in (0, 1))
+    can = {"update_weights": True, "score": True}
+    one, two = (Capabilities(**can, **{name: rule[at] for name, rule in rules.items()}) for at in (0, 1))
     common = capabilities_of_all([one, two])
     for name, (_, _, expected) in rules.items():
         assert getattr(common, name) == expected, name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from corelm import Ragged, SamplingParams
+from corelm import Ragged, SamplingParams, TokenSets
 from corelm.errors import EngineError
 from corelm.fleet.parts import Part, Request, request_of_rows, result_of_parts
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
@@ -29,6 +29,10 @@ def generate_request() -> GenerateRequest:
         on_tokens=lambda chunk: None,
         on_answer=told.append_answer,
         adapter="policy",
+        return_support=True,
+        top_logprobs=2,
+        weight_version="7",
+        weight_update=3,
     )
 
 
@@ -44,7 +48,20 @@ def score_request() -> ScoreRequest:
         request_ids=("a", "b", "c", "d"),
         timeout=50.0,
         adapter=False,
+        support=TokenSets.from_list([[[position, 50 + row] for position in ids] for row, ids in enumerate(ROWS)]),
+        top_k=2,
+        top_ids=pairs(Ragged.from_list(ROWS), 60),
     )
+
+
+def pairs(rows: Ragged, first: int) -> Ragged:
+    """Return two numbers for each position of these rows, all of them different."""
+    return rows.with_values(first + torch.arange(2 * len(rows.values)).reshape(-1, 2))
+
+
+def numbers(rows: Ragged, first: float) -> Ragged:
+    """Return one number for each position of these rows, all of them different."""
+    return rows.with_values(first - torch.arange(len(rows.values)) / 8)
 
 
 class Told(list[Any]):
@@ -69,7 +86,7 @@ def test_every_field_of_a_request_is_carried(request_: Request) -> None:
         assert given is not None and given != each.default, f"{each.name}: give it another value than its default"
         if each.name in expected:
             assert expected[each.name] in (found, ...), each.name
-        elif isinstance(given, (Ragged, torch.Tensor)):
+        elif isinstance(given, (Ragged, TokenSets, torch.Tensor)):
             assert found.tolist() == [given.tolist()[row] for row in rows], each.name
         else:
             # A field that has a value for each row needs a line above.
@@ -81,8 +98,9 @@ def test_every_field_of_a_request_is_carried(request_: Request) -> None:
 
 
 def whole_answers() -> GenerateResult:
+    ids = Ragged.from_list([[20], [21, 22], [], [23]])
     return GenerateResult(
-        ids=Ragged.from_list([[20], [21, 22], [], [23]]),
+        ids=ids,
         logprobs=Ragged.from_list([[-0.1], [-0.2, -0.3], [], [-0.4]], torch.float32),
         finish_reasons=("stop", "length", "error", "abort"),
         mode="processed",
@@ -92,6 +110,12 @@ def whole_answers() -> GenerateResult:
         weight_versions=("1", "2", "3", "4"),
         errors=("", "", "odd", ""),
         adapter="policy",
+        kept_ids=TokenSets.from_list([[[2, 20]], [[21], [3, 4, 22]], [], [[23, 30]]]),
+        kept_log_mass=numbers(ids, -1.0),
+        top_ids=pairs(ids, 40),
+        top_logprobs=pairs(ids, -90).with_values(pairs(ids, -90).values.float()),
+        tail_log_mass=numbers(ids, -3.0),
+        version_runs=((("1", 0),), (("2", 0), ("3", 1)), (("3", 0),), (("4", 0),)),
     )
 
 
@@ -109,6 +133,9 @@ def whole_scores() -> ScoreResult:
         weight_versions=("1", "2", "3", "4"),
         errors=("", "odd", "", ""),
         adapter=False,
+        top_ids=pairs(flat, 40),
+        top_logprobs=pairs(flat, -90).with_values(pairs(flat, -90).values.float()),
+        tail_log_mass=numbers(flat, -3.0),
     )
 
 
@@ -117,7 +144,7 @@ def part(whole: Any, rows: list[int]) -> Any:
     values: dict[str, Any] = {}
     for each in fields(whole):
         value = getattr(whole, each.name)
-        if isinstance(value, Ragged):
+        if isinstance(value, (Ragged, TokenSets)):
             values[each.name] = value.select(rows)
         elif isinstance(value, tuple):
             values[each.name] = tuple(value[row] for row in rows)
@@ -139,6 +166,8 @@ def test_every_field_of_a_result_is_carried(request_: Request, whole: Any) -> No
             assert given is not None and given != each.default, f"{each.name}: give it another value than its default"
         if isinstance(given, Ragged):
             assert found.tolist() == given.tolist() and found.values.dtype == given.values.dtype, each.name
+        elif isinstance(given, TokenSets):
+            assert found.tolist() == given.tolist(), each.name
         else:
             assert found == given, each.name
 

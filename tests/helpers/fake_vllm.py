@@ -51,6 +51,7 @@ class FakeVLLM:
 
     Attributes:
         mode: the kind of log-probs of sampled tokens, "raw" or "processed".
+        max_logprobs: the most candidates that it returns at a position.
         ignored: fields of a request that it ignores silently.
         spoil: changes a choice before it is sent.
         fault: returns a reply to send instead, or None.
@@ -61,6 +62,7 @@ class FakeVLLM:
 
     def __init__(self) -> None:
         self.mode = "raw"
+        self.max_logprobs = 20
         self.ignored: set[str] = set()
         self.spoil: Spoil = lambda choice: None
         self.fault: Callable[[Request], Reply | None] = lambda request: None
@@ -101,6 +103,10 @@ class FakeVLLM:
             return json_reply(self.pages[request.path])
         if request.path != "/v1/completions":
             return json_reply({"detail": "Not Found"}, 404)
+        asked = max(request.body.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
+        if asked > self.max_logprobs:
+            message = f"Requested sample logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
+            return json_reply({"error": {"message": message, "type": "BadRequestError", "code": 400}}, 400)
         choice = self._complete({name: value for name, value in request.body.items() if name not in self.ignored})
         self.spoil(choice)
         name = f"cmpl-{request.body['request_id']}"

@@ -13,10 +13,13 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
     "vllm.inputs": frozenset({"tokens_input"}),
     "vllm.lora.request": frozenset({"LoRARequest"}),
+    "vllm.outputs": frozenset({"CompletionOutput"}),
     "vllm.platforms": frozenset({"current_platform"}),
     "vllm.sampling_params": frozenset({"RequestOutputKind"}),
     "vllm.usage.usage_lib": frozenset({"UsageContext"}),
     "vllm.v1.engine.async_llm": frozenset({"AsyncLLM"}),
     "vllm.v1.engine.exceptions": frozenset({"EngineDeadError"}),
     "vllm.v1.engine.llm_engine": frozenset({"LLMEngine"}),
+    "vllm.v1.sample.logits_processor": frozenset({"BatchUpdate", "LogitsProcessor"}),
+    "vllm.v1.sample.logits_processor.builtin": frozenset({"process_dict_updates"}),
 }

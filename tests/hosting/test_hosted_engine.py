@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 import time
@@ -146,6 +147,30 @@ def test_adapters_cross_to_the_engine(tiny_model: Path) -> None:
     assert found["policy"].weight_versions == ("0+policy@1",)
     oracle.close(found[False].logprobs.values, oracle.logprobs(model, row))
     oracle.close(found["policy"].logprobs.values, oracle.logprobs(merged(model, state), row))
+
+
+def test_an_update_reaches_an_engine_that_is_sampling(tiny_model: Path) -> None:
+    """The answer is long enough that it is still being sampled when the update comes, after its first token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    new = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    options = {"dtype": "float32", "recompute_kv_on_update": True}
+    with corelm.get_backend("transformers", tiny_model, python=sys.executable, **options) as backend:
+        assert backend.capabilities.updates_in_flight
+        with backend.stream([[5, 6, 7]], {"max_new_tokens": 200, "ignore_eos": True}) as stream:
+            next(stream)
+            assert backend.update_weights(new, "zeros", when="now") == "zeros"
+            list(stream)
+        made = stream.result
+        assert made is not None and made.version_runs is not None, "the update has waited for the answer"
+        ((_, (version, first)),) = made.version_runs
+        assert version == "zeros" and 0 < first < 200
+        assert made.logprobs is not None
+        # With weights of 0 every id is equally probable.
+        flat = torch.full((200 - first,), -math.log(backend.capabilities.vocab_size))
+        torch.testing.assert_close(made.logprobs.values[first:], flat, rtol=0, atol=1e-4)
+        before = oracle.answer_logprobs(model, [5, 6, 7], made.ids.tolist()[0])[:first]
+        torch.testing.assert_close(made.logprobs.values[:first], before, rtol=0, atol=1e-4)
+        assert backend.generate([[5]], {"max_new_tokens": 2}).weight_versions == ("zeros",)
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

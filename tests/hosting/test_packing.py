@@ -19,6 +19,7 @@ from corelm.hosting import packing
 from corelm.hosting.packing import pack, unpack
 from corelm.spec import Capabilities, Message, ProbeScores, records, sleeping
 from corelm.spec.records import GenerateRequest, Ragged
+from corelm.tensors.token_sets import TokenSets
 
 
 def again(value: Any) -> Any:
@@ -82,6 +83,9 @@ def sample(annotation: str) -> Any:
     values: dict[str, Any] = {
         "Ragged": rows,
         "Ragged | None": rows,
+        "TokenSets | None": TokenSets.from_list([[[5, 17], []], [], [[300]]]),
+        "tuple[VersionRuns, ...] | None": ((("1", 0), ("2", 3)), (("2", 0),)),
+        "When": "abort",
         "Tensor": torch.tensor([1, 2]),
         "Tensor | None": torch.tensor([1, 2]),
         "SamplingParams": SamplingParams(temperature=0.5, stop=("x",), engine_kwargs={"deep": {"er": [1]}}),
@@ -126,8 +130,8 @@ CROSSING = [
 
 
 def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Ragged):
-        return isinstance(other, Ragged) and one.tolist() == other.tolist()
+    if isinstance(one, (Ragged, TokenSets)):
+        return type(other) is type(one) and one.tolist() == other.tolist()
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

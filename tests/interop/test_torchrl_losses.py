@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from toy_backend import Bigram
 
 import corelm
 from corelm import History, LLMPolicy
@@ -387,3 +388,33 @@ def test_sft_refuses_groups_and_says_how_to_flatten_them(trainer):
     td = TensorDict(history=TensorDict(full=History.from_chats([CHATS, CHATS]), batch_size=[2, 2]), batch_size=[2, 2])
     with pytest.raises(InvalidRequestError, match=r"view\(-1\)"):
         LossActor(LLMPolicy(trainer))(td)
+
+
+# Truncated sampling --------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+def test_the_ratio_of_truncated_sampling_is_that_of_the_ids_that_were_left(pad):
+    heat, k = 0.7, 3
+    sampling = {"max_new_tokens": 6, "temperature": heat, "top_k": k}
+    model = Bigram.of_talk()
+    with corelm.get_backend("toy", model) as toy:
+        how = {"sampling_params": sampling, "log_probs_mode": "processed", "pad_output": pad}
+        policy = LLMPolicy(toy, return_support=True, **how)
+        td = advantaged(policy(TensorDict(history=History.from_chats(CHATS)), seed=3))
+        actor = LossActor(policy, model)
+        dist = actor.get_dist(td, "all_response_mask")
+        dense = corelm.repad(td, per_token=[])
+        new, old = (one[dist.mask] for one in (dist.log_prob(dense["tokens"].full), dense["log_probs"].full))
+        torch.testing.assert_close(new, old, atol=1e-5, rtol=0)
+        assert dist.entropy()[dist.mask].max() <= torch.tensor(float(k)).log() + 1e-5
+        out = GRPOLoss(actor, masking_strategy="sft")(td)
+        assert torch.isfinite(out.loss_objective) and torch.isfinite(out.loss_entropy)
+        torch.testing.assert_close(out.kl_approx, torch.zeros(()), atol=1e-5, rtol=0)
+        gradient = gradients(model, out.loss_objective + out.loss_entropy)
+        assert torch.isfinite(gradient).all() and bool(gradient.any())
+        without = advantaged(
+            LLMPolicy(toy, **how)(TensorDict(history=History.from_chats(CHATS), batch_size=[2]), seed=3)
+        )
+        with pytest.raises(ProvenanceMismatchError, match="return_support=True"):
+            actor.get_dist(without, "all_response_mask")

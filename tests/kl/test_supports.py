@@ -217,6 +217,7 @@ def test_an_engine_that_scores_over_no_sets_says_what_to_type(gen, ref):
 def test_nothing_of_the_sampler_is_replaced(gen, ref):
     td = truncated(gen)
     before = td["log_probs"].full[0].clone()
+    policy = corelm.LLMPolicy(corelm.Backend.from_plugin(ref.backend.engine.plugin, "other"), input_mode="tokens")
     with pytest.raises(InvalidRequestError, match="come from"):
-        RetrieveLogProb(ref, log_probs_key="log_probs")(td)
+        RetrieveLogProb(policy, log_probs_key="log_probs")(td)
     assert torch.equal(td["log_probs"].full[0], before)

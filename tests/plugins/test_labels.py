@@ -22,7 +22,8 @@ LOST = EngineError("the server is gone")
 
 
 def vllm_in_process(request: GenerateRequest) -> GenerateResult:
-    return protocol_inprocess.generation_result(request, [RowFailure("lost")], tiny_tokenizer())
+    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
+    return protocol_inprocess.generation_result(request, [RowFailure("lost")], info)
 
 
 def vllm_over_http(request: GenerateRequest) -> GenerateResult:

@@ -38,12 +38,8 @@ def sampler(backend):
 
 
 def scorer_of(policy, **changes):
-    given = {
-        "input_mode": "tokens",
-        "sampling_params": {"temperature": HEAT},
-        "log_probs_mode": "processed",
-        "support_key": "log_probs",
-    }
+    given = {"input_mode": "tokens", "support_key": "log_probs"}
+    given |= {"sampling_params": {"temperature": HEAT}, "log_probs_mode": "processed"}
     return policy.replace(generate=False, **given | changes)
 
 
@@ -385,8 +381,6 @@ def test_an_engine_that_knows_no_sets(backend, sampler):
                 max_context=toy.capabilities.max_context,
                 score=True,
                 score_temperature=True,
-                sampling=dict.fromkeys(("top_k", "temperature", "max_new_tokens")),
-                generation_modes=frozenset({"raw", "processed"}),
             )
 
         @corelm.hookimpl
@@ -403,3 +397,12 @@ def test_an_engine_that_knows_no_sets(backend, sampler):
     # Where nothing was cut off, it can.
     whole = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
     assert policy(whole)["log_probs"].provenance.support == "full"
+
+
+def test_a_token_that_was_not_scored_before_gets_the_set_of_its_new_score(sampler):
+    td = sampled(sampler)
+    sets = token_sets(td).tolist()
+    sets[0][1] = sorted({int(td["tokens"].full[0][1]), 5})
+    td["other"] = broken(td, kept_ids=TokenSets.from_list(sets))["log_probs"]
+    scorer_of(sampler, support_key="other", inplace=True)(td)
+    assert token_sets(td).tolist() == sets

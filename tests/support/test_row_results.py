@@ -189,6 +189,21 @@ def test_kept_ids_are_sorted_and_flat() -> None:
     assert result.kept_log_mass.lengths.tolist() == [2, 0, 0]
 
 
+def test_an_answer_without_the_ids_that_were_asked_for_fails_alone() -> None:
+    top = TopIds.of([{4: -0.5}], 2)
+    rows = [
+        RowAnswer([4], [-0.1], "abort", [[7, 4]], [-0.3], top),
+        RowAnswer([4, 2], [-0.1, -0.2], "abort"),
+        RowAnswer([], [], "abort"),
+    ]
+    result = generate_result(replace(generation(), return_support=True, top_logprobs=2), rows)
+    assert result.ids.tolist() == [[4], [], []] and result.finish_reasons == ("abort", "error", "abort")
+    assert result.errors == ("", "the engine returned the kept ids of 0 tokens, and 2 were sampled", "")
+    assert result.kept_ids is not None and result.kept_ids.tolist() == [[[4, 7]], [], []]
+    only_top = generate_result(replace(generation(), top_logprobs=2), [*rows[:2], replace(rows[1], top=top)])
+    assert only_top.errors is not None and [bool(error) for error in only_top.errors] == [False, True, True]
+
+
 def test_the_tail_is_what_the_top_ids_leave() -> None:
     top = TopIds.of([{4: math.log(0.5), 7: math.log(0.25), 9: math.log(0.125)}, {2: 0.0}], 2)
     rows = [RowAnswer([4, 2], [-0.1, -0.2], "stop", top=top), RowFailure("broken"), RowFailure("broken")]

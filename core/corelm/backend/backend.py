@@ -191,6 +191,7 @@ class Backend(EngineControls, AnswerStreams):
         adapter: Adapter = None,
         return_support: bool = False,
         top_logprobs: int = 0,
+        continue_from: GenerateResult | None = None,
     ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
@@ -213,9 +214,14 @@ class Backend(EngineControls, AnswerStreams):
                 set is empty, which stands for the whole vocabulary, if nothing was cut off.
             top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under
                 the distribution of `logprobs`, and the log of the mass of all others.
+            continue_from: what an earlier call returned for the same prompts, for example when an update has aborted
+                it: its answers go on from their ids, under the weights in force, up to `max_new_tokens` in all. Old
+                tokens keep their log-probs and versions. Answers that have ended are returned as they are.
 
         Raises:
-            InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value.
+            InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value; or `continue_from` is
+                no result of such a call, or something in `sampling` would be counted from its end on.
+            ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
             CapabilityError: the engine cannot do what was asked.
             EngineError: the engine failed, or returned what the specification does not allow.
             BackendTimeoutError: the engine did not answer in time.
@@ -235,6 +241,7 @@ class Backend(EngineControls, AnswerStreams):
                 adapter=adapter,
                 return_support=return_support,
                 top_logprobs=top_logprobs,
+                continue_from=continue_from,
             )
         )
 

@@ -252,7 +252,13 @@ def _check_argmax(batch: ScoreResult, request: ScoreRequest, vocab_size: int, fa
         raise fail("the argmax of a position that was not scored must be -1")
     if outside_vocabulary(found[scored], vocab_size):
         raise fail(f"returned an argmax outside the vocabulary of {vocab_size}")
+    if request.support is not None:
+        # The most probable id of all may be outside the ids over which the log-probs were normalised.
+        return
     likely = scored & (batch.logprobs.values.detach().cpu() > _MOST_PROBABLE)
+    if request.support is not None:
+        # Among the ids of a set, one may be probable that is not in the whole vocabulary, of which the argmax is.
+        likely &= request.support.counts.values == 0
     odd = likely & (found != sequences.values.cpu())
     if bool(odd.any()):
         index = int(odd.nonzero()[0])

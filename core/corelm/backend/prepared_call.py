@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend import arguments, check_requests, check_results
 from corelm.backend.adapters import checked_adapter
+from corelm.backend.continuing import Continuation, label_of_call
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
@@ -31,7 +33,7 @@ from corelm.backend.skipping import (
     spread_scores,
 )
 from corelm.backend.version_runs import versions_of
-from corelm.errors import BackendClosedError
+from corelm.errors import BackendClosedError, CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -131,6 +133,7 @@ def prepare_generation(
     adapter: Adapter = None,
     return_support: bool = False,
     top_logprobs: int = 0,
+    continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
     on_answer: Callable[[int, int], None] | None = None,
 ) -> PreparedCall[GenerateResult]:
@@ -150,6 +153,30 @@ def prepare_generation(
     support = SupportOfAnswers.of(return_support, sampling, engine)
     mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support.from_engine)
     adapter = _adapter(engine, adapter)
+    if continue_from is not None:
+        if on_tokens is not None:
+            raise validate.invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
+        label = label_of_call(logprobs, adapter, return_support, top_logprobs)
+        going = Continuation.of(engine, prompts, sampling, continue_from, seeds, label)
+        return _continued(
+            going,
+            partial(
+                prepare_generation,
+                engine,
+                going.prompts,
+                going.sampling,
+                logprobs=logprobs,
+                seeds=going.seeds,
+                request_ids=going.request_ids(request_ids),
+                timeout=timeout,
+                on_error=on_error,
+                problems=going.problems(problems),
+                adapter=adapter,
+                return_support=return_support,
+                top_logprobs=top_logprobs,
+                on_answer=on_answer,
+            ),
+        )
     top_logprobs = top_of_answers(top_logprobs, mode, engine)
     samples = sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
@@ -219,6 +246,42 @@ def prepare_generation(
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,
+    )
+
+
+def _continued(
+    going: Continuation, prepare: Callable[[], PreparedCall[GenerateResult]]
+) -> PreparedCall[GenerateResult]:
+    """Return the call that completes partial answers.
+
+    Args:
+        going: the answers.
+        prepare: makes the call for what is missing of them. Its rows are those that go on.
+    """
+    rows = going.caller_rows
+    try:
+        call = prepare()
+    except CoreLMError as error:
+        told = renumbered(error, rows)
+        if told is error:
+            raise
+        raise told from error
+    nothing = call.nothing
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        try:
+            return going.joined(call.finish(batch))
+        except CoreLMError as error:
+            told = renumbered(error, rows)
+            if told is error:
+                raise
+            raise told from error
+
+    return replace(
+        call,
+        finish=finish,
+        nothing=None if nothing is None else lambda: going.joined(nothing()),
+        caller_rows=rows[call.caller_rows],
     )
 
 

@@ -42,6 +42,16 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     )
 
 
+def continued_seeds(seeds: Tensor, lengths: Tensor) -> Tensor:
+    """int64[answers]: seeds for answers that go on after so many tokens. With the old seed, an engine would draw the
+    random numbers of the first tokens again. An answer without tokens keeps its seed.
+    """
+    gamma = 0x9E3779B97F4A7C15
+    pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
+    made = [_mix((seed + length * gamma) & _MASK) >> 1 if length else seed for seed, length in pairs]
+    return torch.tensor(made, dtype=torch.int64)
+
+
 def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, seeds: Any = None) -> Tensor | None:
     """Return int64[rows * samples], the seeds of a call's answers, or None to let the engine choose.
 

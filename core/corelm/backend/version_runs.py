@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from corelm.errors import EngineError
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult
+from corelm.spec.version_labels import run_problems
 from corelm.tensors.ragged import Ragged
-from corelm.validate import is_index, shown
-
-
-def run_problems(runs: Any, length: int) -> str:
-    """Return what is wrong with the runs of a row of `length` tokens; "" if nothing is."""
-    if not isinstance(runs, (tuple, list)) or not runs:
-        return f"expected ((version, first token), ...), got {shown(runs)}"
-    last = -1
-    for place, run in enumerate(runs):
-        if not isinstance(run, (tuple, list)) or len(run) != 2 or not isinstance(run[0], str) or not is_index(run[1]):
-            return f"run {place}: expected (version, first token), got {shown(run)}"
-        first = int(run[1])
-        if place == 0 and first != 0:
-            return f"run 0 begins at position {first}; the first token is 0"
-        if place and first <= last:
-            return f"run {place} begins at position {first}, but run {place - 1} at {last}; runs ascend"
-        if place and first >= length:
-            return f"run {place} begins at position {first}, but the row has {length} tokens"
-        last = first
-    return ""
+from corelm.validate import shown
 
 
 def check_runs(batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from corelm.backend.adapters import NewAdapter
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
@@ -27,11 +25,10 @@ from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
 from corelm.spec.probes import ProbeScores
-from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.spec.when import When
+from corelm.support.row_results import RowAnswer, generate_result
 from corelm.tensors.modes import CallerModes, no_inference_mode
-from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, shown
 
 #: Requests in an engine with `concurrent_calls`, where `max_batch_size` sets no limit: each takes a thread.
@@ -305,15 +302,8 @@ def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
     request = prepared.request
     if not isinstance(request, GenerateRequest):
         raise EngineError("the request was aborted before it was scored", usable=True)
-    nothing = torch.zeros(prepared.rows, dtype=torch.int64)
-    batch: GenerateResult = prepared.finish(
-        GenerateResult(
-            ids=Ragged(torch.zeros(0, dtype=torch.int64), nothing),
-            logprobs=Ragged(torch.zeros(0), nothing),
-            finish_reasons=("abort",) * prepared.rows,
-            **Provenance.label(request.logprobs, request.sampling),
-        )
-    )
+    none = generate_result(request, [RowAnswer([], [], "abort")] * prepared.rows)
+    batch: GenerateResult = prepared.finish(none)
     return batch
 
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, fleets, interrupt_ends_process, listing
+from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
@@ -92,6 +92,8 @@ def generate(
             rich_help_panel=flags.FILES,
         ),
     ] = LogProbsOption.none,
+    return_support: id_flags.ReturnSupport = False,
+    top_logprobs: id_flags.TopLogprobs = 0,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
@@ -115,6 +117,7 @@ def generate(
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
+    other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
     engine = _engine(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
@@ -131,7 +134,7 @@ def generate(
             truncation=truncation.value,
             continue_final_message=continue_final_message,
         )
-    written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input}
+    written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
     job: Job[Prompt] = Job(
         source=_file(input),
         target=_file(output),
@@ -150,6 +153,8 @@ def generate(
             sampling=params,
             log_probs=log_probs.value,
             return_tokens=return_tokens,
+            return_support=return_support,
+            top_logprobs=top_logprobs,
             copy_input=copy_input,
         ),
         samples=params.num_samples or 1,
@@ -181,6 +186,7 @@ def score(
         ),
     ] = False,
     is_greedy: flags.IsGreedy = False,
+    top_k: id_flags.TopK = 0,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
@@ -223,6 +229,7 @@ def score(
         "return_tokens": return_tokens,
         "copy_input": copy_input,
         "temperature": temperature,
+        **({"top_k": top_k} if top_k else {}),
     }
     job: Job[ToScore] = Job(
         source=_file(input),
@@ -236,6 +243,7 @@ def score(
             temperature=temperature,
             per_token=per_token,
             is_greedy=is_greedy,
+            top_k=top_k,
             return_tokens=return_tokens,
             copy_input=copy_input,
         ),

@@ -23,6 +23,11 @@ FROM_ANSWERS = (
     "tokens",
     "token_ids",
     "log_probs",
+    "kept_ids",
+    "kept_log_mass",
+    "top_ids",
+    "top_log_probs",
+    "tail_log_mass",
     "provenance",
     "settings",
 )

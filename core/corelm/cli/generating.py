@@ -8,6 +8,7 @@ from typing import Any, Literal
 from corelm.backend.check_requests import prompt_problems
 from corelm.backend.seeds import answer_seeds
 from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm.cli.id_fields import id_fields
 from corelm.cli.lines import LineError
 from corelm.cli.prompts import Prompt
 from corelm.policy.outputs import answer_texts
@@ -38,17 +39,23 @@ class Generator(Worker[Prompt]):
         sampling: how to sample.
         log_probs: which log-probs to add to the rows.
         return_tokens: whether to add the ids.
+        return_support: whether to add the ids that truncation had left for each token.
+        top_logprobs: how many of the most probable ids to add for each token.
     """
 
     sampling: SamplingParams
     log_probs: Literal["none", "raw", "processed"]
     return_tokens: bool
+    return_support: bool = False
+    top_logprobs: int = 0
 
     def ask(self, lines: list[Prompt]) -> Outcome:
         return self._ask(lines, self.sampling)
 
     def ask_harmless(self, *, chat: bool) -> bool:
-        short = SamplingParams.make(self.sampling, max_new_tokens=1, min_new_tokens=0, num_samples=None)
+        # Not 0: an engine, or core, may refuse every minimum with what else was asked for.
+        least = min(1, self.sampling.min_new_tokens)
+        short = SamplingParams.make(self.sampling, max_new_tokens=1, min_new_tokens=least, num_samples=None)
         lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
         _, ids, _ = self._tokenize(lines)
         self._ask(lines, short)
@@ -63,10 +70,18 @@ class Generator(Worker[Prompt]):
         rows_of_ids = Ragged.from_list(ids)
         if self.options.truncation == "left":
             rows_of_ids = last_tokens(rows_of_ids, room_for_prompts(sampling, self.engine.capabilities))
-        batch = self.engine.generate(rows_of_ids, sampling, logprobs=self.log_probs, seeds=seeds, on_error="skip")
+        batch = self.engine.generate(
+            rows_of_ids,
+            sampling,
+            logprobs=self.log_probs,
+            seeds=seeds,
+            on_error="skip",
+            return_support=self.return_support,
+            top_logprobs=self.top_logprobs,
+        )
         texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
-        provenance = self.engine.provenance(batch, sampling)
+        provenance, other_ids = self.engine.provenance(batch, sampling), id_fields(batch)
         rows: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
             prompt, sample = prompts[index // samples], index % samples
@@ -85,6 +100,7 @@ class Generator(Worker[Prompt]):
                 row["token_ids"] = tokens[index]
             if log_probs is not None:
                 row["log_probs"] = log_probs[index]
+                row |= other_ids[index]
                 row["provenance"] = provenance_of_row(provenance, index)
             rows.append(row)
         return rows, errors

@@ -11,6 +11,7 @@ from typing import Any
 from corelm.backend.check_requests import sequence_problems
 from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm.cli.completions import ToScore
+from corelm.cli.id_fields import id_fields
 from corelm.cli.lines import LineError
 from corelm.rendering.completions import encode_completions
 from corelm.spec.message import Chat, Message
@@ -33,12 +34,16 @@ class Scorable:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The tokens of a sequence that count, with their log-probs; `is_greedy` is False unless it was asked for."""
+    """The tokens of a sequence that count, with their log-probs; `is_greedy` is False unless it was asked for.
+
+    `other_ids` holds what was asked for of other ids, see `id_fields`.
+    """
 
     ids: list[int]
     log_probs: list[float]
     provenance: dict[str, Any]
     is_greedy: bool
+    other_ids: dict[str, list[Any]]
 
 
 #: The sequences of a line, or why there are none.
@@ -60,12 +65,14 @@ class Scorer(Worker[ToScore]):
         per_token: whether to add the log-prob of every token that counts.
         is_greedy: whether to add whether all tokens that count are the most probable ones.
         return_tokens: whether to add the ids of the tokens that count.
+        top_k: how many of the most probable ids to add for each of them.
     """
 
     temperature: float = 1.0
     per_token: bool = False
     is_greedy: bool = False
     return_tokens: bool = False
+    top_k: int = 0
 
     def ask_harmless(self, *, chat: bool) -> bool:
         lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
@@ -84,9 +91,10 @@ class Scorer(Worker[ToScore]):
             temperature=self.temperature,
             score_from=[each.counted.index(True) for _, each in sequences],
             return_argmax=self.is_greedy,
+            top_k=self.top_k,
             on_error="skip",
         )
-        provenance = self.engine.provenance(batch)
+        provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
         best = None if batch.argmax is None else batch.argmax.tolist()
         made: dict[int, list[_Scored]] = {}
         for row, ((at, each), log_probs) in enumerate(zip(sequences, batch.logprobs.tolist(), strict=True)):
@@ -98,6 +106,7 @@ class Scorer(Worker[ToScore]):
                 list(compress(log_probs, each.counted)),
                 provenance_of_row(provenance, row),
                 best is not None and ids == list(compress(best[row], each.counted)),
+                {name: list(compress(values, each.counted)) for name, values in other_ids[row].items()},
             )
             made.setdefault(at, []).append(scored)
         for at, parts in made.items():
@@ -117,6 +126,7 @@ class Scorer(Worker[ToScore]):
             fields["token_ids"] = [part.ids for part in parts]
         if self.per_token:
             fields["log_probs"] = [part.log_probs for part in parts]
+        fields |= {name: [part.other_ids[name] for part in parts] for name in parts[0].other_ids}
         values = {name: each[0] if line.single else each for name, each in fields.items()}
         return self.row(line, **values, provenance=parts[0].provenance)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-_PHRASES = (
+_PHRASES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\bgive max_new_tokens=(\d+)"), r"give --max-new-tokens \1"),
     (re.compile(r"\bgive the policy truncation='left'"), "give --truncation left"),
     (
         re.compile(r"\bpass chat_template= .*?, or use input_mode='text' or 'tokens'"),
         "give --chat-template, a jinja file or chatml",
     ),
+    (re.compile(r"\bgive top_k, top_p or min_p as well"), "give --top-k, --top-p or --min-p as well"),
+    (re.compile(r"\bleave out return_support=True"), "leave out --return-support"),
+    (re.compile(r"\bleave out (top_logprobs|top_k)=(\d+)"), lambda at: f"leave out {_flag(at[1])} {at[2]}"),
+    (re.compile(r"^(return_support|top_logprobs|top_k): "), lambda at: f"{_flag(at[1])}: "),
     (re.compile(r"^\[Errno \d+\] "), ""),
     (re.compile(r"\bpass jinja text \(not the path of a file\), or"), "give jinja text, a file such as ./NAME, or"),
 )
@@ -21,3 +26,7 @@ def as_flags(message: str) -> str:
     for phrase, flag in _PHRASES:
         message = phrase.sub(flag, message)
     return message
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -248,6 +248,7 @@ def _support(request: ContainerRequest, builder: _Builder, scored: Ragged) -> di
         kept = request.kept_ids
         if bool((unscored.cpu() & (kept.ids.lengths > 0)).any()):
             kept = kept.where(~unscored)
+        kept = kept.to(scored.values.device)
         counts = kept.counts.to(scored.values.device)
         fields = {SETS: builder.sets(kept.flat, NO_ID[SETS]), COUNTS: builder.field(counts, 0)}
     per_token = {

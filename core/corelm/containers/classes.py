@@ -155,8 +155,9 @@ class LogProbs(TensorClass["nocast"]):
         scored_mask: bool, shaped like `full`: where it is False, the log-probability is 0.0 and means nothing.
         padded: whether the rows are dense.
         provenance: the distribution of the numbers; a tuple if rows differ.
-        kept_ids: int64: the ids over which the numbers of truncated support were normalised, those of all tokens of a
-            row one after another; dense: padded on the right with -1. `corelm.token_sets` reads them.
+        kept_ids: int64: the ids that truncation had left when each token was sampled, those of all tokens of a row one
+            after another; dense: padded on the right with -1. Numbers of truncated support are normalised over them.
+            `corelm.token_sets` reads them.
         kept_counts: int64, shaped like `full`: how many of them belong to each token. 0 stands for the whole
             vocabulary, and for a token that was not scored.
         kept_log_mass: float32, shaped like `full`: the log of the probability that these ids had together before

@@ -17,7 +17,7 @@ from corelm.containers.field_shapes import SETS
 from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
-from corelm.spec.provenance import Provenance
+from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
@@ -238,6 +238,18 @@ def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
         )
 
 
+def _merged_runs(turns: Sequence[_Turn], known: Sequence[Provenance], row: int) -> VersionRuns:
+    """Return which weights sampled the tokens of a row, from the first token of its first answer on; () if all one."""
+    found: list[tuple[str, int]] = []
+    start = int(turns[0].prompt_lengths[row])
+    for turn, one in zip(turns, known, strict=True):
+        before = int(turn.prompt_lengths[row]) - start
+        for version, first in one.version_runs or ((one.weight_version, 0),):
+            if not found or found[-1][0] != version:
+                found.append((version, before + first))
+    return tuple(found) if len(found) > 1 else ()
+
+
 def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance, ...] | None:
     """Return the provenance of every row, or one for all rows; None if that of a turn is not known.
 
@@ -252,7 +264,8 @@ def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance,
             problems[row] = ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
         if len(known) == len(found):
             versions = dict.fromkeys(one.weight_version for one in known)
-            merged.append(replace(known[-1], weight_version=", ".join(versions)))
+            runs = _merged_runs(turns, known, row)
+            merged.append(replace(known[-1], weight_version=", ".join(versions), version_runs=runs))
     if problems:
         raise ProvenanceMismatchError(
             f"the log-probs of the turns are of different distributions: {spelled_out(problems)}; sample every turn "

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import BackendNotInstalledError, CoreLMError, InvalidRequestError
+from corelm.validate import count, invalid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -86,16 +87,30 @@ def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFas
     return fast
 
 
-def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: bool = True) -> Path:
+def build_tiny(
+    path: str | Path, *, steps: int = 200, seed: int = 0, progress: bool = True, heads: int = 4, layers: int = 2
+) -> Path:
     """Train a tiny Qwen2 on the shipped dialogues and save it, with its tokenizer, to the folder `path`.
 
-    The same `steps` and `seed` give the same model; the global generators of torch and Python are not changed.
+    The same arguments give the same model, and models of all sizes have one tokenizer; the global generators of torch
+    and Python are not changed.
+
+    Args:
+        path: the new folder.
+        steps: how many batches of eight conversations to train on.
+        seed: of the weights and of the batches.
+        progress: whether to show a progress bar.
+        heads: how many attention heads of 32, which also sets the width: an even number.
+        layers: how many layers.
 
     Raises:
         BackendNotInstalledError: transformers is not installed.
-        InvalidRequestError: `path` is a file, or a folder that is not empty.
+        InvalidRequestError: `path` is a file, or a folder that is not empty; `heads` is odd, or a size is below 1.
     """
     path, chats = Path(path), read_chats()
+    if count("heads", heads, 2) % 2:
+        raise invalid("heads", f"expected an even number, got {heads}")
+    count("layers", layers, 1)
     _refuse_used(path)
     _require_transformers()
     from tqdm import tqdm
@@ -104,7 +119,7 @@ def build_tiny(path: str | Path, *, steps: int = 200, seed: int = 0, progress: b
     rng = random.Random(seed)
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
-        model = _new_model(tokenizer)
+        model = _new_model(tokenizer, heads, layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=steps, pct_start=0.2)
         for _ in (bar := tqdm(range(steps), desc="training a tiny model", disable=not progress)):
@@ -149,18 +164,18 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def _new_model(tokenizer: PreTrainedTokenizerFast, heads: int, layers: int) -> Qwen2ForCausalLM:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
+            hidden_size=32 * heads,
+            intermediate_size=64 * heads,
+            num_hidden_layers=layers,
             # vLLM on a CPU needs heads of 32 to run, and an untied output head to load new weights.
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
             max_position_embeddings=1024,
             initializer_range=0.06,
             tie_word_embeddings=False,

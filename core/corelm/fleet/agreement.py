@@ -30,6 +30,7 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         if isinstance(each.default, bool)
     }
     contexts = [one.max_context for one in given if one.max_context is not None]
+    modes = frozenset.intersection(*(one.generation_modes for one in given))
     can |= {
         "gradients": False,
         # Every engine loads the same weights, and one that is opened later as well.
@@ -37,6 +38,9 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         "native_samples": False,
         # Its engines load one after another, and an answer may go from one engine to another.
         "updates_in_flight": False,
+        "score_top_k": min(one.score_top_k for one in given),
+        # Log-probs of sampled tokens that engines do not have in common are returned by none.
+        "top_logprobs": min(one.top_logprobs for one in given) if modes else 0,
         "concurrent_calls": True,
         "without_weights": can["update_weights"] and any(one.without_weights for one in given),
         "sleep_levels": frozenset.intersection(
@@ -50,7 +54,7 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         max_context=min(contexts, default=None),
         eos_token_ids=first.eos_token_ids,
         sampling=_sampling([one.sampling for one in given]),
-        generation_modes=frozenset.intersection(*(one.generation_modes for one in given)),
+        generation_modes=modes,
         **can,
     )
 

@@ -170,7 +170,9 @@ def _sets(parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> 
         TokenSets.empty(rows_of_result(part.result).lengths) if value is None else value
         for part, value in zip(parts, given, strict=True)
     ]
-    chosen = [value.select(list(part.index)).to("cpu") for part, value in zip(parts, found, strict=True)]
+    chosen = [value.select(list(part.index)) for part, value in zip(parts, found, strict=True)]
+    if len({value.ids.values.device for value in chosen}) > 1:
+        chosen = [value.to("cpu") for value in chosen]
     joined = TokenSets.cat(chosen)
     return joined if order is None else joined.select(order)
 

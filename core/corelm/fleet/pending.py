@@ -150,9 +150,7 @@ class PendingCall:
         """
         told = self._told[row] if self._told else Told()
         if row in self.aborted:
-            answer = RowAnswer(list(told.ids), list(told.logprobs), "abort")
-            generates = isinstance(self.request, GenerateRequest)
-            self._failures[row] = answer if generates else RowFailure("it was aborted", aborted=True)
+            self._failures[row] = self._aborted(told)
             self._settled([row])
         elif told.ids and not self._repeatable:
             self.fail(
@@ -228,6 +226,19 @@ class PendingCall:
         """Whether a row that is sampled again gets the same answer."""
         request = self.request
         return isinstance(request, GenerateRequest) and (request.seeds is not None or request.sampling.greedy)
+
+    def _aborted(self, told: Told) -> RowAnswer | RowFailure:
+        """Return what there is of a row that was aborted while it waited."""
+        request = self.request
+        if not isinstance(request, GenerateRequest):
+            return RowFailure("it was aborted", aborted=True)
+        if told.ids and (request.return_support or request.top_logprobs):
+            # The replica that was lost took with it what no chunk carries.
+            return RowFailure(
+                f"it was aborted after a replica was lost, and of the {len(told.ids)} tokens that had been handed over "
+                "the other ids are not known"
+            )
+        return RowAnswer(list(told.ids), list(told.logprobs), "abort")
 
     def _settled(self, rows: Sequence[int] = ()) -> None:
         for row in rows:

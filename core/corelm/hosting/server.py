@@ -91,9 +91,9 @@ class EngineServer:
             )
         self._capabilities = capabilities
         self._tokenizer = TokenizerServer(engine.tokenizer, lambda request: self._hooks.tokenize(request=request))
-        self._turn: AbstractContextManager[object] = (
-            nullcontext() if capabilities.concurrent_calls else threading.RLock()
-        )
+        # An engine that takes updates in flight lets them, and their canary, in by itself.
+        at_once = capabilities.concurrent_calls or capabilities.updates_in_flight
+        self._turn: AbstractContextManager[object] = nullcontext() if at_once else threading.RLock()
         # Encoding changes the encoder's settings. An engine with its own `tokenize` is entered. Rendering and decoding
         # wait for nothing: a chat template may take seconds.
         default = all(isinstance(each.plugin, DefaultHooks) for each in self._hooks.tokenize.get_hookimpls())

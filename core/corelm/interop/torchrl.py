@@ -14,6 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from corelm.containers.classes import LogProbs, Masks, Tokens
+from corelm.containers.kept_sets import carries_sets
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.policy.inputs import Keys
@@ -104,7 +105,9 @@ class LossActor(TensorDictModuleBase):
 
     `GRPOLoss` and related losses ask for the distribution of ``tokens.full`` at the positions of the response
     (``masking_strategy="sft"``), of the assistant ("rlhf") or of all tokens ("generic"). Only tokens that were scored
-    during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. `SFTLoss`
+    during sampling count, so prompts and earlier turns do not enter the ratio with a placeholder of 0.0. Tokens that
+    were sampled with top-k, top-p or min-p, and ``return_support=True``, get the distribution over the ids that were
+    left: log-probs, ratio and entropy are those of the truncated distribution, as in sampling. `SFTLoss`
     calls the actor and gets the log-probs of ``history.full``, one row per sample; its masks must be rows too
     (``pad_output=False``).
 
@@ -167,7 +170,7 @@ class LossActor(TensorDictModuleBase):
             MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
-        self._must_match(tensordict)
+        replays = self._must_match(tensordict)
         batch = tensordict.batch_size
         tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
         attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
@@ -177,7 +180,11 @@ class LossActor(TensorDictModuleBase):
         given = TensorDict(
             {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
         )
-        return self._tokens.get_dist(given, attention & _counted(tensordict, mask, tokens.full, attention))
+        scorer = self._tokens
+        if replays:
+            given["log_probs"] = tensordict["log_probs"]
+            scorer = scorer.replace(support_key="log_probs")
+        return scorer.get_dist(given, attention & _counted(tensordict, mask, tokens.full, attention))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -190,18 +197,26 @@ class LossActor(TensorDictModuleBase):
     def _get_generic_dist(self, tensordict: TensorDictBase, **_: Any) -> MaskedCategorical:
         return self.get_dist(tensordict)
 
-    def _must_match(self, tensordict: TensorDictBase) -> None:
+    def _must_match(self, tensordict: TensorDictBase) -> bool:
+        """Return whether the tokens are to be scored over the ids that were left when they were sampled."""
         mode = self._tokens.options.log_probs_mode
         temperature = self._tokens.options.sampling.temperature if mode == "processed" else 1.0
-        own = Provenance("", "", "", mode, temperature)
-        found = getattr(tensordict.get("log_probs", None), "provenance", None) or ()
-        for sampled in found if isinstance(found, tuple) else (found,):
+        log_probs = tensordict.get("log_probs", None)
+        carries = isinstance(log_probs, LogProbs) and carries_sets(log_probs)
+        found = getattr(log_probs, "provenance", None) or ()
+        found = found if isinstance(found, tuple) else (found,)
+        for sampled in found:
+            truncated = carries and sampled.support == "truncated"
+            own = Provenance("", "", "", **Provenance.label_of_scores(temperature, truncated=truncated))
             if not own.matches(sampled):
+                sets = ", and return_support=True for truncated sampling" if sampled.support == "truncated" else ""
                 raise ProvenanceMismatchError(
                     f"the log-probs are {sampled.mode}, temperature {sampled.temperature}, support {sampled.support}; "
                     f"this actor's are {mode}, temperature {temperature}; their ratio has no meaning. Sample with "
                     'log_probs_mode="raw", or give the actor the log_probs_mode and temperature of the sampler'
+                    f"{sets}"
                 )
+        return carries and any(sampled.support == "truncated" for sampled in found)
 
 
 class ModuleTransform(Transform):

@@ -25,6 +25,7 @@ from torch import Tensor
 from corelm.containers.keys import next_or_root
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, read_pair
+from corelm.kl.staleness import token_versions
 from corelm.validate import number, one_of
 
 Level = Literal["token", "sequence"]
@@ -185,7 +186,42 @@ def mismatch_report(
     """
     bounds = RatioBounds(level, low, high)
     keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
+    return _report(read_pair(td, keys, allow_mismatch=allow_mismatch), bounds)
+
+
+@torch.no_grad()
+def mismatch_by_version(
+    td: TensorDictBase,
+    *,
+    level: Level = "token",
+    low: float | None = None,
+    high: float | None = 2.0,
+    assistant_only: bool = True,
+    mask_key: NestedKey | None = None,
+    allow_mismatch: bool = False,
+    log_probs_key: NestedKey = ("log_probs", "full"),
+    train_log_probs_key: NestedKey = ("train_log_probs", "full"),
+    masks_key: NestedKey = "masks",
+) -> dict[str, MismatchReport]:
+    """Return one `mismatch_report` for each version of the weights, by its label, of the tokens that it has sampled.
+
+    An answer during which weights were updated has tokens of several versions. With ``level="sequence"``, what one
+    version has sampled of an answer counts as a sequence. The arguments are those of `mismatch_report`.
+
+    Raises:
+        InvalidRequestError: as for `mismatch_report`, and for rows whose weights are not known.
+    """
+    bounds = RatioBounds(level, low, high)
+    keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
     pair = read_pair(td, keys, allow_mismatch=allow_mismatch)
+    versions = token_versions(td, log_probs_key, masks_key)
+    index = versions.index.to(pair.mask.device)
+    parts = {label: pair.selected(index == place) for place, label in enumerate(versions.labels)}
+    return {label: _report(part, bounds) for label, part in parts.items() if bool(part.mask.any())}
+
+
+def _report(pair: Pair, bounds: RatioBounds) -> MismatchReport:
+    level = bounds.level
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
     with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
     log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()

@@ -74,6 +74,11 @@ class Pair:
     mask: Tensor
     layout: TokenLayout
 
+    def selected(self, mask: Tensor) -> Pair:
+        """Return the pair with only those positions that bool[total] selects as well."""
+        mask = self.mask & mask
+        return Pair(torch.where(mask, self.gen, 0.0), torch.where(mask, self.ref, 0.0), mask, self.layout)
+
 
 def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pair:
     """Read two scorings and the positions that count.
@@ -114,6 +119,52 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """One scoring, flat, row after row.
+
+    Attributes:
+        log_probs: the container.
+        scored: bool[total]: which tokens have a log-prob.
+        answers: int64[rows]: where the response of each row begins; None if that is not known.
+        layout: how the tokens are stored in the TensorDict.
+    """
+
+    log_probs: LogProbs
+    scored: Tensor
+    answers: Tensor | None
+    layout: TokenLayout
+
+
+def read_scoring(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> Scoring:
+    """Read which tokens of a scoring have a log-prob, and where responses begin.
+
+    Raises:
+        MissingKeyError, InvalidRequestError: as for `read_pair`.
+    """
+    keys = PairKeys(key, key, masks_key, None)
+    gen, here = _find_log_probs(td, key)
+    view = _scorings_with_masks(td, here, keys, gen=gen)
+    layout = _read_layout(view, gen)
+    _, scored = _read_values(view, "gen", gen, key, layout)
+    masks = view["masks"] if "masks" in view.keys() else None
+    answers = None
+    if masks is not None and "all_response_mask" in masks.keys():
+        in_answer = ragged(
+            TensorDict({"own": masks}, batch_size=td.batch_size), ("own", "all_response_mask"), masks="own"
+        )
+        answers = _first(in_answer.to("cpu"))
+    return Scoring(gen, scored.cpu(), answers, layout)
+
+
+def _first(marks: Ragged) -> Tensor:
+    """Return int64[rows]: the first position of each row that is marked; 0 for a row without one."""
+    starts = torch.zeros(len(marks), dtype=torch.int64)
+    at = marks.values.nonzero().flatten().flip(0)
+    starts[marks.row_index[at]] = marks.positions[at]
+    return starts
 
 
 def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:

@@ -72,8 +72,10 @@ class RowFailure:
 def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
     """Return the result of `request` from the outcome of each of its rows, in their order.
 
-    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted.
+    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted. An answer that
+    lacks what was asked for at some of its ids is an error of that row.
     """
+    rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
     answers = [_no_answer(row) if isinstance(row, RowFailure) else row for row in rows]
     errors = [row.why if isinstance(row, RowFailure) and not row.aborted else "" for row in rows]
     device = request.prompts.values.device
@@ -89,6 +91,19 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         **_top_of_answers(request, answers),
         **Provenance.label(request.logprobs, request.sampling),
     )
+
+
+def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | None:
+    """Return why an answer does not say of all its ids what was asked for; None if it does."""
+    given: list[tuple[str, int]] = []
+    if request.return_support:
+        given += [("the kept ids", len(answer.kept_ids)), ("the mass of the kept ids", len(answer.kept_log_mass))]
+    if request.top_logprobs:
+        given += [("the most probable ids", 0 if answer.top is None else len(answer.top.ids))]
+    for what, count in given:
+        if count != len(answer.ids):
+            return RowFailure(f"the engine returned {what} of {count} tokens, and {len(answer.ids)} were sampled")
+    return None
 
 
 def _kept(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:

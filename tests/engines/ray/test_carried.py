@@ -10,7 +10,8 @@ import pytest
 import ray
 import torch
 
-from corelm import Backend
+import corelm
+from corelm import Backend, Ragged
 from corelm.fleet import FleetEngine
 from corelm.hosting import HostedEngine, Kind, pack
 from corelm.spec import hookspecs
@@ -62,3 +63,22 @@ def test_tokens_stream_through_actors(open_toys: Open) -> None:
     for piece in pieces:
         answers[piece.row] += piece.ids
     assert list(answers.values()) == whole and len(pieces) > 4
+
+
+def test_sets_and_the_most_probable_ids_cross_actors(open_toys: Open) -> None:
+    backend: Backend = open_toys(replicas=2)
+    sampling = {"max_new_tokens": 5, "seed": 5, "temperature": 0.7, "top_k": 4}
+    asked: dict[str, Any] = {"logprobs": "processed", "return_support": True, "top_logprobs": 3}
+    with corelm.get_backend("toy") as one:
+        for prompts in ([[72, 101], [73]], [[n] for n in range(60, 72)]):
+            found, expected = (each.generate(prompts, sampling, **asked) for each in (backend, one))
+            for name in ("ids", "kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass"):
+                assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+            joined = Ragged.from_list(prompts).join(found.ids)
+            starts = [len(prompt) for prompt in prompts]
+            for given in ({"support": found.kept_ids}, {"top_k": 2}, {"top_ids": list(found.top_ids.split())}):
+                over, plain = (
+                    each.score_logprobs(joined, score_from=starts, temperature=0.7, **given) for each in (backend, one)
+                )
+                assert over.logprobs.tolist() == plain.logprobs.tolist()
+                assert (over.top_ids is None) == ("support" in given)

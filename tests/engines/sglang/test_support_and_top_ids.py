@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import corelm
 from corelm import Backend
 from corelm.spec import GenerateResult
 from helpers import oracle
-from helpers.tiny_models import VOCAB, random_rows
+from helpers.tiny_models import VOCAB, random_rows, tiny_tokenizer
 
 PROMPTS = random_rows(3, 70, 9)
 #: Closer to a threshold than this, rounding decides whether an id is kept.
@@ -80,6 +81,20 @@ def test_the_kept_ids_are_those_of_the_oracle(shared: Backend, model, truncation
         assert abs(float(found.tail_log_mass.values[position].exp() - best.values[count:].exp().sum())) < 1e-5
     # Otherwise nothing was shown.
     assert 1 < max(map(len, found.kept_ids.ids.tolist())) < VOCAB
+
+
+def test_scores_under_the_support_are_the_samplers_numbers(shared: Backend, model, record_property):
+    with corelm.get_backend("transformers", model, tokenizer=tiny_tokenizer()) as trainer:
+        for sampling in ({"top_p": 0.8}, {"top_k": 6, "temperature": 0.7}, {"min_p": 0.1, "temperature": 1.5}):
+            found = generated(shared, sampling, logprobs="processed", return_support=True)
+            rows = [prompt + ids for prompt, ids in zip(PROMPTS, found.ids.tolist(), strict=True)]
+            starts = [len(prompt) for prompt in PROMPTS]
+            scores = trainer.score_logprobs(
+                rows, score_from=starts, temperature=sampling.get("temperature", 1.0), support=found.kept_ids
+            )
+            difference = float((scores.logprobs.values[scores.scored.values] - found.logprobs.values).abs().max())
+            record_property(str(sampling), difference)
+            assert difference < APART
 
 
 def test_seeded_answers_have_sets_as_well(seeded: Backend, model):

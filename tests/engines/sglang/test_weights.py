@@ -150,3 +150,36 @@ def test_a_server_without_weights_answers_once_it_was_given_some(
         backend.update_weights(model.state_dict())
         assert backend.capabilities.generation_modes == {"raw" if original == "1" else "scaled"}
         assert agrees(backend, model)
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_answers_go_on_with_new_weights_and_say_from_which_token(own, model, other_model, other_folder, by_path):
+    sampling = {"max_new_tokens": 350, "temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
+    stream = own.stream(ROWS, sampling, logprobs="processed", return_support=True)
+    told: dict[int, list[float]] = {0: [], 1: []}
+    before = own.weight_version
+    for chunk in stream:
+        told[chunk.row] += chunk.logprobs
+        if min(map(len, told.values())) > 20:
+            break
+    version = f"in flight {by_path}"
+    own.update_weights(other_folder if by_path else other_model.state_dict(), version=version, when="now")
+    for chunk in stream:
+        told[chunk.row] += chunk.logprobs
+    found = stream.result
+    assert [*told.values()] == found.logprobs.tolist() and found.finish_reasons == ("length", "length")
+    for row, (prompt, runs) in enumerate(zip(ROWS, found.version_runs, strict=True)):
+        assert [name for name, _ in runs] == [before, version]
+        first, ids = runs[1][1], found.ids.tolist()[row]
+        assert 20 < first < len(ids)
+        # Each token is of the weights that its run names, after all tokens before it.
+        kept, numbers = found.kept_ids.tolist()[row], found.logprobs.values.split(len(ids))[row]
+        for weights, part in ((model, slice(0, first)), (other_model, slice(first, None))):
+            table = (oracle.next_logits(weights, [*prompt, *ids])[len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            expected = [
+                line[token] - line[left].logsumexp(0) for line, token, left in zip(table, ids, kept, strict=True)
+            ]
+            assert torch.allclose(numbers[part], torch.stack(expected)[part], atol=1e-4, rtol=0)
+    assert agrees(own, other_model)
+    own.update_weights(model.state_dict())
+    assert agrees(own, model)

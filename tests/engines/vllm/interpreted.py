@@ -79,7 +79,7 @@ def main() -> None:
         found["asked_argmax"] = list(asked)
         engine.score_plainly()
         found["plain"] = backend.score_logprobs(rows, score_from=starts).logprobs.tolist()
-        # What `choose_scoring` makes of an engine whose arrays are wrong.
+        # What `choose_ways` makes of an engine whose arrays are wrong.
         spoils = {
             "right": lambda scores: scores,
             "shifted": lambda scores: scores[[*range(1, len(scores)), 0]],

@@ -42,6 +42,7 @@ class FakeSGLang:
         repeats_last_event: whether a stream has its last event twice.
         requests: the bodies of all requests to ``/generate``.
         weight_updates: the bodies of all requests to load weights.
+        pauses: path and body of all requests to pause and to go on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,6 +65,7 @@ class FakeSGLang:
         }
         self.requests: list[dict[str, Any]] = []
         self.weight_updates: list[dict[str, Any]] = []
+        self.pauses: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, request: Request) -> Reply:
         fault = self.fault(request)
@@ -75,6 +77,12 @@ class FakeSGLang:
             return json_reply(self.server_info)
         if request.path == "/update_weights_from_disk":
             return self._update(request.body)
+        if request.path in ("/pause_generation", "/continue_generation"):
+            self.pauses.append((request.path, request.body))
+            return json_reply({"status": "ok"})
+        if request.path == "/update_weight_version":
+            self.weight_label = request.body["new_version"]
+            return json_reply({"success": True})
         if request.path == "/abort_request":
             return json_reply(None)
         if request.path == "/health_generate":

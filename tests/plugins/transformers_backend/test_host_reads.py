@@ -148,3 +148,36 @@ def test_streaming_reads_ids_and_log_probs_together(open_model: Open, model: Any
 
     # One for ids and log-probs, and one for the numbers of the rows, which are on the CPU.
     assert reads_per_step(run) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "most"),
+    # How many ids are left is read before they are copied; the most probable ids and their numbers are copied.
+    [
+        ({}, 1),
+        ({"return_support": True}, 3),
+        ({"top_logprobs": 8}, 3),
+        ({"return_support": True, "top_logprobs": 8}, 5),
+    ],
+    ids=str,
+)
+def test_the_ids_that_were_left_and_the_most_probable_ones_are_read_in_two_pieces_each(
+    open_model: Open, model: Any, extra: dict[str, Any], most: int
+) -> None:
+    plugin = open_model(model).engine.plugin
+    prompts = Ragged.from_list(random_rows(6, 6))
+
+    def run(tokens: int) -> None:
+        request = GenerateRequest(
+            prompts=prompts,
+            sampling=SamplingParams(max_new_tokens=tokens, top_p=0.9, temperature=0.8),
+            seeds=torch.arange(2),
+            logprobs="processed",
+            timeout=None,
+            stop_ids=frozenset(),
+            request_ids=("a", "b"),
+            **extra,
+        )
+        assert plugin.generate(request).ids.lengths.tolist() == [tokens] * 2
+
+    assert reads_per_step(run) == most

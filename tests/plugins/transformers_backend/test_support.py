@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corelm import Backend
+from corelm import Backend, DynamicBatcher
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, TokenSets
 from helpers import oracle
 from helpers.enumeration import Enumerated, enumerated
@@ -317,6 +318,33 @@ def test_scoring_under_the_support_returns_the_samplers_numbers(open_model: Open
         ratios.append((full - own).exp())
     # Without the support the numbers are others.
     assert float(torch.cat(ratios).mean()) < 0.95
+
+
+@pytest.mark.parametrize("extra", [{}, PENALTIES], ids=["no penalties", "penalties"])
+def test_core_takes_the_sets_and_scores_over_them(open_model: Open, extra: dict[str, float]) -> None:
+    backend, prompts = open_model(tiny_model()), random_rows(4, 8, 2)
+    sampling = {"temperature": 0.8, "top_k": 60, "top_p": 0.9, "max_new_tokens": 20, "seed": 3, **extra}
+    with DynamicBatcher(backend) as batcher:
+        for each in (backend, batcher):
+            out = each.generate(prompts, sampling, logprobs="processed", return_support=True, top_logprobs=TOP)
+            assert out.logprobs is not None and out.kept_log_mass is not None and out.kept_ids is not None
+            sequences = Ragged.from_list(prompts).join(out.ids)
+            starts = [len(row) for row in prompts]
+            scored = backend.score_logprobs(sequences, temperature=0.8, score_from=starts, support=out.kept_ids)
+            apart = (scored.logprobs.values[scored.scored.values] - out.logprobs.values).abs().max()
+            # No set makes up for a penalty.
+            assert bool(apart > 1e-2) if extra else bool(apart < 1e-5)
+        stream = backend.stream(prompts, sampling, logprobs="processed", return_support=True, top_logprobs=TOP)
+        assert {chunk.row for chunk in stream} == {0, 1, 2}
+        assert stream.result.kept_ids.tolist() == out.kept_ids.tolist()
+        assert torch.equal(stream.result.top_ids.values, out.top_ids.values)
+
+
+def test_beam_search_has_neither(open_model: Open) -> None:
+    beams = {"num_beams": 2, "max_new_tokens": 3, "temperature": 0}
+    for extra in ({"return_support": True}, {"top_logprobs": 3}):
+        with pytest.raises((CapabilityError, InvalidRequestError)):
+            open_model(tiny_model()).generate([[5]], beams, logprobs="none", **extra)
 
 
 def test_no_table_of_all_tokens_is_made(open_model: Open) -> None:

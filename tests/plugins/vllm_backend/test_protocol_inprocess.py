@@ -81,7 +81,7 @@ RAW, GREEDY = request(), request("processed", temperature=0.0)
 @pytest.mark.parametrize("asked", [RAW, GREEDY], ids=["raw", "greedy-processed"])
 def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, value: float) -> None:
     good = output([8, 9], [-1.0, -2.0])
-    result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], None)
+    result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], INFO)
     assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
     assert "position 1" in (result.errors or ("", ""))[1]
     kept = [-1.0, -2.0] if asked is RAW else [0.0, 0.0]
@@ -141,9 +141,9 @@ def test_with_speculative_decoding_every_score_is_one_of_the_prompt() -> None:
 
 def test_an_unknown_reason_is_an_error_and_repetition_ends_an_answer_if_it_was_asked_for() -> None:
     rows = [output([8], [-1.0], reason) for reason in ("repetition", "error", "length")]
-    assert generation_result(request(), rows, None).finish_reasons == ("error", "error", "length")
+    assert generation_result(request(), rows, INFO).finish_reasons == ("error", "error", "length")
     asked = request(engine_kwargs={"repetition_detection": {"max_pattern_size": 2}})
-    assert generation_result(asked, rows, None).finish_reasons == ("stop", "error", "length")
+    assert generation_result(asked, rows, INFO).finish_reasons == ("stop", "error", "length")
 
 
 class Letters:
@@ -156,14 +156,16 @@ class Letters:
 def test_a_stop_that_the_ids_do_not_show_fails_its_row_alone() -> None:
     """vLLM was seen to find a stop string in text that no token of the answer stands for."""
     rows = [output([0, 1], [-1.0, -1.0], "stop"), output([0, 3], [-1.0, -1.0], "stop")]
-    result = generation_result(request(stop=("b",)), rows, Letters())
+    result = generation_result(request(stop=("b",)), rows, replace(INFO, tokenizer=Letters()))
     assert result.finish_reasons == ("stop", "error")
     assert "do not spell" in (result.errors or ("", ""))[1]
 
 
 def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string() -> None:
     """vLLM holds back the text of token 1, which ends in half a character, and so finds the "x" a token later."""
-    result = generation_result(request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], Pieces())
+    result = generation_result(
+        request(stop=("x",)), [output([0, 1, 2], [-1.0, -2.0, -3.0], "stop")], replace(INFO, tokenizer=Pieces())
+    )
     assert result.ids.tolist() == [[0, 1]] and result.finish_reasons == ("stop",)
     assert result.logprobs is not None and result.logprobs.tolist() == [[-1.0, -2.0]]
 

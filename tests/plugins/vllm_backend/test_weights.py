@@ -44,7 +44,7 @@ class FakeEngine:
         self.asked_about = [tuple(tensor.shape) for tensor in tensors]
         return self.why
 
-    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int, request: WeightUpdate) -> None:
         self.largest = largest
         for name, tensor in tensors:
             self.handed_over.append((name, tensor.tolist()))

@@ -65,6 +65,7 @@ class ServerInfo:
         on_gpu: whether the server holds its weights on GPUs of CUDA.
         adapters: the names of the adapters that the server was started with.
         largest_rank: the largest rank of an adapter; None if the server does not say.
+        pauses: whether the server can take new weights between two tokens of its answers, as far as its settings tell.
         support_limit: the most ids that the server returns of those that truncation has left at a token; 0 for none.
     """
 
@@ -79,6 +80,7 @@ class ServerInfo:
     adapters: frozenset[str] = frozenset()
     largest_rank: int | None = None
     support_limit: int = 0
+    pauses: bool = False
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -130,12 +132,21 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         adapters=_adapters(settings),
         largest_rank=rank if isinstance(rank, int) else None,
         support_limit=_support_limit(settings),
+        pauses=not (
+            _larger_than_one(settings, "dp_size", "pp_size")
+            or _is_disaggregated(settings)
+            or settings.get("speculative_algorithm")
+        ),
     )
 
 
 def _most_candidates(settings: Mapping[str, Any], vocab_size: int) -> int:
-    disaggregated = settings.get("disaggregation_mode") not in (None, "null")
-    return min(_MOST_DISAGGREGATED if disaggregated else _MOST_CANDIDATES, vocab_size)
+    return min(_MOST_DISAGGREGATED if _is_disaggregated(settings) else _MOST_CANDIDATES, vocab_size)
+
+
+def _is_disaggregated(settings: Mapping[str, Any]) -> bool:
+    """Return whether the server only prefills, or only decodes what another one has prefilled."""
+    return settings.get("disaggregation_mode") not in (None, "null")
 
 
 def _support_limit(settings: Mapping[str, Any]) -> int:

@@ -8,15 +8,16 @@ from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import GenerateRequest
-from corelm.support import RowAnswer, RowError, RowStreams, StopStrings, Streamed
+from corelm.support import RowAnswer, RowError, StopStrings, Streamed
 from sglang_backend.capabilities import ServerInfo
-from sglang_backend.protocol import limits, lists_of_answers, row_answer, whole_answer
+from sglang_backend.protocol import AnswerStreams, limits, lists_of_answers, row_answer, whole_answer
+from sglang_backend.weight_history import WeightsOfCall
 
 #: How many characters of the server's own message an error repeats.
 _MESSAGE_LENGTH = 300
 
 
-def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams, Streamed]:
+def row_streams(request: GenerateRequest, info: ServerInfo, weights: WeightsOfCall) -> tuple[AnswerStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events."""
     streams, stops = _AnswerStreams(request, info), StopStrings.of(request.sampling, info.tokenizer)
     most, lists = limits(request, info), lists_of_answers(request)
@@ -26,7 +27,7 @@ def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams,
         with suppress(RowError):
             ids, meta = reply["output_ids"], reply["meta_info"]
             if meta.get("finish_reason") is not None:
-                streams.end(row, whole_answer(reply, False, request, most[row], stops, info))
+                streams.end(row, whole_answer(reply, False, request, most[row], stops, info, weights))
                 return
             # The server may add a token to one of the lists before it sends the others.
             known = ids[: min(len(ids), *(len(meta.get(name) or []) for name in lists))] if lists else ids
@@ -42,17 +43,12 @@ def row_streams(request: GenerateRequest, info: ServerInfo) -> tuple[RowStreams,
     return streams, Streamed(_last_event, tell)
 
 
-class _AnswerStreams(RowStreams):
-    """Also remembers what was last reported of each row that goes on: of an aborted row, the server says no more.
-
-    Attributes:
-        reported: the last ``meta_info`` by row.
-    """
+class _AnswerStreams(AnswerStreams):
+    """Also knows the other ids of a row that is aborted."""
 
     def __init__(self, request: GenerateRequest, info: ServerInfo) -> None:
         super().__init__(request, info.tokenizer)
         self._request, self._info = request, info
-        self.reported: dict[int, Any] = {}
 
     def aborted(self, row: int) -> RowAnswer:
         told = super().aborted(row)

@@ -86,6 +86,8 @@ def probe_server(
         per_answer_seeds=seeds,
         top_logprobs=info.capabilities.score_top_k if modes else 0,
         return_support=info.support_limit > 0,
+        # Otherwise it would not be known which tokens are of which weights.
+        updates_in_flight=info.pauses and probe.says_versions,
         sampling={name: span for name, span in info.capabilities.sampling.items() if name not in excluded},
     )
     return replace(info, capabilities=capabilities)
@@ -98,6 +100,8 @@ class ServerProbe:
         self._client = client
         self._deadline = deadline
         self._info = info
+        #: Whether the last answers said which of their tokens are of which weights.
+        self.says_versions = False
         self._prompt = [token % info.capabilities.vocab_size for token in range(1, 5)]
 
     def generation_modes(self) -> frozenset[GenerationMode]:
@@ -172,6 +176,7 @@ class ServerProbe:
         entries = self._post(protocol.generation_requests(request, self._info))
         result = protocol.generation_result(request, entries, self._info)
         _check_served(result)
+        self.says_versions = all(entry["meta_info"].get("weight_versions") for entry in entries)
         return result
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +34,7 @@ from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
 from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
+from sglang_backend.weight_history import WeightHistory, WeightsOfCall
 
 Payload = dict[str, Any]
 
@@ -79,23 +81,53 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     ]
 
 
+class AnswerStreams(RowStreams):
+    """Also remembers what was last reported of each row that goes on: of an aborted row, the server says no more.
+
+    Attributes:
+        reported: the last ``meta_info`` by row.
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
+        super().__init__(request, tokenizer)
+        self.reported: dict[int, Any] = {}
+
+
 def generation_result(
-    request: GenerateRequest, entries: Sequence[Any], info: ServerInfo, streams: RowStreams | None = None
+    request: GenerateRequest,
+    entries: Sequence[Any],
+    info: ServerInfo,
+    streams: AnswerStreams | None = None,
+    weights: WeightsOfCall | None = None,
 ) -> GenerateResult:
     """Return the answers in `entries`, which are in the order of `generation_requests`.
 
     Args:
         streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
+        weights: those that the rows may have; None for those of `info` alone.
     """
+    weights = weights or WeightHistory(info.weight_label).of_call(request)
+    runs = [weights.before] * len(entries)
     stops = StopStrings.of(request.sampling, info.tokenizer)
     most = limits(request, info)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
-            return streams.aborted(row)
-        return row_outcome(entry, lambda reply, aborted: whole_answer(reply, aborted, request, most[row], stops, info))
+            return row_outcome(streams, lambda told, _: whose(row, told.aborted(row), told.reported.get(row)))
 
-    return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
+        def parse(reply: Any, aborted: bool) -> RowAnswer:
+            answer = whole_answer(reply, aborted, request, most[row], stops, info, weights)
+            return whose(row, answer, reply["meta_info"])
+
+        return row_outcome(entry, parse)
+
+    def whose(row: int, answer: RowAnswer, meta: Any) -> RowAnswer:
+        if answer.ids:
+            runs[row] = weights.runs(meta, len(answer.ids))
+        return answer
+
+    result = generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
+    return result if request.weight_version is None else replace(result, version_runs=tuple(runs))
 
 
 def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
@@ -204,7 +236,13 @@ def is_duplicate(entry: Any) -> bool:
 
 
 def whole_answer(
-    reply: Any, aborted: bool, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
+    reply: Any,
+    aborted: bool,
+    request: GenerateRequest,
+    limit: int,
+    stops: StopStrings,
+    info: ServerInfo,
+    weights: WeightsOfCall,
 ) -> RowAnswer:
     """Return the answer in a reply.
 
@@ -217,7 +255,7 @@ def whole_answer(
     ids = checked_ids(reply["output_ids"], vocab_size=vocab_size, limit=limit)
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
-        _check_weights(meta, info.weight_label)
+        weights.runs(meta, len(ids))
     end = _end(ids, request.stop_ids, stops)
     reason = checked_finish_reason(
         reason,

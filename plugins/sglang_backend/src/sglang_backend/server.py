@@ -38,10 +38,12 @@ from corelm.support import (
 from sglang_backend import events, handover, protocol
 from sglang_backend.adapters import Adapters
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of
+from sglang_backend.pausing import answers_held
 from sglang_backend.probing import ServerProbe
 from sglang_backend.protocol import Payload
 from sglang_backend.replies import decode
 from sglang_backend.weight_channel import WeightChannel
+from sglang_backend.weight_history import WeightHistory
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 _ABORT_TIMEOUT = 10.0
@@ -87,7 +89,7 @@ class SGLangServer:
         # Whether the generation modes are to be tried on the first weights, and whether these have come.
         self._modes_assumed, self._modes_untried = dummy is not None, False
         self._asleep = False
-        self._weight_labels = {info.weight_label}
+        self._history = WeightHistory(info.weight_label)
         self._in_flight = InFlight()
         self._channel = None
         if weight_group is not None:
@@ -122,13 +124,15 @@ class SGLangServer:
         return None
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
+        weights = self._history.of_call(request)
         payloads = self._with_adapter(request, protocol.generation_requests(request, self.info))
         streams = streamed = None
         if request.on_tokens is not None:
-            streams, streamed = events.row_streams(request, self.info)
+            streams, streamed = events.row_streams(request, self.info, weights)
         answered = protocol.counted(request.on_answer)
         entries = self._post_all(payloads, request.request_ids, request.timeout, streamed, answered)
-        return self._client.secrets.masked_result(protocol.generation_result(request, entries, self.info, streams))
+        result = protocol.generation_result(request, entries, self.info, streams, weights)
+        return self._client.secrets.masked_result(result)
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         payloads = self._with_adapter(request, protocol.scoring_requests(request))
@@ -145,16 +149,17 @@ class SGLangServer:
         Raises:
             EngineError: the server did not load them.
         """
-        label = self._new_weight_label(request.version)
+        label = self._history.new_label(request.version)
         payload = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
         if self._dummy is not None:
             # Otherwise the server would fill the model with random numbers again.
             payload["load_format"] = "auto"
-        # Not retried: the first attempt may have succeeded and only its reply been lost.
-        reply = self._client.post("/update_weights_from_disk", payload)
-        if not isinstance(reply, dict) or reply.get("success") is not True:
-            raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
-        self.info = replace(self.info, weight_label=label)
+        with answers_held(self._client, self._history, label, request):
+            # Not retried: the first attempt may have succeeded and only its reply been lost.
+            reply = self._client.post("/update_weights_from_disk", payload)
+            if not isinstance(reply, dict) or reply.get("success") is not True:
+                raise EngineError(self._client.secrets.masked(f"the server did not load the weights: {reply}"))
+            self._has(label, request)
 
     def reload_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
@@ -225,7 +230,9 @@ class SGLangServer:
         Raises:
             EngineError: the server kept its cache, for example because it works on requests of other clients.
         """
-        self._forget(self._new_weight_label(request.version))
+        label = self._history.new_label(request.version)
+        with answers_held(self._client, self._history, label, request):
+            self._forget(label, request)
 
     def sleep(self, request: SleepRequest) -> None:
         """Free the memory of the server's GPUs: weights, cache and CUDA graphs.
@@ -342,20 +349,26 @@ class SGLangServer:
         request: WeightUpdate,
     ) -> None:
         """Have the server load all buckets as one update."""
-        label = self._new_weight_label(request.version)
-        self._tell("/begin_weight_update", {})
-        try:
-            for bucket in buckets:
-                load(bucket)
-        finally:
-            self._tell("/end_weight_update", {})
-        self._forget(label)
+        label = self._history.new_label(request.version)
+        with answers_held(self._client, self._history, label, request):
+            self._tell("/begin_weight_update", {})
+            try:
+                for bucket in buckets:
+                    load(bucket)
+            finally:
+                self._tell("/end_weight_update", {})
+            self._forget(label, request)
 
-    def _forget(self, label: str) -> None:
+    def _forget(self, label: str, request: WeightUpdate) -> None:
         """Empty the cache, and give the weights their name."""
         self._client.post("/flush_cache", {}, expect_json=False)
         # By default this would abort the requests of all clients.
         self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._has(label, request)
+
+    def _has(self, label: str, request: WeightUpdate) -> None:
+        """Take note that the server has the weights of `request`."""
+        self._history.note(label, request)
         self.info = replace(self.info, weight_label=label)
 
     def _tell(self, path: str, payload: dict[str, Any], timeout: float | None = None) -> None:
@@ -368,13 +381,3 @@ class SGLangServer:
         reply = self._client.post(path, payload, timeout=timeout)
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise EngineError(self._client.secrets.masked(f"the server refused {path}: {reply}"))
-
-    def _new_weight_label(self, version: str) -> str:
-        """Return a label for new weights: `version`, made unique if the server has had it before.
-
-        If a label were used twice, rows of the earlier weights could pass for rows of the new ones.
-        """
-        while version in self._weight_labels:
-            version += "'"
-        self._weight_labels.add(version)
-        return version

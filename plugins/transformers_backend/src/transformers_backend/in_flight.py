@@ -29,6 +29,7 @@ class UpdateGate:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._depth = 0
+        self._open: list[int] = []
         self.waiting = 0
 
     @contextmanager
@@ -59,11 +60,17 @@ class UpdateGate:
         """Let those through who wait, if any do, and hold the gate again."""
         if not self.waiting:
             return
+        me = threading.get_ident()
         with self._changed:
             depth, self._depth, self._holder = self._depth, 0, None
+            # Who came through last goes on first: each puts back what it has changed of the model.
+            self._open.append(me)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._holder is None and not self.waiting)
-            self._depth, self._holder = depth, threading.get_ident()
+            try:
+                self._changed.wait_for(lambda: not self._holder and not self.waiting and self._open[-1] == me)
+                self._depth, self._holder = depth, me
+            finally:
+                self._open.remove(me)
 
 
 class CallUpdates:

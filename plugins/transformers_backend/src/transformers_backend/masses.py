@@ -16,13 +16,17 @@ from torch import Tensor
 from corelm.spec import Ragged, TokenSets
 from corelm.support import TopIds
 
+#: Up to how many columns the ids that are left are sorted.
+_FEW = 1024
+
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """The ids that truncation left, position after position. On the CPU: over a long answer they fill a GPU.
+    """The ids that truncation left, position after position.
 
     Attributes:
-        ids: int32[total], those of the first position, then those of the next one, each ascending.
+        ids: int32[total], those of the first position, then those of the next one, each ascending. On the CPU: those
+            of many long answers would fill a GPU.
         counts: int64[positions], how many ids each position has.
         log_mass: float32[positions], the log of the probability that they had together before truncation.
     """
@@ -40,31 +44,35 @@ class KeptIds:
             order: int64[n]: the positions of all steps, counted one step after another, in the order of the rows.
             lengths: int64[rows], how many of them belong to each row.
         """
-        sets = Ragged(torch.cat([step.ids for step in steps]), torch.cat([step.counts for step in steps]))
-        sets = sets.select(order)
-        log_mass = torch.cat([step.log_mass for step in steps])[order]
+        sets = Ragged(torch.cat([step.ids for step in steps]), torch.cat([step.counts for step in steps])).select(order)
+        log_mass = torch.cat([step.log_mass for step in steps]).cpu()[order]
         return TokenSets(sets.with_values(sets.values.long()), lengths), Ragged(log_mass, lengths)
 
 
-def kept_ids(scores: Tensor, candidates: Tensor | None, total: Tensor) -> KeptIds:
+def kept_ids(scores: Tensor, candidates: Tensor | None, total: Tensor, vocab_size: int) -> KeptIds:
     """Return the ids that are not cut, also those whose probability float32 rounds to 0.
 
     Args:
         scores: float32[rows, K], -inf where a column is cut.
         candidates: int64[rows, K], the ids of the columns; None if the columns are the vocabulary itself.
         total: float64[rows], the `log_total` of the scores before they were cut.
+        vocab_size: every id is below it.
     """
-    left = scores > -math.inf
-    rows, ids = left.nonzero(as_tuple=True)
-    if candidates is not None:
+    marks = left = scores > -math.inf
+    many = candidates is not None and candidates.shape[-1] > _FEW
+    if candidates is not None and many:
+        # In the order of the vocabulary. Sorting this many ids would take five times as long.
+        marks = left.new_zeros(len(left), vocab_size).scatter_(-1, candidates, left)
+    rows, ids = marks.nonzero(as_tuple=True)
+    if candidates is not None and not many:
         # One sort for all rows: above the bits of each id stands the number of its row.
         ids = ((rows << 32) + candidates[rows, ids]).sort().values & 0xFFFFFFFF
     log_mass = (log_total(scores) - total).clamp_max(0.0)
-    return KeptIds(ids.int().cpu(), left.sum(-1).cpu(), log_mass.float().cpu())
+    return KeptIds(ids.int().cpu(), left.sum(-1), log_mass.float())
 
 
 def most_probable(scores: Tensor, candidates: Tensor | None, k: int, total: Tensor) -> TopIds:
-    """Return the k most probable ids of each row, on the CPU, and the log of the mass of all others.
+    """Return the k most probable ids of each row and the log of the mass of all others, on the CPU like `KeptIds`.
 
     That mass is summed over the others themselves: a tail of 1e-9 would be lost in 1 minus the rest.
 
@@ -84,7 +92,9 @@ def most_probable(scores: Tensor, candidates: Tensor | None, k: int, total: Tens
     ids = ids.masked_fill(found == -math.inf, -1)
     missing = (0, k - found.shape[-1])
     pad = torch.nn.functional.pad
-    return TopIds(pad(ids, missing, value=-1).cpu(), pad(logprobs, missing, value=-math.inf).cpu(), tail.float().cpu())
+    # One tensor is one wait.
+    numbers = torch.cat([pad(logprobs, missing, value=-math.inf), tail.float()[:, None]], dim=-1).cpu()
+    return TopIds(pad(ids, missing, value=-1).cpu(), numbers[:, :k], numbers[:, k])
 
 
 def log_total(scores: Tensor) -> Tensor:

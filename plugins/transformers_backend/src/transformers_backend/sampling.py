@@ -170,7 +170,8 @@ class Sampler:
             of_logits = log_total(logits)
         if self._support:
             total = of_logits if scores is logits else None
-            kept = kept_ids(left, candidates, log_total(scores) if total is None else total)
+            total = log_total(scores) if total is None else total
+            kept = kept_ids(left, candidates, total, scores.shape[-1])
         if self._top and self.raw:
             assert of_logits is not None
             top = most_probable(logits, None, self._top, of_logits)

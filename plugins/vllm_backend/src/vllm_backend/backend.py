@@ -23,12 +23,15 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.support import WeightGroup, device_numbers, refuse_missing_path
+from corelm.validate import flag
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import InProcessEngine
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
+from vllm_backend.kept_sets_protocol import engine_arguments
 from vllm_backend.server import VLLMServer
+from vllm_backend.top_ids import MOST_CANDIDATES
 
 
 class VLLMBackend:
@@ -51,6 +54,7 @@ class VLLMBackend:
         logprobs_mode: str | None = None,
         engine: Literal["async", "sync"] | None = None,
         devices: int | str | Sequence[int] | None = None,
+        return_support: bool | None = None,
         base_url: str | None = None,
         vocab_size: int | None = None,
         max_context: int | None = None,
@@ -76,6 +80,8 @@ class VLLMBackend:
             engine: "async" (the default) for many calls at once; "sync" for quick tests.
             devices: the numbers of the GPUs that vLLM uses, as torch counts them here; None for the first. A rank of
                 torchrun gives its own.
+            return_support: let answers come with the ids that each token was drawn from. Code of this plugin then runs
+                in vLLM's workers, and truncates the distributions there. Needs vLLM's V1 model runner.
             base_url: ``http(s)://host:port`` of a server. The options below belong to it; see `VLLMServer.connect`.
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer; None for the server's limit.
@@ -109,13 +115,17 @@ class VLLMBackend:
             "weight_group": weight_group,
         }
         if base_url is not None:
-            _refuse_engine_options({"engine": engine, "devices": devices, **engine_args}, server_options)
+            _refuse_engine_options(
+                {"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, server_options
+            )
             options = _without_none(common | server_options)
             return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
         refuse_missing_path("model", model)
         arguments = _without_none(common) | engine_args
         if devices is not None:
             arguments["device_ids"] = device_numbers(devices)
+        if return_support is not None and flag("return_support", return_support):
+            arguments |= engine_arguments(arguments)
         _check_engine_arguments(arguments)
         _refuse_server_options(server_options)
         if not isinstance(model, (str, os.PathLike)):
@@ -125,7 +135,8 @@ class VLLMBackend:
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
             raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
-        arguments = {"disable_log_stats": True, **_platform_defaults(), **arguments, "model": os.fspath(model)}
+        defaults = {"disable_log_stats": True, "max_logprobs": MOST_CANDIDATES, **_platform_defaults()}
+        arguments = {**defaults, **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
         return cls(start(arguments, tokenizer))

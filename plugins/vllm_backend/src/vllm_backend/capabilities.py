@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
+from vllm_backend.compat import says_versions
+from vllm_backend.kept_sets_protocol import PROCESSOR
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
 from vllm_backend.sampling import HONOURED
+from vllm_backend.top_ids import MOST_IDS, limit
 
 if TYPE_CHECKING:
     from corelm.support import Expected
@@ -34,6 +37,8 @@ class ModelInfo:
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
         scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
+        candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
+        separates: calls must be kept apart as in `lanes`.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
@@ -47,6 +52,8 @@ class ModelInfo:
     scores_by_id: bool = False
     files: Path | None = None
     largest_rank: int | None = None
+    candidates: int = 0
+    separates: bool = False
 
     @property
     def max_context(self) -> int:
@@ -77,6 +84,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
     vocab_size: int = model.get_vocab_size()
     checkpoint = checkpoint_of(config)
     speculative = config.speculative_config is not None
+    candidates = limit(model.max_logprobs, vocab_size)
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
     capabilities = Capabilities(
@@ -87,7 +95,9 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         sampling=honoured,
         generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
         score=True,
-        argmax=model.max_logprobs != 0 and not _has_logits_processors(model),
+        argmax=candidates > 0 and not _has_logits_processors(model),
+        score_top_k=min(candidates, MOST_IDS),
+        top_logprobs=min(candidates, MOST_IDS),
         per_answer_seeds=True,
         seeds_are_costly=_seeds_are_costly(),
         concurrent_calls=concurrent_calls and not _mixes_adapters(config),
@@ -95,6 +105,8 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         streaming=True,
         update_weights=checkpoint is not None,
         weight_stream=checkpoint is not None,
+        # A synchronous engine runs one call at a time, so none is in flight.
+        updates_in_flight=checkpoint is not None and abort and says_versions(),
         without_weights=config.load_config.load_format == DUMMY,
         sleep_levels=sleep_levels(model.enable_sleep_mode, checkpoint is not None),
         adapters=config.lora_config is not None,
@@ -111,6 +123,8 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
         files=files_of(config),
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
+        candidates=candidates,
+        separates=not getattr(config, "use_v2_model_runner", False),
     )
 
 
@@ -139,4 +153,6 @@ def _mixes_adapters(config: Any) -> bool:
 
 def _has_logits_processors(model: Any) -> bool:
     """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
-    return bool(model.logits_processors or entry_points(group="vllm.logits_processors"))
+    # That of this plugin leaves greedy tokens alone.
+    own = {PROCESSOR}
+    return bool({*map(str, model.logits_processors or ())} - own or entry_points(group="vllm.logits_processors"))

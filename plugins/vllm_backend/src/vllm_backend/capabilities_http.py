@@ -74,6 +74,7 @@ class ServerInfo:
         files: the folder or hub name of the model's files; of an adapter, those of its base model.
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
+        candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
     """
 
@@ -87,6 +88,7 @@ class ServerInfo:
     base_name: str = ""
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
+    candidates: int = 0
 
     @property
     def max_context(self) -> int:
@@ -150,7 +152,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         eos_token_ids=eos_token_ids(_generation_config(files) or config, tokenizer, vocab_size=vocab_size),
         sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
         score=scores,
-        # A server does not state its --max-logprobs. With 0, it refuses each row that asks for the most probable ids.
+        # Also needs candidates, which `probing.probe_server` looks for.
         argmax=scores,
         concurrent_calls=True,
         stops_at_timeout=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,6 +29,15 @@ def packer() -> Any:
     except ImportError:
         return None
     return packed_ipc_producer
+
+
+def says_versions() -> bool:
+    """Return whether vLLM says which weights sampled which tokens of an answer."""
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    names = {each.name for each in dataclasses.fields(CompletionOutput)}
+    return "weight_versions" in names and hasattr(AsyncLLM, "update_weight_version")
 
 
 def nccl_trainer() -> tuple[Any, Any, Any]:

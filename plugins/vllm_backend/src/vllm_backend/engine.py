@@ -7,6 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,12 @@ from corelm.spec import (
     WeightUpdate,
 )
 from corelm.support import RowFailure
+from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend import scoring_by_id
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
+from vllm_backend.lanes import Lane, Lanes, lane_of
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
@@ -57,30 +60,54 @@ class InProcessEngine(ABC):
         self.checkpoint = info.checkpoint
         self.adapters = Adapters(info)
         self._info = info
+        self._lanes = Lanes()
+        self._lost_keys: list[str] = []
         self._closed = False
         self._broken = False
         self._asleep = False
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         lora = self.adapters.named(request.adapter)
-        requests = protocol.generation_requests(request, self._info, lora)
+        keys = kept_sets_protocol.new_keys(request)
+        requests = protocol.generation_requests(request, self._info, lora, keys)
         on_output = protocol.on_output(request, self.tokenizer)
-        outputs = self.run(requests, request.request_ids, request.timeout, on_output)
-        return protocol.generation_result(request, outputs, self.tokenizer)
+        try:
+            with self._lanes.entered(self._lane(request), request.timeout) as timeout:
+                outputs = self.run(requests, request.request_ids, timeout, on_output)
+        except BaseException:
+            # The next call that wants sets has the workers forget these.
+            self._lost_keys.extend(keys)
+            raise
+        return protocol.generation_result(request, outputs, self._info, self._kept_sets(keys))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         return self._score(request, self._info)
 
-    def choose_scoring(self, config: Any) -> None:
-        """Score by id from now on, if an engine with this `VllmConfig` can, and agrees with the plain way."""
+    def choose_ways(self, config: Any) -> None:
+        """Use scoring by id and sets of kept ids, if an engine with this `VllmConfig` gets them right on short rows."""
         if scoring_by_id.offered(config):
             self._info = scoring_by_id.tried(self._info, self._score)
+        if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
+            self.capabilities, self.generate, self.score
+        ):
+            self.capabilities = replace(self.capabilities, return_support=True)
+            self._info = replace(self._info, capabilities=self.capabilities)
+
+    def _kept_sets(self, keys: Sequence[str]) -> list[KeptSetsOfRow]:
+        if not keys:
+            return []
+        lost, self._lost_keys = self._lost_keys, []
+        return kept_sets_protocol.rows_of(self._call_workers(TAKE, {"keys": [*keys, *lost]}), len(keys))
 
     def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
-        outputs = self.run(list(requests.values()), names, request.timeout)
+        with self._lanes.entered(self._lane(request), request.timeout) as timeout:
+            outputs = self.run(list(requests.values()), names, timeout)
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
+
+    def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
+        return lane_of(request) if self._info.separates else None
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.
@@ -88,15 +115,17 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: they were not loaded completely. The engine cannot be used again.
         """
-        self._load(lambda: self._load_folder(folder))
+        self._load(lambda: self._load_folder(folder), request)
 
-    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int, request: WeightUpdate) -> None:
         """Load tensors that `needs_file` accepts, with their names in the checkpoint. Errors are those of `reload`.
 
         Args:
+            tensors: their names and the tensors.
             largest: bytes of the largest one.
+            request: the update that they belong to.
         """
-        self._load(lambda: self._hand_over(tensors, largest))
+        self._load(lambda: self._hand_over(tensors, largest), request)
 
     @abstractmethod
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
@@ -111,7 +140,7 @@ class InProcessEngine(ABC):
         Raises:
             EngineError: vLLM kept some of it. The engine cannot be used again.
         """
-        self._load(lambda: None)
+        self._load(lambda: None, request)
 
     def sleep(self, request: SleepRequest) -> None:
         """Free the GPU's memory; the prefix cache is emptied."""
@@ -134,10 +163,10 @@ class InProcessEngine(ABC):
     def _replace_adapter(self, new: Any, old: Any) -> None:
         """Have vLLM load one `LoRARequest` and forget another. Either may be None."""
 
-    def _load(self, load: Callable[[], None]) -> None:
+    def _load(self, load: Callable[[], None], request: WeightUpdate) -> None:
         self._require_usable()
         try:
-            with self._while_idle():
+            with self._while_idle(request):
                 load()
         except BaseException as error:
             # Some of the weights may be new ones.
@@ -181,8 +210,11 @@ class InProcessEngine(ABC):
         """Call a method of vLLM's workers, and return what each of them returned."""
 
     @abstractmethod
-    def _while_idle(self) -> AbstractContextManager[None]:
-        """Keep requests out of vLLM in the ``with`` block, and then empty its prefix cache."""
+    def _while_idle(self, request: WeightUpdate) -> AbstractContextManager[None]:
+        """Have vLLM run no request in the ``with`` block, and then forget what it has computed with the old weights.
+
+        With ``when="now"`` the requests in flight go on afterwards.
+        """
 
     def _load_folder(self, folder: Path) -> None:
         if self._info.dummy:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
     AbortRequest,
+    WeightUpdate,
 )
 from corelm.support import EventLoopThread, RowFailure, done_within
+from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
 from vllm_backend.engine import DEAD, KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
@@ -70,7 +72,7 @@ class AsyncEngine(InProcessEngine):
         try:
             info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
             engine = cls(loop, llm, info)
-            engine.choose_scoring(llm.vllm_config)
+            engine.choose_ways(llm.vllm_config)
         except BaseException:
             loop.stop()
             _shut_down(llm)
@@ -193,12 +195,24 @@ class AsyncEngine(InProcessEngine):
         return found
 
     @contextmanager
-    def _while_idle(self) -> Iterator[None]:
-        # A request whose caller has left may still be in the engine and would keep its cached blocks.
-        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
-        yield
-        if not self.loop.run(self.llm.reset_prefix_cache()):
-            raise RuntimeError(KEPT_CACHE)
+    def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
+        # When a pause has begun, vLLM has ended the step in hand. A request whose caller has left may still be in the
+        # engine and would keep its cached blocks, so it is aborted where no other is in flight.
+        goes_on = request.when == "now"
+        self.loop.run(self.llm.pause_generation(mode="keep" if goes_on else "abort", clear_cache=False))
+        try:
+            yield
+            # Answers in flight are read again, with the new weights.
+            if not self.loop.run(self.llm.reset_prefix_cache(**({"reset_running_requests": True} if goes_on else {}))):
+                raise RuntimeError(KEPT_CACHE)
+            if self.capabilities.updates_in_flight:
+                # vLLM says of each token which of these labels was in force in the step that sampled it.
+                self.loop.run(self.llm.update_weight_version(versions.label_of(request)))
+        except BaseException:
+            # Nobody resumes this engine, so answers in flight must not wait for it.
+            with suppress(Exception):
+                self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+            raise
         if not self._asleep:
             # Otherwise there is no cache to run with; waking it resumes vLLM.
             self.loop.run(self.llm.resume_generation())

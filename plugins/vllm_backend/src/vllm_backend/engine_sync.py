@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import AbortRequest
+from corelm.spec import AbortRequest, WeightUpdate
 from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
@@ -75,7 +75,7 @@ class SyncEngine(InProcessEngine):
             stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
             info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
             engine = cls(thread, llm, info, stack)
-            engine.choose_scoring(llm.vllm_config)
+            engine.choose_ways(llm.vllm_config)
             engine._cleanup = stack.pop_all()
             return engine
 
@@ -165,7 +165,7 @@ class SyncEngine(InProcessEngine):
         return found
 
     @contextmanager
-    def _while_idle(self) -> Iterator[None]:
+    def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # Calls take turns, so no request is in vLLM.
         yield
         if not self.thread.submit(self.llm.reset_prefix_cache).result():

@@ -1,8 +1,9 @@
-"""Find out by trying what a server does not say: which log-probs it returns, and whether it honours seeds."""
+"""Find out by trying what a server does not say: which log-probs it returns, how many, and whether it honours seeds."""
 
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.support import Deadline, RowError
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to, only_choice
+from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -22,6 +24,8 @@ LogprobsMode = Literal["raw", "processed"]
 
 #: How many candidates to ask for: the most that servers allow by default, then the most that OpenAI's allow.
 CANDIDATES = (20, 5)
+#: How vLLM says how many candidates it returns at most.
+_MOST = re.compile(r"max allowed: (\d+)")
 #: The two temperatures to compare. At the first one, raw and processed log-probs are equal.
 NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE = 1.0, 2.0
 #: The least distance in nats between the likeliest and the least likely candidate. Below it, rounding could decide.
@@ -38,7 +42,7 @@ ATTEMPTS = 3
 
 
 def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None, deadline: Deadline) -> ServerInfo:
-    """Return `info` with the generation mode and the seeds that the server's answers show.
+    """Return `info` with the generation mode, the candidates and the seeds that the server's answers show.
 
     Args:
         client: sends to the server.
@@ -71,8 +75,13 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
 
     try:
         seeds = honours_seeds(send, prompt)
+        candidates = most_candidates(send, prompt, min(MOST_CANDIDATES, info.capabilities.vocab_size))
+        scored = candidates if info.capabilities.score else 0
         capabilities = replace(
             info.capabilities,
+            argmax=scored > 0,
+            score_top_k=min(scored, MOST_IDS),
+            top_logprobs=min(candidates, MOST_IDS),
             generation_modes=frozenset({mode or logprobs_mode(send, prompt)}),
             per_answer_seeds=seeds,
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
@@ -84,7 +93,7 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
             f"({type(error).__name__}: {error})",
             usable=True,
         ) from error
-    return replace(info, capabilities=capabilities)
+    return replace(info, capabilities=capabilities, candidates=candidates)
 
 
 def logprobs_mode(send: Send, prompt: list[int]) -> LogprobsMode:
@@ -114,6 +123,26 @@ def logprobs_mode(send: Send, prompt: list[int]) -> LogprobsMode:
     raise _undecided(
         f"its candidates are {spread:.3f} nats apart, and {quotient:.3f} times as far at temperature {HIGH_TEMPERATURE}"
     )
+
+
+def most_candidates(send: Send, prompt: list[int], most: int) -> int:
+    """Return how many candidates the server returns for one position, up to `most`."""
+    good, bad, count = 0, most + 1, most
+    while bad - good > 1:
+        named = None
+        try:
+            (choice,) = send([_request(prompt, logprobs=count)])
+            enough = len(choice["logprobs"]["top_logprobs"][0]) >= count
+        except BackendTimeoutError:
+            raise
+        except CoreLMError as error:
+            enough, named = False, _MOST.search(str(error))
+        good, bad = (count, bad) if enough else (good, count)
+        count = (good + bad) // 2
+        if named and good <= int(named[1]) < bad:
+            # What the server names as its limit is the limit, if it holds: nothing above it is tried.
+            count, bad = int(named[1]), int(named[1]) + 1
+    return good
 
 
 def honours_seeds(send: Send, prompt: list[int]) -> bool:

@@ -26,13 +26,14 @@ from corelm.support import (
     checked_ids,
     checked_logprobs,
     generate_result,
-    id_texts,
     row_outcome,
     score_result,
 )
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels
+from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.top_ids import wanted
+from vllm_backend.top_ids_http import TopStreams, answer_top, most_probable, prompt_top
 
 Payload = dict[str, Any]
 
@@ -74,7 +75,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
-    logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": 0}
+    logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": wanted(request, info.candidates)}
     explicit = EXPLICIT | {"stream": request.on_tokens is not None}
     payloads = []
     for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
@@ -133,7 +134,7 @@ def joined(reply: Any, event: Any) -> Any:
         whole["token_ids"] += choice.get("token_ids") or []
     if isinstance(whole.get("logprobs"), dict):
         new = choice.get("logprobs") or {}
-        for name in ("tokens", "token_logprobs"):
+        for name in ("tokens", "token_logprobs", *({"top_logprobs"} & whole["logprobs"].keys())):
             whole["logprobs"][name] += new.get(name) or []
     for name in ("finish_reason", "stop_reason"):
         whole[name] = choice.get(name)
@@ -142,7 +143,9 @@ def joined(reply: Any, event: Any) -> Any:
 
 def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: ServerInfo) -> tuple[RowStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events."""
-    streams, stops = RowStreams(request, info.tokenizer), StopStrings.of(request.sampling, info.tokenizer)
+    count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
+    streams = TopStreams(request, info.tokenizer, count, vocab_size)
+    stops = StopStrings.of(request.sampling, info.tokenizer)
     seen = [0] * len(payloads)
 
     def tell(row: int, reply: Any) -> None:
@@ -153,10 +156,8 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
                 streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
-                ids, payload = choice["token_ids"], payloads[row]
-                new = checked_ids(
-                    ids[seen[row] :], vocab_size=info.capabilities.vocab_size, limit=payload["max_tokens"] - seen[row]
-                )
+                ids, payload, streams.choices[row] = choice["token_ids"], payloads[row], choice
+                new = checked_ids(ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row])
                 seen[row] += len(new)
                 streams.tell(row, ids, lambda first, end: _logprobs_between(choice, ids, request, first, end))
 
@@ -196,7 +197,9 @@ def _row_answer(
     reason = _finish_reason(choice, ids, payload, aborted, stops)
     logprobs = _logprobs_of(choice, ids, request)
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
-    return RowAnswer(ids[:length], logprobs[:length], reason)
+    count = payload.get("logprobs") or 0
+    top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
+    return RowAnswer(ids[:length], logprobs[:length], reason, top=top)
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
@@ -271,13 +274,15 @@ def scoring_requests(request: ScoreRequest) -> dict[int, Payload]:
     prompt is all ids except the last one, whose log-prob is asked for by id at the sampled position.
 
     The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
-    greedy.
+    greedy. There, a server returns no others with the id that was asked for, so with `top_k` the prompt is all ids.
     """
-    payloads = {}
+    payloads: dict[int, Payload] = {}
     candidates = 1 if request.return_argmax else 0
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids):
+        if start < len(ids) and request.top_k:
+            payloads[number] = {**NEUTRAL, "prompt_logprobs": request.top_k, "prompt": ids}
+        elif start < len(ids):
             within: Payload = {"prompt_logprobs": candidates} if start < len(ids) - 1 else {}
             payloads[number] = {**NEUTRAL, **within, "logprobs": 0, "logprob_token_ids": ids[-1:], "prompt": ids[:-1]}
     return payloads
@@ -289,7 +294,8 @@ def scoring_result(
     """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
 
     def outcome(entry: Any, payload: Payload) -> RowScores | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: _row_scores(reply, payload, info, request.return_argmax))
+        parse = _row_top if request.top_k else _row_scores
+        return row_outcome(entry, lambda reply, aborted: parse(reply, payload, info, request.return_argmax))
 
     return score_result(request, dict(zip(payloads, map(outcome, entries, payloads.values()), strict=True)))
 
@@ -304,13 +310,11 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     before_last: Sequence[Any] = []
     best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
-        positions = choice.get("prompt_logprobs")
-        if not isinstance(positions, (list, PromptLogprobs)) or len(positions) != len(prompt):
-            raise RowError("it does not have prompt_logprobs for every token of the prompt")
-        before_last = _prompt_logprobs(prompt[1:], positions)
+        positions = _positions(choice, prompt)
+        before_last = prompt_logprobs(prompt[1:], positions)
         if with_argmax:
             listed = positions.plain() if isinstance(positions, PromptLogprobs) else positions
-            best = [_most_probable(candidates) for candidates in listed[1:]]
+            best = [most_probable(candidates) for candidates in listed[1:]]
     sampled = _logprobs(choice).get("top_logprobs")
     if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
         raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
@@ -325,39 +329,24 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
 
 
-def _prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Sequence[Any]:
-    """Return the log-prob that each position of a prompt reports for its id. The first position reports none.
-
-    Raises:
-        RowError: a position does not name its id.
-    """
-    if isinstance(positions, PromptLogprobs):
-        if positions.are_of(ids):
-            return positions.logprobs
-        positions = positions.plain()
-    positions = positions[1:]
-    try:
-        return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
-    except (KeyError, TypeError):
-        pass
-    found = []
-    for token, candidates in zip(ids, positions, strict=True):
-        if not isinstance(candidates, dict) or str(token) not in candidates:
-            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
-        found.append(candidates[str(token)].get("logprob"))
-    return found
+def _row_top(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
+    """Return the scores of all ids but the first one, with the most probable ids. The prompt is the whole row."""
+    choice, prompt = only_choice(reply), payload["prompt"]
+    if choice.get("finish_reason") == "abort":
+        return RowFailure("the request was aborted", aborted=True)
+    _answer_ids(choice, payload, info)
+    positions = _positions(choice, prompt)
+    logprobs = checked_logprobs(prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
+    top = prompt_top(positions[1:], payload["prompt_logprobs"], info.capabilities.vocab_size)
+    return RowScores(logprobs, top.ids[:, 0].tolist() if with_argmax else (), top)
 
 
-def _most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any]:
-    """Return the most probable id of a position of the prompt, and its log-prob.
-
-    Raises:
-        RowError: the candidates do not name it.
-    """
-    first = [(int(token), found.get("logprob")) for token, found in candidates.items() if found.get("rank") == 1]
-    if len(first) != 1:
-        raise RowError("its prompt_logprobs do not say which id is the most probable one; leave out return_argmax=True")
-    return first[0]
+def _positions(choice: Any, prompt: list[int]) -> Any:
+    """Return the ``prompt_logprobs`` of a choice, one entry for each token of the prompt."""
+    positions = choice.get("prompt_logprobs")
+    if not isinstance(positions, (list, PromptLogprobs)) or len(positions) != len(prompt):
+        raise RowError("it does not have prompt_logprobs for every token of the prompt")
+    return positions
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy
@@ -25,9 +25,12 @@ from corelm.support import (
     generate_result,
     score_result,
 )
+from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
+from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
 
 T = TypeVar("T")
 
@@ -47,6 +50,12 @@ class VLLMRequest:
     lora: Any = None
 
 
+#: What to say of a row as long as the context, whose most probable ids are asked for.
+NO_ROOM = (
+    "vLLM keeps one position of the context for a sampled token, so it cannot return the most probable ids of a row of "
+    "{} tokens; leave out its first token, or top_k"
+)
+
 #: What the engine returns for one row. Any is vLLM's `RequestOutput`.
 RowOutput = RowFailure | Any
 
@@ -54,11 +63,16 @@ RowOutput = RowFailure | Any
 # Generating -----------------------------------------------------------------------------------------------------------
 
 
-def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = None) -> list[VLLMRequest | RowFailure]:
+def generation_requests(
+    request: GenerateRequest, info: ModelInfo, lora: Any = None, keys: Sequence[str] = ()
+) -> list[VLLMRequest | RowFailure]:
     """Return one request for each prompt, with its own seed; a failure where vLLM refuses the parameters.
 
     Args:
+        request: the request.
+        info: what is known about the model.
         lora: vLLM's `LoRARequest` for the adapter of the request.
+        keys: the names of the rows' sets of kept ids; none if they are not wanted.
 
     Raises:
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
@@ -67,13 +81,14 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
     _check_engine_kwargs(sampling.engine_kwargs)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     requests = []
-    for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
+    for row, (prompt, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
         limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+        fields = parameters(sampling, request.stop_ids, limit, seed)
         requests.append(
             _vllm_request(
                 prompt,
-                **parameters(sampling, request.stop_ids, limit, seed),
-                logprobs=None if request.logprobs == "none" else 0,
+                **(fields | kept_sets_protocol.parameters(keys[row], sampling) if keys else fields),
+                logprobs=None if request.logprobs == "none" else wanted(request, info.candidates),
                 # Decoding takes time, and only stop strings need the text.
                 detokenize=bool(sampling.stop),
                 streams=request.on_tokens is not None,
@@ -84,12 +99,33 @@ def generation_requests(request: GenerateRequest, info: ModelInfo, lora: Any = N
     return requests
 
 
-def generation_result(request: GenerateRequest, outputs: Sequence[RowOutput], tokenizer: Any) -> GenerateResult:
-    """Return the answers in `outputs`, which belong to `generation_requests`, in the same order."""
-    stops = StopStrings.of(request.sampling, tokenizer)
-    return generate_result(
-        request, [_outcome(output, lambda found: _row_answer(found, request, stops)) for output in outputs]
-    )
+def generation_result(
+    request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo, kept: Sequence[KeptSetsOfRow] = ()
+) -> GenerateResult:
+    """Return the answers in `outputs`, which belong to `generation_requests`, in the same order.
+
+    Args:
+        request: the request.
+        outputs: what vLLM returned.
+        info: what is known about the model.
+        kept: the sets of kept ids of each row; none if they are not wanted.
+    """
+    stops = StopStrings.of(request.sampling, info.tokenizer)
+    runs = [versions.of_no_tokens(request)] * len(outputs)
+
+    def parse(output: Any, row: int) -> RowAnswer:
+        answer, completion = _row_answer(output, request, stops), output.outputs[0]
+        if info.capabilities.updates_in_flight:
+            runs[row] = versions.runs_of(completion.weight_versions, request, len(answer.ids))
+        count = wanted(request, info.candidates)
+        candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
+        top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
+        sets = kept[row].first(len(answer.ids)) if kept else KeptSetsOfRow([], [])
+        return replace(answer, top=top, kept_ids=sets.ids, kept_log_mass=sets.log_mass)
+
+    rows = [_outcome(output, functools.partial(parse, row=row)) for row, output in enumerate(outputs)]
+    result = generate_result(request, rows)
+    return replace(result, version_runs=tuple(runs)) if info.capabilities.updates_in_flight else result
 
 
 def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> RowAnswer:
@@ -171,13 +207,17 @@ def scoring_requests(request: ScoreRequest, info: ModelInfo, lora: Any = None) -
     asked for. The most probable ids are not known in advance, so they come in the plain way.
 
     With speculative decoding vLLM ignores the id that is asked for at the sampled position. The prompt is all ids then,
-    and `read_model` declares a context that is one shorter.
+    and `read_model` declares a context that is one shorter. At the sampled position vLLM returns the most probable ids
+    or those that were asked for, but not both: the prompt is all ids, too, if more than one most probable id is wanted.
     """
-    requests = {}
+    requests: dict[int, VLLMRequest | RowFailure] = {}
     starts = request.score_from.clamp_min(1).tolist()
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
-            whole = info.speculative
+            whole = _is_whole(request, info)
+            if whole and not info.speculative and len(ids) == info.max_context:
+                requests[number] = RowFailure(NO_ROOM.format(len(ids)))
+                continue
             prompt = ids if whole else ids[:-1]
             requests[number] = _vllm_request(
                 prompt,
@@ -196,14 +236,19 @@ def _of_prompt(prompt: list[int], start: int, request: ScoreRequest, info: Model
     if start >= len(prompt):
         return {}
     if not _is_by_id(request, info):
-        return {"prompt_logprobs": 1 if request.return_argmax else 0}
+        return {"prompt_logprobs": request.top_k or int(request.return_argmax)}
     # Row i of the array names the ids to score at position prompt_logprob_start + i + 1: here one, the prompt's own.
     ids = numpy.array(prompt[start:], dtype=numpy.int32)[:, None]
     return {"prompt_logprob_token_ids": ids, "prompt_logprob_start": start - 1}
 
 
 def _is_by_id(request: ScoreRequest, info: ModelInfo) -> bool:
-    return info.scores_by_id and not request.return_argmax
+    return info.scores_by_id and not request.return_argmax and not request.top_k
+
+
+def _is_whole(request: ScoreRequest, info: ModelInfo) -> bool:
+    """Return whether the prompt of a scored row is the whole row."""
+    return info.speculative or request.top_k > 0
 
 
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info: ModelInfo) -> ScoreResult:
@@ -211,7 +256,9 @@ def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info
     sequences, starts = request.sequences.tolist(), request.score_from.clamp_min(1).tolist()
 
     def outcome(number: int, output: RowOutput) -> RowScores | RowFailure:
-        ids, sampled = sequences[number], None if info.speculative else sequences[number][-1]
+        ids, sampled = sequences[number], None if _is_whole(request, info) else sequences[number][-1]
+        if request.top_k:
+            return _outcome(output, lambda found: _row_top(found, request, starts[number], len(ids), info))
         by_id = None
         if _is_by_id(request, info):
             by_id = len(ids) - starts[number] - (sampled is not None)
@@ -262,6 +309,18 @@ def _row_scores(output: Any, with_argmax: bool, asked: int | None, by_id: int | 
         of_argmax = [prompt.logprobs[start + 1] for start in starts] + of_argmax
         ids = [prompt.token_ids[start] for start in starts] + ids
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, ids, logprobs))
+
+
+def _row_top(output: Any, request: ScoreRequest, start: int, end: int, info: ModelInfo) -> RowScores:
+    """Return the scores of a row from `start` on, with the most probable ids. Its prompt is the whole row."""
+    completion, prompt, k = output.outputs[0], output.prompt_logprobs, request.top_k
+    if completion.finish_reason not in ("stop", "length"):
+        raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
+    if prompt is None or len(prompt.start_indices) != end:
+        raise RowError(f"vLLM did not return log-probs for each of the {end} tokens of the prompt")
+    logprobs = checked_logprobs([prompt.logprobs[place] for place in prompt.start_indices[start:]], end - start)
+    top = top_ids(*flat_candidates(prompt, start, end, k), k, info.capabilities.vocab_size)
+    return RowScores(logprobs, top.ids[:, 0].tolist() if request.return_argmax else (), top)
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from corelm.support import Decode, decoded, decoder_of, id_texts
+from corelm.support import Decode, RowError, decoded, decoder_of, id_texts
 
 try:
     import msgspec
@@ -74,9 +74,32 @@ def labels(ids: list[int]) -> list[str]:
     return [f"{LABEL}{text}" for text in id_texts(ids)]
 
 
+def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Sequence[Any]:
+    """Return the log-prob that each position of a prompt reports for its id. The first position reports none.
+
+    Raises:
+        RowError: a position does not name its id.
+    """
+    if isinstance(positions, PromptLogprobs):
+        if positions.are_of(ids):
+            return positions.logprobs
+        positions = positions.plain()
+    positions = positions[1:]
+    try:
+        return [candidates[text]["logprob"] for candidates, text in zip(positions, id_texts(ids), strict=True)]
+    except (KeyError, TypeError):
+        pass
+    found = []
+    for token, candidates in zip(ids, positions, strict=True):
+        if not isinstance(candidates, dict) or str(token) not in candidates:
+            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
+        found.append(candidates[str(token)].get("logprob"))
+    return found
+
+
 def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
     """Return what decodes the replies to `payloads`. With the most probable ids, that is the plain decoder."""
-    ranked = any(payload.get("prompt_logprobs") for payload in payloads)
+    ranked = any(payload.get("prompt_logprobs") or payload.get("logprobs") for payload in payloads)
     return decoded if ranked else decode
 
 
@@ -126,10 +149,10 @@ else:
             labels_json = Labels(bytes(found.logprobs.tokens))
             choice["logprobs"] = {"tokens": labels_json, "token_logprobs": numbers, "top_logprobs": top}
         if found.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(found.prompt_logprobs)
+            choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
         return {"id": reply.id, "choices": [choice]}
 
-    def _prompt_logprobs(positions: list[Any]) -> PromptLogprobs:
+    def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
         rest = positions[1:]
         if positions[:1] != [None] or None in rest or not {*map(len, rest)} <= {1}:
             raise ValueError("a position does not have exactly one log-prob")

@@ -34,6 +34,7 @@ from vllm_backend import protocol_http as protocol
 from vllm_backend import replies
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
+from vllm_backend.lanes import Lanes, lane_of
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
@@ -73,6 +74,8 @@ class VLLMServer:
         self._client = client
         self._info = info
         self._in_flight = InFlight()
+        # Which of vLLM's runners a server has is not known. Calls of other clients cannot be kept apart.
+        self._lanes = Lanes()
         self._adapters = ServerAdapters(client, info, self.health)
         self._initial_version = self._weight_version(deadline.left())
         self._loaded_version: str | None = None
@@ -171,7 +174,8 @@ class VLLMServer:
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, payloads, self._info)
         answered = protocol.counted(request.on_answer)
-        entries, version = self._post(payloads, request.request_ids, request.timeout, model, streamed, answered)
+        with self._lanes.entered(lane_of(request), request.timeout) as timeout:
+            entries, version = self._post(payloads, request.request_ids, timeout, model, streamed, answered)
         result = self._client.secrets.masked_result(
             protocol.generation_result(request, payloads, entries, self._info, streams)
         )
@@ -181,7 +185,8 @@ class VLLMServer:
         model = self._adapters.model(request.adapter)
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
-        entries, version = self._post(list(payloads.values()), names, request.timeout, model)
+        with self._lanes.entered(lane_of(request), request.timeout) as timeout:
+            entries, version = self._post(list(payloads.values()), names, timeout, model)
         result = self._client.secrets.masked_result(protocol.scoring_result(request, payloads, entries, self._info))
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
 

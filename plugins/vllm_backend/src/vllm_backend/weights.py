@@ -72,13 +72,13 @@ def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
         checked = fitting_stream(stream, checkpoint)
         # What is wrong with the first one is found before vLLM begins.
         first = list(itertools.islice(checked, 1))
-        engine.reload_tensors(itertools.chain(first, checked), _largest(checkpoint, first))
+        engine.reload_tensors(itertools.chain(first, checked), _largest(checkpoint, first), request)
     else:
         # vLLM keeps tensors until a layer is complete, and the memory of one may be used for the next.
         given = request.state_dict or {name: tensor.to("cpu", copy=True) for name, tensor in stream or ()}
         given = fitting(given, checkpoint, "state_dict" if stream is None else "weights")
         pairs = ((name, whole_tensor(tensor)) for name, tensor in given.items())
-        engine.reload_tensors(pairs, max((tensor.nbytes for tensor in given.values()), default=0))
+        engine.reload_tensors(pairs, max((tensor.nbytes for tensor in given.values()), default=0), request)
 
 
 def _send_tensors(server: VLLMServer, request: WeightUpdate) -> None:

@@ -1,0 +1,284 @@
+"""`Continuation`: go on from partial answers under the weights in force. Their ids are kept, never tokenized again.
+
+The engine is asked with each prompt and the ids that its answer has. It has one limit for all rows, so a row that needs
+fewer tokens than another may get too many: these are cut off here. So is what follows a stop string that begins in the
+old part and ends in the new one, which the engine cannot see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm.backend import arguments
+from corelm.backend.engine import OpenEngine
+from corelm.backend.seeds import continued_seeds, seeds_of_call
+from corelm.backend.skipping import ServedRows
+from corelm.backend.version_runs import renamed, with_runs
+from corelm.errors import Problems, ProvenanceMismatchError, refuse
+from corelm.spec.provenance import Adapter, Provenance, VersionRuns
+from corelm.spec.records import GenerateResult
+from corelm.spec.sampling import SamplingParams
+from corelm.spec.version_labels import backward, run_problems
+from corelm.support.stop_strings import StopStrings
+from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
+from corelm.validate import invalid
+
+#: Fields of a result with a value, or a row of values, for each token.
+_OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Continuation:
+    """What is asked of an engine to complete partial answers, and how its answers join them.
+
+    Attributes:
+        old: the partial answers.
+        reasons: their finish reasons; "" for those that go on.
+        open: those that go on.
+        left: how many tokens each of these may still get; None for no limit.
+        prompts: for each of these, the prompt and the ids so far.
+        sampling: how the engine samples.
+        seeds: int64, one for each of these; None lets the engine choose.
+        stops: the stop strings.
+        samples: answers to each prompt.
+    """
+
+    old: GenerateResult
+    reasons: Sequence[str]
+    open: ServedRows
+    left: Sequence[int | None]
+    prompts: Ragged
+    sampling: SamplingParams
+    seeds: Tensor | None
+    stops: StopStrings
+    samples: int
+
+    @classmethod
+    def of(
+        cls, engine: OpenEngine, prompts: Ragged, sampling: SamplingParams, old: Any, seeds: Any, label: _Label
+    ) -> Continuation:
+        """Check the argument `continue_from`.
+
+        Args:
+            prompts: the prompts of the call.
+            sampling: how it samples.
+            old: the argument.
+            seeds: one per answer, as for `Backend.generate`.
+            label: what else the call asks for.
+
+        Raises:
+            InvalidRequestError: it is no result of these prompts, or cannot be continued like this.
+            ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
+        """
+        samples = sampling.num_samples or 1
+        rows = len(prompts) * samples
+        if not isinstance(old, GenerateResult):
+            raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
+        if len(old.ids) != rows:
+            raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
+        label.check(old, sampling)
+        limit = sampling.max_new_tokens
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
+        stops = StopStrings.of(sampling, engine.tokenizer)
+        reasons, problems = _reasons(old, stop_ids, stops, limit)
+        problems |= _version_problems(old)
+        going = [row for row, reason in enumerate(reasons) if not reason]
+        for row in going:
+            # The engine would count these tokens from the seam on.
+            if int(old.ids.lengths[row]) < sampling.min_new_tokens:
+                problems.setdefault(row, f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens")
+        refuse(problems, "continue_from")
+        if going and bool(old.ids.lengths[going].any()):
+            _refuse_penalties(sampling)
+        open_rows = ServedRows(torch.tensor(going, dtype=torch.int64), rows)
+        lengths = old.ids.lengths[open_rows.index]
+        joined = (prompts if samples == 1 else prompts.repeat(samples)).join(old.ids.to(prompts.values.device))
+        joined = joined.select(open_rows.index)
+        left = [None if limit is None else limit - length for length in lengths.tolist()]
+        given = seeds_of_call(engine, sampling, len(prompts), seeds)
+        return cls(
+            old=old,
+            reasons=reasons,
+            open=open_rows,
+            left=left,
+            prompts=joined,
+            sampling=SamplingParams.make(
+                sampling,
+                num_samples=None,
+                min_new_tokens=0,
+                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
+            ),
+            seeds=None if given is None else continued_seeds(given[open_rows.index], lengths),
+            stops=stops,
+            samples=samples,
+        )
+
+    def request_ids(self, given: Sequence[str] | None) -> list[str]:
+        """Return the names of the answers that go on, given one for each answer."""
+        names = arguments.request_ids(given, self.open.total)
+        return [names[row] for row in self.open.index.tolist()]
+
+    def problems(self, given: Mapping[int, str] | None) -> Problems:
+        """Return the problems of the answers that go on, given those of the prompts."""
+        known = given or {}
+        return {at: known[row] for at, row in enumerate(self.caller_rows.tolist()) if row in known}
+
+    @property
+    def caller_rows(self) -> Tensor:
+        """int64: the prompt of each answer that goes on."""
+        return self.open.index // self.samples
+
+    def joined(self, new: GenerateResult) -> GenerateResult:
+        """Return all answers, whole.
+
+        Args:
+            new: what the engine has added to those that go on, as `Backend.generate` returns it.
+        """
+        old, device = self.old, new.ids.values.device
+        ids = old.ids.to(device).join(self.open.ragged(new.ids))
+        lengths, reasons = self._ends(ids, new)
+        start = torch.zeros_like(lengths)
+        fields: dict[str, Any] = {"ids": ids.slice(start, lengths)}
+        for name in _OF_TOKENS:
+            one, other = getattr(old, name), getattr(new, name)
+            if one is not None and other is not None:
+                fields[name] = one.to(device).join(self.open.ragged(other)).slice(start, lengths)
+        if old.kept_ids is not None and new.kept_ids is not None:
+            added = TokenSets.from_flat(*map(self.open.ragged, new.kept_ids.as_rows))
+            fields["kept_ids"] = old.kept_ids.to(device).join(added).slice(start, lengths)
+        errors = self.open.values(new.errors or ("",) * len(self.open), "")
+        whole = replace(new, **fields, finish_reasons=reasons, errors=errors if any(errors) else None)
+        return with_runs(whole, self._runs(new, lengths.tolist()))
+
+    def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:
+        """Return where each answer ends, int64[rows], and why."""
+        lengths, reasons = ids.lengths.clone(), list(self.reasons)
+        rows = ids.split()
+        for at, row in enumerate(self.open.index.tolist()):
+            length, reason, left = int(lengths[row]), new.finish_reasons[at], self.left[at]
+            if left is not None and int(new.ids.lengths[at]) > left:
+                length, reason = length - int(new.ids.lengths[at]) + left, "length"
+            end = None if reason == "error" else self.stops.first_end(rows[row][:length].tolist())
+            if end is not None:
+                length, reason = end, "stop"
+            lengths[row], reasons[row] = length, reason
+        return lengths, tuple(reasons)
+
+    def _runs(self, new: GenerateResult, lengths: Sequence[int]) -> list[VersionRuns]:
+        found = [list(runs) for runs in _runs_of(self.old)]
+        for row, runs in zip(self.open.index.tolist(), _runs_of(new), strict=True):
+            before = int(self.old.ids.lengths[row])
+            kept = found[row] if before else []
+            found[row] = kept + [(version, before + first) for version, first in runs if before + first < lengths[row]]
+            found[row] = found[row] or [runs[0]]
+        return [renamed(tuple(runs), lambda version: version) for runs in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Label:
+    """What a call asks for that its partial answers must agree with."""
+
+    logprobs: Any
+    adapter: Adapter
+    return_support: bool
+    top_logprobs: int
+
+    def check(self, old: GenerateResult, sampling: SamplingParams) -> None:
+        if old.texts is not None:
+            raise invalid(
+                "continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined"
+            )
+        if old.adapter != self.adapter:
+            raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
+        if (old.logprobs is None) != (self.logprobs == "none"):
+            has = "no log-probs" if old.logprobs is None else "log-probs"
+            raise invalid("continue_from", f"has {has}, but logprobs={self.logprobs!r} was asked for; ask for the same")
+        if (old.kept_ids is None) == self.return_support:
+            raise invalid("continue_from", "return_support must be what it was when these answers were begun")
+        k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
+        if k != self.top_logprobs:
+            raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
+        if old.logprobs is None:
+            return
+        if not torch.equal(old.logprobs.lengths, old.ids.lengths):
+            raise invalid("continue_from", "its log-probs and ids differ in length")
+        wanted = Provenance.label(self.logprobs, sampling)
+        found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+        if found != dict(wanted):
+            raise ProvenanceMismatchError(
+                f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
+                "sample as these answers were begun"
+            )
+
+
+def label_of_call(logprobs: Any, adapter: Adapter, return_support: bool, top_logprobs: int) -> _Label:
+    """Return what the partial answers of a call must agree with."""
+    return _Label(logprobs=logprobs, adapter=adapter, return_support=return_support, top_logprobs=top_logprobs)
+
+
+def _words(label: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in label.items())
+
+
+def _reasons(
+    old: GenerateResult, stop_ids: frozenset[int], stops: StopStrings, limit: int | None
+) -> tuple[list[str], Problems]:
+    """Return the finish reason of each partial answer, "" for those that go on, and what is wrong with some."""
+    found, problems = [], Problems()
+    for row, (ids, reason) in enumerate(zip(old.ids.tolist(), old.finish_reasons, strict=True)):
+        at = next((position for position, token in enumerate(ids) if token in stop_ids), None)
+        if at is not None and at < len(ids) - 1:
+            problems[row] = f"has the stop id {ids[at]} at position {at}, and tokens after it"
+        if reason == "stop" or at is not None:
+            found.append("stop")
+        elif limit is not None and len(ids) > limit:
+            problems[row] = f"has {len(ids)} tokens, but max_new_tokens is {limit}"
+            found.append("length")
+        elif limit == len(ids):
+            found.append("length")
+        else:
+            if (end := stops.first_end(ids)) is not None:
+                problems[row] = f"holds a stop string, which ends at position {end - 1}"
+            found.append("")
+    return found, problems
+
+
+def _version_problems(old: GenerateResult) -> Problems:
+    """Return the rows whose versions cannot be: runs that do not ascend, or weights that go backwards."""
+    problems = Problems()
+    for row, (runs, length) in enumerate(zip(old.version_runs or (), old.ids.lengths.tolist(), strict=False)):
+        if why := run_problems(runs, length) or backward(runs):
+            problems[row] = f"version_runs: {why}"
+    return problems
+
+
+def _refuse_penalties(sampling: SamplingParams) -> None:
+    for name, value in sampling.penalties:
+        if name != "repetition_penalty":
+            # A repetition penalty counts the prompt as well, so it sees them.
+            raise invalid(
+                name, f"{name}={value} counts the tokens of an answer, and the engine would count those after the seam"
+            )
+
+
+def _runs_of(batch: GenerateResult) -> Sequence[VersionRuns]:
+    if batch.version_runs is not None:
+        return batch.version_runs
+    return [((version, 0),) for version in batch.weight_versions or ("",) * len(batch.ids)]
+
+
+def _common_limit(
+    left: Sequence[int | None], lengths: Tensor, sampling: SamplingParams, engine: OpenEngine
+) -> int | None:
+    """Return one limit for all rows: that of the row that needs most; none if some would not fit the context then."""
+    limits = [each for each in left if each is not None]
+    if not limits:
+        return sampling.max_new_tokens
+    most, context = max(limits), engine.capabilities.max_context
+    return None if context is not None and int(lengths.max()) + most > context else most

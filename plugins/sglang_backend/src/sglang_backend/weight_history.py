@@ -1,0 +1,127 @@
+"""Which weights sampled which tokens: the labels that a server has given its weights, and what core calls these.
+
+The server says in each reply which of its labels were in force, and from which token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corelm.spec import GenerateRequest, VersionRuns, WeightUpdate
+from corelm.support import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Weights that the server has had.
+
+    Attributes:
+        label: the server's name for them.
+        number: the number of the update that brought them; 0 for those that it was opened with.
+        version: what core called them then.
+    """
+
+    label: str
+    number: int = 0
+    version: str = ""
+
+
+class WeightHistory:
+    """The labels that a server has given its weights since the backend was opened, in their order.
+
+    Args:
+        label: the server's name for the weights that it was opened with.
+    """
+
+    def __init__(self, label: str) -> None:
+        # Only ever appended to, as calls read it while weights are updated.
+        self._entries = [_Entry(label)]
+        self._first_known = 0
+        self._used = {label}
+
+    def new_label(self, version: str) -> str:
+        """Return a label for new weights: `version`, made unique if the server has had it before.
+
+        If a label were used twice, rows of the earlier weights could pass for rows of the new ones.
+        """
+        while version in self._used:
+            version += "'"
+        self._used.add(version)
+        return version
+
+    def note(self, label: str, update: WeightUpdate) -> None:
+        """Take note that the server has weights of this label, before it samples with them."""
+        self._entries.append(_Entry(label, update.number, update.version))
+
+    def lose_track(self) -> None:
+        """Take note that the server has weights without a label. Rows that it has sampled from now on fail."""
+        self._first_known = len(self._entries)
+
+    def of_call(self, request: GenerateRequest) -> WeightsOfCall:
+        """Return the weights that a call may be sampled with, which begins now."""
+        return WeightsOfCall(self, len(self._entries) - 1, request)
+
+    def since(self, place: int) -> Sequence[_Entry]:
+        """Return the weights from number `place` on whose rows can be told apart."""
+        return self._entries[max(place, self._first_known) :]
+
+
+class WeightsOfCall:
+    """The weights that the rows of one call may have. The first are those in force when it began.
+
+    Args:
+        history: the labels so far; it may grow.
+        first: which of them was in force.
+        request: the call.
+    """
+
+    def __init__(self, history: WeightHistory, first: int, request: GenerateRequest) -> None:
+        self._history, self._first, self._request = history, first, request
+
+    @property
+    def before(self) -> VersionRuns:
+        """The runs of a row without tokens."""
+        known = self._history.since(self._first)
+        return ((self._version(known[0]) if known else self._request_version, 0),)
+
+    def runs(self, meta: Any, count: int) -> VersionRuns:
+        """Return the `version_runs` of the first `count` tokens of a row.
+
+        Raises:
+            RowError: the row has weights that this backend did not load while the call ran, or the server does not say
+                which tokens are of which of them.
+        """
+        known = {entry.label: (place, entry) for place, entry in enumerate(self._history.since(self._first))}
+        spans = meta.get("weight_versions") or []
+        last = str(meta.get("weight_version"))
+        labels = [str(span["version"]) for span in spans]
+        places = [known[label][0] for label in labels if label in known]
+        if not {last, *labels} <= known.keys() or places != sorted(places):
+            theirs = " and ".join(sorted(map(repr, {last, *labels})))
+            ours = " and ".join(map(repr, known)) or "weights without a label"
+            raise RowError(
+                f"the server answers with weights {theirs}, but {ours} are in force: it was restarted, or another "
+                "client has updated it; load the weights again"
+            )
+        if len(known) == 1:
+            return ((self._version(known[last][1]), 0),)
+        ends = [int(span["end"]) for span in spans]
+        starts = [int(span["start"]) for span in spans]
+        if not spans or starts != [0, *ends[:-1]] or sorted(ends) != ends or ends[-1] < count:
+            raise RowError(f"weights were updated while it was answered; its weight_versions {spans} do not say where")
+        found: list[tuple[str, int]] = []
+        for label, start in zip(labels, starts, strict=True):
+            version = self._version(known[label][1])
+            if (start < count or not found) and (not found or found[-1][0] != version):
+                found.append((version, start))
+        return tuple(found)
+
+    @property
+    def _request_version(self) -> str:
+        return self._request.weight_version or ""
+
+    def _version(self, entry: _Entry) -> str:
+        """Return what core calls these weights: what it called them in its request, unless they came after that."""
+        return entry.version if entry.number > self._request.weight_update else self._request_version

@@ -1,0 +1,249 @@
+"""The most probable ids: what vLLM is asked for, and what becomes of candidates that cannot be right."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import SamplingParams
+from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm.support import RowError
+from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
+from vllm_backend.lanes import Lanes, lane_of
+from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
+
+
+def request(k: int, logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list(PROMPTS),
+        sampling=SamplingParams(**{"max_new_tokens": 4, **sampling}),
+        logprobs=logprobs,
+        seeds=torch.tensor([1, 2, 3]),
+        stop_ids=frozenset(),
+        request_ids=("a", "b", "c"),
+        timeout=20.0,
+        top_logprobs=k,
+    )
+
+
+def scoring(k: int, rows: list[list[int]]) -> ScoreRequest:
+    return ScoreRequest(
+        sequences=Ragged.from_list(rows),
+        score_from=torch.tensor([1] * len(rows)),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=tuple(map(str, range(len(rows)))),
+        timeout=20.0,
+        return_argmax=k > 0,
+        top_k=k,
+    )
+
+
+# What is asked for ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (request(0), 0),
+        (request(5), 5),
+        (request(5, top_k=5), 5),
+        (request(5, "processed"), 5),
+        (request(5, "processed", top_k=5), 6),
+        (request(20, "processed", top_p=0.5), 20),
+        (request(5, "processed", min_new_tokens=2), 6),
+        (request(5, "processed", temperature=0.0), 0),
+        (request(5, temperature=0.0), 5),
+    ],
+)
+def test_one_candidate_more_shows_whether_truncation_left_any(given: GenerateRequest, expected: int) -> None:
+    assert wanted(given, 20) == expected
+
+
+def test_the_limit_of_an_engine_is_at_most_its_vocabulary() -> None:
+    assert [limit(most, 500) for most in (-1, 0, 20, 1000)] == [500, 0, 20, 500]
+
+
+# What is returned -----------------------------------------------------------------------------------------------------
+
+INF = math.inf
+
+
+def of(ids: list[list[int]], logprobs: list[list[float]], k: int, vocab_size: int = 9) -> Any:
+    return top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
+
+
+def test_ids_without_a_probability_are_left_out_and_the_tail_is_exact() -> None:
+    logs = [math.log(0.75), math.log(0.25)]
+    top = of([[4, 2, 0], [8, 7, 6]], [[*logs, -INF], [math.log(0.5), math.log(0.2), math.log(0.1)]], 2)
+    assert top.ids.tolist() == [[4, 2], [8, 7]]
+    assert top.tail.tolist() == [-INF, pytest.approx(math.log(0.3))]
+    assert of([[4, 2, 0]], [[0.0, -INF, -INF]], 3).ids.tolist() == [[4, -1, -1]]
+    assert of([[1, 0]], [[math.log(0.6), math.log(0.4 - 1e-9)]], 2, vocab_size=2).tail.tolist() == [-INF]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [[-0.5, math.nan], [math.nan, -1.0], [-1.0, -0.5], [0.5, -1.0], [-INF, -INF], [-INF, -1.0]],
+    ids=["nan", "nan-first", "ascending", "above-0", "nothing", "nothing-first"],
+)
+def test_candidates_that_are_no_log_probs_in_order_are_refused(logprobs: list[float]) -> None:
+    with pytest.raises(RowError, match="not log-probs, or not in order"):
+        of([[4, 2]], [logprobs], 2)
+
+
+@pytest.mark.parametrize("token", [-1, 9])
+def test_a_candidate_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(RowError, match="outside the vocabulary, which has 9 ids"):
+        of([[4, token]], [[-0.5, -1.0]], 2)
+
+
+def flat(*positions: list[tuple[int, float]]) -> Any:
+    ids = [token for position in positions for token, _ in position]
+    values = [value for position in positions for _, value in position]
+    ends = [sum(map(len, positions[: place + 1])) for place in range(len(positions))]
+    return SimpleNamespace(token_ids=ids, logprobs=values, start_indices=[0, *ends[:-1]], end_indices=ends)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [[(3, -0.5), (0, -INF)], [(3, -0.5)], [(3, -0.5), (7, -0.9), (8, -1.0)]],
+    ids=["not-the-most-probable", "too-few", "too-many"],
+)
+def test_a_position_without_its_candidates_is_refused(position: list[tuple[int, float]]) -> None:
+    """The first is what vLLM's V1 runner returns in a step with a request that names ids."""
+    good = [(3, -0.5), (3, -0.5)]
+    assert flat_candidates(flat(good, good), 0, 2, 1)[0].tolist() == [[3], [3]]
+    with pytest.raises(RowError, match="did not return the 1 most probable ids"):
+        flat_candidates(flat(good, position), 0, 2, 1)
+
+
+def test_named_candidates_are_sorted_and_the_token_that_is_one_too_many_is_left_out() -> None:
+    ids, logprobs = named_candidates([{5: -3.0, 7: -0.5, 2: -1.0}, {2: -9999.0, 7: 0.0}], 2)
+    assert ids[0].tolist() == [7, 2] and logprobs.tolist() == [[-0.5, -1.0], [0.0, -INF]]
+    with pytest.raises(RowError):
+        named_candidates([{5: -3.0}], 2)
+
+
+# Over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def expected(row: list[int], k: int) -> tuple[list[int], list[float]]:
+    logprobs = next_logprobs(row)
+    best = sorted(range(VOCAB), key=logprobs.__getitem__, reverse=True)[:k]
+    return best, [logprobs[token] for token in best]
+
+
+@pytest.mark.parametrize(("most", "declared"), [(0, 0), (1, 1), (5, 5), (20, 20), (333, 333), (10_000, VOCAB)])
+def test_how_many_candidates_a_server_returns_is_found_out(
+    connect: Connect, fake: FakeVLLM, most: int, declared: int
+) -> None:
+    fake.max_logprobs = most
+    capabilities = connect(logprobs_mode="raw").capabilities
+    assert (capabilities.top_logprobs, capabilities.score_top_k, capabilities.argmax) == (
+        *(declared, declared),
+        declared > 0,
+    )
+
+
+def test_answers_come_with_their_most_probable_ids(connect: Connect) -> None:
+    result = connect().engine.plugin.generate(request(3))
+    assert result.errors is None
+    for prompt, answer, ids, logprobs in zip(
+        PROMPTS, result.ids.tolist(), result.top_ids.tolist(), result.top_logprobs.tolist(), strict=True
+    ):
+        for place in range(len(answer)):
+            best, values = expected([*prompt, *answer[:place]], 3)
+            assert ids[place] == best and logprobs[place] == pytest.approx(values, abs=1e-5)
+    mass = result.top_logprobs.values.double().exp().sum(-1) + result.tail_log_mass.values.double().exp()
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-6)
+
+
+def test_scores_come_with_the_most_probable_ids(connect: Connect) -> None:
+    rows = [[5, 17, 300, 2], [8, 9]]
+    result = connect().engine.plugin.score_logprobs(scoring(4, rows))
+    assert result.errors is None and result.scored.tolist() == [[False, True, True, True], [False, True]]
+    for row, own, ids, argmax in zip(
+        rows, result.logprobs.tolist(), result.top_ids.tolist(), result.argmax.tolist(), strict=True
+    ):
+        assert ids[0] == [-1] * 4 and argmax[0] == -1
+        for place in range(1, len(row)):
+            best, _ = expected(row[:place], 4)
+            assert ids[place] == best and argmax[place] == best[0]
+            assert own[place] == pytest.approx(next_logprobs(row[:place])[row[place]], abs=1e-5)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "short", "fewer"])
+def test_a_reply_without_its_candidates_fails_its_row_alone(connect: Connect, fake: FakeVLLM, spoil: str) -> None:
+    backend = connect()
+
+    def change(choice: dict[str, Any]) -> None:
+        if choice["prompt_token_ids"] == PROMPTS[1]:
+            if spoil == "missing":
+                choice["logprobs"]["top_logprobs"] = None
+            elif spoil == "short":
+                choice["logprobs"]["top_logprobs"].pop()
+            else:
+                choice["logprobs"]["top_logprobs"][1].popitem()
+                choice["logprobs"]["top_logprobs"][1].popitem()
+
+    fake.spoil = change
+    result = backend.engine.plugin.generate(request(3))
+    assert [bool(error) for error in result.errors] == [False, True, False]
+    assert "most probable ids" in result.errors[1] and result.top_ids.lengths.tolist() == [4, 0, 4]
+
+
+def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> None:
+    from dataclasses import replace
+
+    backend = connect()
+    plain = backend.engine.plugin.generate(request(3))
+    chunks: list[Any] = []
+    streamed = backend.engine.plugin.generate(replace(request(3), on_tokens=chunks.append))
+    assert len(chunks) > 3 and streamed.errors is None
+    for name in ("top_ids", "top_logprobs", "tail_log_mass"):
+        assert torch.equal(getattr(streamed, name).values, getattr(plain, name).values)
+
+
+# Calls that are kept apart --------------------------------------------------------------------------------------------
+
+
+def test_which_calls_are_kept_apart() -> None:
+    lanes = [lane_of(each) for each in (request(0), request(1), scoring(0, [[1, 2]]), scoring(1, [[1, 2]]))]
+    assert lanes == [None, "top", "named", None]
+
+
+def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> None:
+    lanes, events = Lanes(), []
+    inside, leave = threading.Semaphore(0), threading.Event()
+
+    def call(lane: Any) -> None:
+        with lanes.entered(lane, 20.0):
+            events.append(lane)
+            inside.release()
+            if lane == "top":
+                leave.wait(20.0)
+
+    first = [threading.Thread(target=call, args=("top",)) for _ in range(2)]
+    for thread in first:
+        thread.start()
+    for _ in first:
+        assert inside.acquire(timeout=20)
+    with lanes.entered(None, None) as timeout, pytest.raises(TimeoutError):
+        assert timeout is None
+        with lanes.entered("named", 0.05):
+            raise AssertionError("calls of the other kind are running")
+    waiting = threading.Thread(target=call, args=("named",))
+    waiting.start()
+    leave.set()
+    for thread in (*first, waiting):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert events == ["top", "top", "named"]

@@ -1,0 +1,146 @@
+"""Answers of several weights in containers: the runs, what survives saving, and how old each token is."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+import corelm
+from corelm import Backend, LLMPolicy, LogProbs, Masks, Provenance
+from corelm.errors import InvalidRequestError
+from corelm.kl import PerToken, mismatch_by_version, mismatch_report
+from helpers.fakes import fake
+from helpers.stepping import LONG, PATIENCE, Stepping
+
+RUNS = (("0", 0), ("1", 3))
+
+
+def sampled(pad_output: bool) -> TensorDictBase:
+    """Return two answers of 6 tokens to prompts of 2 and 1, with an update after 3 tokens."""
+    engine = Stepping()
+    backend = Backend.from_plugin(engine, "stepping")
+    policy = LLMPolicy(
+        backend,
+        input_mode="tokens",
+        sampling_params=LONG,
+        pad_output=pad_output,
+        return_text=False,
+        return_history=False,
+    )
+    td = TensorDict(tokens=corelm.Tokens.from_rows(prompt=[[5, 6], [7]]), batch_size=[2])
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(policy, td)
+        assert engine.in_the_middle.wait(PATIENCE)
+        backend.update_weights({}, when="now")
+        engine.go_on.set()
+        return answer.result(PATIENCE)
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+def test_runs_survive_whatever_happens_to_containers(pad_output: bool, tmp_path: Path) -> None:
+    td = sampled(pad_output)
+    forms = {
+        "as made": td,
+        "a row": td[0],
+        "a slice": td[:1],
+        "stacked": torch.stack([td[0], td[1]]) if pad_output else td,
+        "pickled": pickle.loads(pickle.dumps(td)),
+        "saved": TensorDict.load_memmap(td.memmap(tmp_path / "td").saved_path) if pad_output else td,
+    }
+    for how, form in forms.items():
+        found = form["log_probs"].provenance
+        assert isinstance(found, Provenance), how
+        assert found.version_runs == RUNS and found.weight_version == "0", how
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
+    td = sampled(pad_output)
+    found = corelm.staleness(td, "2")
+    rows = [[2, 2, 2, 1, 1, 1], [2, 2, 2, 1, 1, 1]]
+    if pad_output:
+        assert isinstance(found, torch.Tensor) and found.dtype == torch.int64
+        assert found.tolist() == [[-1, -1, *rows[0]], [-1, -1, *rows[1]]]
+        fresh = td["masks"].all_assistant_mask & (found <= 1)
+        assert fresh.sum(-1).tolist() == [3, 3]
+    else:
+        assert isinstance(found, PerToken)
+        assert [row.tolist() for row in found.full] == [[-1, -1, *rows[0]], [-1, *rows[1]]]
+
+
+def labelled(**changes: Any) -> TensorDict:
+    """Return one dense row of a prompt of 2 tokens, an answer of 4, and a pad."""
+    values = {"weight_version": "3", "version_runs": (("3", 0), ("5", 1)), **changes}
+    attention = torch.tensor([[True] * 6 + [False]])
+    answer = torch.tensor([[False] * 2 + [True] * 4 + [False]])
+    log_probs = LogProbs(full=torch.full((1, 7), -1.0), scored_mask=answer, batch_size=1)
+    log_probs.provenance = Provenance("fake", "mine", **values)
+    train = LogProbs(
+        full=torch.full((1, 7), -1.0) + torch.tensor([0, 0, 0.1, 0.2, 0.3, 0.4, 0]), scored_mask=answer, batch_size=1
+    )
+    masks = Masks(all_attention_mask=attention, all_assistant_mask=answer, all_response_mask=answer, batch_size=1)
+    return TensorDict(log_probs=log_probs, train_log_probs=train, masks=masks, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "versions", "expected"),
+    [
+        ({}, "7", None, [4, 2, 2, 2]),
+        ({"version_runs": ()}, "7", None, [4] * 4),
+        ({"version_runs": (("a", 0), ("c", 2))}, "c", ["a", "b", "c"], [2, 2, 0, 0]),
+        ({"version_runs": (("3+lora@1", 0), ("3+lora@4", 3))}, "4+lora@4", None, [4, 4, 4, 1]),
+        ({"version_runs": (("3+none", 0), ("4+none", 3))}, "4", None, [1, 1, 1, 0]),
+        ({"version_runs": (), "weight_version": "tuned"}, "tuned", None, [0] * 4),
+    ],
+)
+def test_labels_of_every_kind(changes: Any, version: str, versions: Any, expected: list[int]) -> None:
+    found = corelm.staleness(labelled(**changes), version, versions=versions)
+    assert found.tolist() == [[-1, -1, *expected, -1]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "versions", "told"),
+    [
+        ({}, "4", None, "row 0, position 3: the weights '5' are newer than '4'"),
+        ({"version_runs": (("5", 0), ("3", 2))}, "7", None, "row 0: version_runs: the weights go back from 5"),
+        ({"version_runs": (("3", 0), ("5", 0))}, "7", None, "row 0: version_runs: run 1 begins at position 0"),
+        ({"version_runs": (("3", 0), ("5", 4))}, "7", None, "row 0: version_runs: run 1 begins at position 4"),
+        ({"version_runs": (("3", 0), ("tuned", 2))}, "7", None, "row 0, position 4: 'tuned' does not count up"),
+        ({}, "7", ["3", "7"], "row 0, position 3: the weights '5' are not among versions"),
+        ({}, "7", ["3", "3"], "a label is there twice"),
+        ({}, "7+lora@2", None, "row 0, position 2: the weights '3' and '7[+]lora@2' have other adapters"),
+    ],
+)  # fmt: skip
+def test_what_has_no_age_is_refused(changes: Any, version: str, versions: Any, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        corelm.staleness(labelled(**changes), version, versions=versions)
+
+
+def test_a_report_for_each_version() -> None:
+    found = mismatch_by_version(labelled())
+    assert [*found] == ["3", "5"] and [one.tokens for one in found.values()] == [1, 3]
+    assert found["3"].mean_abs == pytest.approx(0.1) and found["5"].mean_abs == pytest.approx(0.3)
+    assert mismatch_report(labelled()).tokens == 4
+    whole = mismatch_by_version(labelled(version_runs=()))
+    assert whole == {"3": mismatch_report(labelled())}
+
+
+def test_turns_of_several_weights_say_which_tokens_are_whose() -> None:
+    backend = fake()
+    policy = LLMPolicy(backend, input_mode="tokens", sampling_params={"max_new_tokens": 2}, return_text=False)
+    first = policy(TensorDict(tokens=corelm.Tokens.from_rows(prompt=[[5, 6]]), batch_size=[1]))
+    backend.update_weights({})
+    ids = [*first["tokens"].full[0].tolist(), 9]
+    second = policy(TensorDict(tokens=corelm.Tokens.from_rows(prompt=[ids]), batch_size=[1]))
+    merged = corelm.merge_turns([first, second])
+    # Two tokens, one of the second prompt, and two more.
+    assert merged["log_probs"].provenance.version_runs == (("0", 0), ("1", 3))
+    ages = corelm.staleness(merged, "1")
+    ages = ages if isinstance(ages, torch.Tensor) else ages.full[0]
+    assert ages.flatten().tolist() == [-1, -1, 1, 1, -1, 0, 0]
