@@ -33,9 +33,9 @@ TRUE_ANSWERS = f"""
     test_every_token_of_every_row_has_its_own_kept_ids
     test_scores_over_the_kept_ids_are_the_samplers_own
     test_the_most_probable_ids_of_answers_are_the_models
-    test_they_are_the_models_own_at_every_temperature
-    test_processed_ones_are_those_of_the_temperature
-    test_processed_ones_end_where_truncation_cuts
+    test_top_ids_are_the_models_own_at_every_temperature
+    test_processed_top_ids_are_those_of_the_temperature
+    test_processed_top_ids_end_where_truncation_cuts
 """
 
 
@@ -86,13 +86,13 @@ TABLE = {
     "TailOfTheLast": """
         test_given_ids_get_their_log_probs
         test_the_most_probable_ids_of_scores_are_the_models
-        test_those_of_scores_are_those_of_the_temperature""",
+        test_top_ids_of_scores_are_those_of_the_temperature""",
     "TopIdsOfTheModel": """
-        test_processed_ones_are_those_of_the_temperature
-        test_processed_ones_end_where_truncation_cuts""",
+        test_processed_top_ids_are_those_of_the_temperature
+        test_processed_top_ids_end_where_truncation_cuts""",
     "TopIdsUntempered": f"""
         {cases("test_given_ids_get_their_log_probs", "tempered")}
-        test_those_of_scores_are_those_of_the_temperature""",
+        test_top_ids_of_scores_are_those_of_the_temperature""",
     "AlwaysTheSame": "test_answers_without_a_seed_differ",
     "EmptyPromptFails": "test_an_empty_prompt_gets_an_answer",
     "LogitsReused": "test_later_calls_do_not_change_scores",
@@ -123,13 +123,13 @@ TABLE = {
         {cases(RAW, "temperature", "top_k", "min_new_tokens")}
         test_raw_log_probs_are_the_models_own_at_every_temperature
         test_raw_log_probs_are_the_models_own_under_all_parameters_together
-        test_they_are_the_models_own_at_every_temperature""",
+        test_top_ids_are_the_models_own_at_every_temperature""",
     "SupportUnsaid": f"""
         {cases(PROCESSED, "min_new_tokens")}
         test_processed_log_probs_are_labelled_with_their_sampling
         test_processed_log_probs_are_those_of_the_truncated_distribution
         test_every_token_of_every_row_has_its_own_kept_ids
-        test_processed_ones_end_where_truncation_cuts
+        test_processed_top_ids_end_where_truncation_cuts
         test_scores_over_the_kept_ids_are_the_samplers_own
         test_the_kept_ids_are_those_that_are_left
         test_the_kept_ids_do_not_depend_on_the_other_rows""",
@@ -165,7 +165,7 @@ TABLE = {
     "TopKIgnored": """
         test_top_k_keeps_the_k_likeliest
         test_processed_log_probs_are_those_of_the_truncated_distribution
-        test_processed_ones_end_where_truncation_cuts
+        test_processed_top_ids_end_where_truncation_cuts
         test_the_kept_ids_are_those_that_are_left""",
     "PenaltyIgnored": f"""
         test_a_presence_penalty_is_subtracted_once_per_id
@@ -175,7 +175,7 @@ TABLE = {
         {cases("test_given_ids_get_their_log_probs", "tempered")}
         test_scores_are_normalised_over_the_given_ids
         test_scores_over_the_kept_ids_are_the_samplers_own
-        test_those_of_scores_are_those_of_the_temperature""",
+        test_top_ids_of_scores_are_those_of_the_temperature""",
     "OneRowFailsAll": """
         test_a_row_may_be_as_long_as_the_context
         test_an_answer_without_a_limit_fills_the_context""",

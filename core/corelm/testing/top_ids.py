@@ -28,15 +28,15 @@ class TopIdPromises(ConformanceBase):
         self._assert_top_of_answers(backend, k, "raw", {})
 
     @needs("top_logprobs")
-    def test_they_are_the_models_own_at_every_temperature(self, backend: Backend) -> None:
+    def test_top_ids_are_the_models_own_at_every_temperature(self, backend: Backend) -> None:
         self._assert_top_of_answers(backend, 3, "raw", self._warm(backend))
 
     @needs("top_logprobs", "mode:processed")
-    def test_processed_ones_are_those_of_the_temperature(self, backend: Backend) -> None:
+    def test_processed_top_ids_are_those_of_the_temperature(self, backend: Backend) -> None:
         self._assert_top_of_answers(backend, 3, "processed", self._warm(backend))
 
     @needs("top_logprobs", "mode:processed", "sampling:top_k")
-    def test_processed_ones_end_where_truncation_cuts(self, backend: Backend) -> None:
+    def test_processed_top_ids_end_where_truncation_cuts(self, backend: Backend) -> None:
         values = in_range(backend, "top_k", 5, 20)
         if not values:
             not_applicable("a top_k that truncates")
@@ -48,7 +48,7 @@ class TopIdPromises(ConformanceBase):
         self._assert_top_of_scores(backend, self._at_most(backend, k, "score_top_k"), 1.0)
 
     @needs("score_top_k", "score_temperature")
-    def test_those_of_scores_are_those_of_the_temperature(self, backend: Backend) -> None:
+    def test_top_ids_of_scores_are_those_of_the_temperature(self, backend: Backend) -> None:
         self._assert_top_of_scores(backend, 3, 0.6)
 
     @needs("score_top_ids")
