@@ -137,7 +137,7 @@ class IdsAtPositions:
         return self.top_k if self.top_ids is None else self.top_ids.values.shape[1]
 
     def of_rows(self, rows: ServedRows) -> dict[str, Any]:
-        """Return the fields of a `ScoreRequest` for the rows that are served, in storage that the caller does not hold."""
+        """Return the fields of a `ScoreRequest` for the served rows, in storage that the caller does not hold."""
 
         def some(given: Any) -> Any:
             if given is None:
