@@ -21,7 +21,7 @@ from torch import Tensor
 import corelm
 from benchmarks.measure import LONGER, LONGEST, Figure, Way, compare, peaks
 from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
-from corelm import Backend, Ragged
+from corelm import Backend, Ragged, TokenSets
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -32,6 +32,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         yield against_log_softmax(shape, ragged(shape, rows, longest), repeats, None if quick else goal)
     yield with_gradients(ragged(HEAD_HEAVY, rows, longest), 1 if quick else repeats, None if quick else 0.55)
     yield of_one_prompt(BODY_HEAVY, repeats, 1 / 2.2, *((128, 32) if quick else (256, 64)))
+    yield of_several_ids(ragged(HEAD_HEAVY, rows, longest), repeats, not quick)
     if (found := against_torchrl(ragged(BODY_HEAVY, rows, longest), repeats)) is not None:
         yield found
     yield from memory(quick)
@@ -92,6 +93,30 @@ def of_one_prompt(shape: Shape, repeats: int, goal: float | None, prompt: int, a
     work = f"scoring 8 answers of {answer} tokens to prompts of {prompt}, {named(shape)}"
     goals = {} if goal is None else {"one prompt": goal}
     return compare(work, ways, baseline="eight prompts", repeats=repeats, goals=goals)
+
+
+def of_several_ids(rows: Ragged, repeats: int, with_goals: bool) -> list[Figure]:
+    """Score over sets of ids, and return the log-probs of several ids at each position."""
+    backend = opened(random_model(HEAD_HEAVY))
+    generator = torch.Generator().manual_seed(1)
+    total, vocab = len(rows.values), HEAD_HEAVY[0]
+    # The given id and ids after it, around the vocabulary, a thousand apart or fewer so that none comes twice.
+    steps = torch.randint(1, vocab // 64, (total, 63), generator=generator).cumsum(1)
+    ids = (rows.values[:, None] + torch.cat([torch.zeros(total, 1, dtype=torch.int64), steps], 1)) % vocab
+    counts = torch.full((total,), 20)
+    support = TokenSets(Ragged(ids[:, :20].sort(1).values.flatten(), counts), rows.lengths)
+    ways = {
+        "without": lambda: backend.score_logprobs(rows),
+        "over sets of 20": lambda: backend.score_logprobs(rows, support=support),
+        "with the 64 most probable ids": lambda: backend.score_logprobs(rows, top_k=64),
+        "with 64 given ids": lambda: backend.score_logprobs(rows, top_ids=rows.with_values(ids)),
+    }
+    for way in ways.values():
+        # The first call of each compares it with the model's own forward.
+        way()
+    goals = {"over sets of 20": 1.1, "with the 64 most probable ids": 1.3} if with_goals else {}
+    work = f"scoring of several ids, {described(rows)}, {named(HEAD_HEAVY)}"
+    return compare(work, ways, baseline="without", repeats=repeats, goals=goals, longest=LONGER)
 
 
 def growth(repeats: int) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""`examples/support_replay.py`: the bias of scores over the whole vocabulary, and that none is left with the support."""
+"""`examples/support_replay.py`: the bias of scores over the whole vocabulary, and none over the ids that were left."""
 
 from __future__ import annotations
 

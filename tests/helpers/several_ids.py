@@ -33,7 +33,7 @@ def tail(logits: Tensor, ids: Sequence[int], temperature: float = 1.0) -> float:
 def check_top(
     out: ScoreResult, row: int, logits: Tensor, temperature: float, *, first: int = 1, atol: float = 1e-5
 ) -> None:
-    """Compare the ids of a row, their log-probs and the tails with logits ``[positions, V]`` that predict its tokens."""
+    """Compare the log-probs of a row's ids, and the tails, with logits ``[positions, V]`` that predict its tokens."""
     assert out.top_ids is not None and out.top_logprobs is not None and out.tail_log_mass is not None
     ids, log_probs, tails = (each.split()[row] for each in (out.top_ids, out.top_logprobs, out.tail_log_mass))
     assert (ids[:first] == -1).all() and not log_probs[:first].any() and not tails[:first].any()

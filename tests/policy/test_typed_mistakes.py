@@ -105,7 +105,7 @@ def test_moving_a_policy_says_where_device_and_dtype_are_given(policy_of, move):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("top_logprobs", "get_dist"),
+        ("top_logprobs_num", "top_logprobs=k"),
         ("logprobs", "log_probs_mode"),
         ("until", "give stop"),
         ("pad_token_id", "leave it out"),
@@ -122,6 +122,14 @@ def test_parameters_of_other_libraries_are_refused_everywhere_with_what_to_do(ba
         SamplingParams(**{name: 1})
     with pytest.raises(TypeError, match=said):
         LLMPolicy(backend, **{name: 1})
+
+
+def test_options_of_a_policy_are_no_sampling_parameters(backend):
+    for sampling in ({"top_logprobs": 2}, {"engine_kwargs": {"top_logprobs": 2}}):
+        with pytest.raises(InvalidRequestError, match="its option top_logprobs=k"):
+            LLMPolicy(backend, sampling_params=sampling)
+    with pytest.raises(InvalidRequestError, match=r'sampling_params=\{"top_k": 5\}'):
+        LLMPolicy(backend, top_k=5)
 
 
 def test_our_own_parameters_are_refused_in_engine_kwargs(backend):

@@ -276,7 +276,7 @@ class OpenEngine:
             before, unused = weights.saved(), weights.next_label(version)
             label = unused if version is None else version
             # Before the label changes: a call that begins now waits for the end of the update.
-            attempt = begin(label)
+            attempt = self.hooks.in_flight.begin(label, unused, goes_on=request.when == "now")
             weights.put(unused)
             return replace(request, version=label, number=attempt.number)
 
@@ -285,29 +285,28 @@ class OpenEngine:
                 raise self.hooks.fault("update_weights")(f"returned {shown(done)}: the new weights are not in force")
             self.hooks.sleep_state.without_weights = False
             self._put(unused, label, request)
+            if attempt is not None:
+                attempt.label = label
             return label
 
         def failed(error: CoreLMError) -> CoreLMError:
             if isinstance(error, (InvalidRequestError, CapabilityError)) and not request.by_owner:
                 weights.restore(before)
+                if attempt is not None:
+                    attempt.label = None
             else:
                 # The weights may have changed since they got it.
                 weights.put(unused)
             return error
 
-        with self.hooks.in_flight.update(goes_on=request.when == "now") as begin:
-            try:
-                loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
-            except BaseException:
-                if weights.label == unused:
-                    # The engine no longer has the weights of the update that the canary still had to ask about.
-                    self._not_asked = None
-                self._distrust(unused)
-                if attempt is not None and weights.label == unused:
-                    attempt.label = unused
-                raise
-            if attempt is not None:
-                attempt.label = loaded
+        try:
+            loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
+        except BaseException:
+            if weights.label == unused:
+                # The engine no longer has the weights of the update that the canary still had to ask about.
+                self._not_asked = None
+            self._distrust(unused)
+            raise
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
 

@@ -7,12 +7,12 @@ label that the update asked for is known later: loading may fail, or the canary 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corelm.backend.rwlock import ReadersWriterLock
+from corelm.backend.rwlock import ReadersWriterLock, Visit
 from corelm.backend.version_runs import check_runs, renamed, with_runs
 from corelm.backend.weights import Weights
 from corelm.errors import EngineError
@@ -20,28 +20,29 @@ from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateRequest, GenerateResult
 
-#: Seconds after which a waiting thread looks again even if it was not woken: the other may have been interrupted.
-_LOOK_AGAIN = 0.25
+#: Seconds between two looks whether an update has ended.
+_PAUSE = 0.01
 
 
 @dataclass(eq=False)
 class Attempt:
-    """One update of the weights while calls were under way.
+    """One update of the weights, as the calls under way see it.
 
     Attributes:
         asked: the label that the update asked for, which the engine was told.
+        label: the one that the weights have got: first one that none had before, which they keep if loading fails; None
+            if the update was refused and changed nothing.
         number: counts the attempts.
         goes_on: whether answers go on in it. In another, a call is under way only if its own wrapper makes the update,
             before the engine is asked; all of its tokens are then of the new weights.
-        label: the one that the weights have got; None if the update was refused and changed nothing.
-        done: whether it has ended.
+        visit: the visit in which it is made. While that holds the lock, the label may still change.
     """
 
     asked: str
+    label: str | None
     number: int
     goes_on: bool
-    label: str | None = None
-    done: bool = False
+    visit: Visit | None
 
 
 @dataclass(eq=False)
@@ -50,15 +51,19 @@ class CallUnderWay:
 
     Attributes:
         label: the label of the weights when it began.
+        number: that of the last update before it.
         attempts: the updates since then.
     """
 
-    label: str
+    label: str = ""
+    number: int = 0
     attempts: list[Attempt] = field(default_factory=list)
 
 
 class VersionsInFlight:
     """The calls under way, and the updates that they have seen.
+
+    An interrupt can end any of this between two bytecodes. So no flag says that an update is under way: the lock does.
 
     Args:
         capabilities: whether the engine says which tokens are of which weights.
@@ -78,10 +83,10 @@ class VersionsInFlight:
     ) -> None:
         self._reports = capabilities.updates_in_flight
         self._weights, self._lock, self._ask, self._fail = weights, lock, ask, fault("generate")
-        self._changed = threading.Condition()
-        self._calls: set[CallUnderWay] = set()
-        self._attempt: Attempt | None = None
-        self._count = 0
+        self._calls: dict[CallUnderWay, None] = {}
+        self._last: Attempt | None = None
+        # A lock in C: its `with` statement cannot be interrupted half-way.
+        self._mutex = threading.RLock()
 
     def sampled(self, request: GenerateRequest) -> Any:
         """Have the engine sample, and return its result under the labels that the weights of its tokens have got.
@@ -92,52 +97,54 @@ class VersionsInFlight:
             EngineError: the runs are none, the result does not say what it was sampled with although it has to, or it
                 names weights that were refused.
         """
-        in_update = any(visit.hook == "update_weights" for visit in self._lock.visit(exclusive=False).enclosing())
-        with self._changed:
-            while self._attempt is not None and not in_update:
-                self._changed.wait(_LOOK_AGAIN)
-            call, number = CallUnderWay(self._weights.label), self._count
-            self._calls.add(call)
+        call = CallUnderWay()
         try:
-            batch = self._ask(
-                "generate",
-                replace(request, weight_version=call.label, weight_update=number) if self._reports else request,
-            )
+            while not self._begun(call):
+                time.sleep(_PAUSE)
+            if self._reports:
+                request = replace(request, weight_version=call.label, weight_update=call.number)
+            batch = self._ask("generate", request)
             if not isinstance(batch, GenerateResult):
                 return batch
             check_runs(batch, self._fail)
             return with_runs(batch, self._settled(batch, call)) if self._reports else batch
         finally:
-            with self._changed:
-                self._calls.discard(call)
+            self._calls.pop(call, None)
 
-    @contextmanager
-    def update(self, *, goes_on: bool) -> Iterator[Callable[[str], Attempt]]:
-        """Yield a function that begins an update of this label. The update ends with the block.
+    def begin(self, asked: str, unused: str, *, goes_on: bool) -> Attempt:
+        """Return an update that begins, on the thread that holds the lock for it.
 
         Args:
+            asked: the label that it asks for.
+            unused: a label that none had before.
             goes_on: see `Attempt`.
         """
-        made: list[Attempt] = []
+        with self._mutex:
+            number = 1 if self._last is None else self._last.number + 1
+            self._last = Attempt(asked, unused, number, goes_on, self._visit_of_update())
+            for call in list(self._calls):
+                call.attempts.append(self._last)
+            return self._last
 
-        def begin(asked: str) -> Attempt:
-            with self._changed:
-                self._count += 1
-                attempt = Attempt(asked, self._count, goes_on)
-                made.append(attempt)
-                self._attempt = attempt
-                for call in self._calls:
-                    call.attempts.append(attempt)
-            return attempt
+    def _begun(self, call: CallUnderWay) -> bool:
+        """Begin a call, unless another thread updates the weights."""
+        mine = self._visit_of_update()
+        with self._mutex:
+            if self._last is not None:
+                if self._under_way(self._last) and self._last.visit is not mine:
+                    return False
+                call.number = self._last.number
+            call.label = self._weights.label
+            self._calls[call] = None
+            return True
 
-        try:
-            yield begin
-        finally:
-            with self._changed:
-                for attempt in made:
-                    attempt.done = True
-                self._attempt = None
-                self._changed.notify_all()
+    def _visit_of_update(self) -> Visit | None:
+        """Return the visit of the update in which this thread is."""
+        here = self._lock.visit(exclusive=False).enclosing()
+        return next((visit for visit in here if visit.hook == "update_weights"), None)
+
+    def _under_way(self, attempt: Attempt) -> bool:
+        return attempt.visit in self._lock.inside
 
     def _settled(self, batch: GenerateResult, call: CallUnderWay) -> list[VersionRuns]:
         """Return the runs of a result whose runs were checked.
@@ -154,17 +161,16 @@ class VersionsInFlight:
                 )
             given = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for runs in given for version, _ in runs}
-        with self._changed:
-            while any(each.asked in seen and not each.done for each in call.attempts):
-                self._changed.wait(_LOOK_AGAIN)
-            attempts = list(call.attempts)
+        mine = self._visit_of_update()
+        while any(each.asked in seen and each.visit is not mine and self._under_way(each) for each in call.attempts):
+            time.sleep(_PAUSE)
         names: dict[str, str] = {}
-        for each in attempts:
+        for each in call.attempts:
             if not each.goes_on and each.label is not None:
                 names[call.label] = each.label
             elif each.label is not None and (each.asked not in names or each.label != each.asked):
                 names[each.asked] = each.label
-        refused = {each.asked for each in attempts if each.goes_on and each.label is None} - names.keys() - {call.label}
-        if wrong := sorted(refused & seen):
+        refused = {each.asked for each in call.attempts if each.goes_on and each.label is None}
+        if wrong := sorted((refused - names.keys() - {call.label}) & seen):
             raise self._fail(f"says that tokens were sampled with the weights {wrong[0]!r}, which it has refused")
         return [renamed(runs, lambda version: names.get(version, version)) for runs in given]

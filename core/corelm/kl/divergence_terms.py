@@ -84,6 +84,24 @@ class Terms:
             return _expected(log_q, log_p).add_(log_q.exp())
         return _expected(log_q, self._mixture(log_p, log_q)).mul_(1.0 - self.beta)
 
+    @property
+    def known(self) -> float:
+        """What is known beforehand of the sum of all slopes, because probabilities sum to 1; see `sums`."""
+        return {"forward_kl": -1.0, "reverse_kl": 1.0, "js": 0.0}[self.kind]
+
+    @torch.no_grad()
+    def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the sums of the terms and of the slopes over the last dimension, the latter without `known`.
+
+        Over all outcomes, the slopes sum to `known` plus the second. This takes half as long as both methods above.
+        """
+        if self.kind == "js":
+            log_m = self._mixture(log_p, log_q)
+            student = _expected(log_q, log_m).sum(-1) * (1.0 - self.beta)
+            return _expected(log_p, log_m).sum(-1) * self.beta + student, student
+        value = self.value(log_p, log_q).sum(-1)
+        return value, 0.0 if self.kind == "forward_kl" else value
+
     def _mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
 

@@ -245,8 +245,10 @@ class _ExactDivergence(torch.autograd.Function):
             for entries in pair.entries():
                 p = pair.teacher(rows, entries).sub_(log_p[:, None])
                 q = pair.student(rows, entries).sub_(log_q[:, None])
-                value.add_(terms.value(p, q).sum(1))
-                slope.add_(terms.slope(p, q).sum(1))
+                of_tile = terms.sums(p, q)
+                value.add_(of_tile[0])
+                slope.add_(of_tile[1])
+            slope.add_(terms.known)
         ctx.save_for_backward(teacher, teacher_side.weight, teacher_side.bias, hidden, weight, bias, found)
         ctx.teacher_side, ctx.side, ctx.terms = teacher_side, side, terms
         return found[0].clone()

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from corelm.containers.classes import LogProbs, provenance_of_rows
-from corelm.containers.field_shapes import COUNTS
 from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.errors import ProvenanceMismatchError
 from corelm.kl.layout import TokenLayout
@@ -26,7 +25,7 @@ _ADVICE = (
 def distribution_of(row: LogProbs) -> Provenance | None:
     """Return the provenance of a single row; of full support if it says that no id was left out at any token."""
     (found,) = provenance_of_rows(row, 1)
-    if found is None or found.support == "full" or not carries_sets(row) or bool(row._tensordict.get(COUNTS).any()):
+    if found is None or found.support == "full" or not carries_sets(row) or bool(row.kept_counts.any()):
         return found
     return replace(found, support="full")
 

@@ -53,6 +53,35 @@ class PolicyCalls:
                 bar.complete(result)
             return await asyncio.to_thread(self._finish, tensordict, rows, result)
 
+    def resume(
+        self,
+        tensordict: TensorDictBase,
+        continue_from: TensorDictBase,
+        *,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> TensorDictBase:
+        """Complete the answers that the policy has returned before, under the weights in force, and return all of it.
+
+        They go on from their ids, which are not tokenized again. Old tokens keep their log-probs and their version, and
+        answers that have ended stay as they are.
+
+        Args:
+            tensordict: what `forward` reads: the same prompts.
+            continue_from: what `forward` has returned for them, with tokens and, if this policy writes them, log-probs.
+            seed: as for `forward`.
+            timeout: as for `forward`.
+
+        Raises:
+            InvalidRequestError: as for `forward`; or the answers are to other prompts, or cannot go on like this.
+            MissingKeyError: as for `forward`; or `continue_from` lacks tokens or finish reasons.
+            ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
+        """
+        if not self.options.generate:
+            raise validate.invalid("generate", "only answers can go on, and this policy scores")
+        rows, call = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
+        return self._finish(tensordict, rows, self.backend.run(call))
+
     def stream(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> AnswerStream[TensorDictBase]:
@@ -106,6 +135,7 @@ class PolicyCalls:
         timeout: float | None,
         on_tokens: Listener | None = None,
         bar: AnswerBar | None = None,
+        continue_from: TensorDictBase | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]: ...
 
     @abstractmethod

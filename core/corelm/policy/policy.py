@@ -25,6 +25,7 @@ from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, 
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored, warn_unparsed
 from corelm.policy.progress import AnswerBar
+from corelm.policy.resuming import partial_answers
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
 from corelm.policy.scored_sets import provenance_of_scores
 from corelm.policy.support import with_support
@@ -154,11 +155,9 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         timeout: float | None,
         on_tokens: Listener | None = None,
         bar: AnswerBar | None = None,
+        continue_from: TensorDictBase | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]:
-        """Return the rows that were read and the call that asks the engine.
-
-        A call whose results would have nowhere to go is refused here, before anything is sampled.
-        """
+        """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
         options = self.options
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         self.backend.engine.hooks.require_here()
@@ -194,6 +193,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             adapter=options.adapter,
             return_support=options.return_support,
             top_logprobs=options.top_logprobs,
+            continue_from=None if continue_from is None else partial_answers(continue_from, rows, options),
             on_tokens=on_tokens,
             on_answer=bar,
         )

@@ -25,7 +25,7 @@ ALIASES = {
 }
 
 _LOG_PROBS = "a policy returns the log-probs of sampled tokens; its option log_probs_mode chooses which"
-_DISTRIBUTIONS = "core returns log-probs of the given tokens only; get_dist of a policy returns whole distributions"
+_DISTRIBUTIONS = "a policy returns those of the most probable ids with its option top_logprobs=k; get_dist returns all"
 _OUTPUTS = "core always returns the same containers; choose them with the options return_… of the policy"
 #: Names that other libraries use for something that we do otherwise, and what to do instead.
 NOT_OURS = {

@@ -12,7 +12,7 @@ import torch
 import corelm
 from corelm import Backend, SamplingParams
 from corelm.errors import InvalidRequestError
-from corelm.spec import GenerateRequest, GenerateResult, Ragged
+from corelm.spec import GenerateRequest, Ragged
 from engines.vllm.distributions import distributions
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
@@ -42,20 +42,13 @@ def backend(request: pytest.FixtureRequest, open_vllm: Open) -> Iterator[Backend
 
 def generate(backend: Backend, prompts: list[list[int]] = PROMPTS, return_support: bool = True, **values: Any) -> Any:
     (mode,) = backend.capabilities.generation_modes
-    result: GenerateResult = backend.engine.plugin.generate(
-        GenerateRequest(
-            prompts=Ragged.from_list(prompts),
-            sampling=SamplingParams(**{"max_new_tokens": 8, **values}),
-            logprobs=mode,  # type: ignore[arg-type]
-            seeds=torch.arange(len(prompts)),
-            stop_ids=frozenset(),
-            request_ids=tuple(f"row-{row}" for row in range(len(prompts))),
-            timeout=60.0,
-            return_support=return_support,
-        )
+    return backend.generate(
+        prompts,
+        {"max_new_tokens": 8, "ignore_eos": True, **values},
+        logprobs=mode,  # type: ignore[arg-type]
+        seeds=list(range(len(prompts))),
+        return_support=return_support,
     )
-    assert result.errors is None
-    return result
 
 
 def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Open) -> None:
@@ -64,11 +57,11 @@ def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Ope
     with open_vllm(
         engine="sync", return_support=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_model_len=512
     ) as small:
-        request = {"max_new_tokens": 5, "top_k": 4}
+        # Without seeds, with which vLLM crashes here on a CPU; core always sends some.
         result = small.engine.plugin.generate(
             GenerateRequest(
                 prompts=Ragged.from_list(prompts),
-                sampling=SamplingParams(**request),
+                sampling=SamplingParams(max_new_tokens=5, top_k=4),
                 logprobs="raw",
                 seeds=None,
                 stop_ids=frozenset(),
@@ -110,26 +103,25 @@ def test_the_sets_are_those_that_truncation_leaves(backend: Backend, name: str) 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_scores_over_the_sets_are_the_samplers_numbers(backend: Backend, name: str, tiny_folder: Path) -> None:
     sampling = SAMPLINGS[name]
-    result = generate(backend, **sampling)
+    result, temperature = generate(backend, **sampling), sampling.get("temperature", 1.0)
     rows = Ragged.from_list(PROMPTS).join(result.ids)
     with corelm.get_backend("transformers", tiny_folder, dtype="float32") as trainer:
         scores = trainer.score_logprobs(
             rows,
             score_from=[len(prompt) for prompt in PROMPTS],
-            temperature=sampling.get("temperature", 1.0),
+            temperature=temperature,
             support=result.kept_ids,
         )
     drawn = result.logprobs.values
     if result.mode == "raw":
         # The sampler's number: the model's own one at the temperature, over the set.
-        full = torch.cat(
-            [
-                oracle.answer_logprobs(tiny_model(hidden_size=128), prompt, answer, sampling.get("temperature", 1.0))
-                for prompt, answer in zip(PROMPTS, result.ids.tolist(), strict=True)
-            ]
-        )
+        model = tiny_model(hidden_size=128)
+        pairs = zip(PROMPTS, result.ids.tolist(), strict=True)
+        full = torch.cat([oracle.answer_logprobs(model, prompt, answer, temperature) for prompt, answer in pairs])
         drawn = full - result.kept_log_mass.values
-    torch.testing.assert_close(scores.logprobs.values[scores.scored.values], drawn, rtol=0, atol=ATOL)
+    # A low temperature enlarges how far the kernels of the two engines round apart.
+    atol = ATOL / min(1.0, temperature)
+    torch.testing.assert_close(scores.logprobs.values[scores.scored.values], drawn, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

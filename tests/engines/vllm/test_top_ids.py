@@ -13,7 +13,7 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend, SamplingParams
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, ScoreRequest
+from corelm.spec import GenerateResult
 from engines.vllm.distributions import distributions
 from engines.vllm.launch import VLLMServerProcess
 from helpers.tiny_models import VOCAB, random_rows, tiny_model
@@ -45,35 +45,12 @@ def backend(request: pytest.FixtureRequest, open_vllm: Callable[..., Backend]) -
 
 def generate(backend: Backend, k: int, **sampling: Any) -> GenerateResult:
     (mode,) = backend.capabilities.generation_modes
-    assert mode != "scaled"
-    result: GenerateResult = backend.engine.plugin.generate(
-        GenerateRequest(
-            prompts=Ragged.from_list(PROMPTS),
-            sampling=SamplingParams(**{"max_new_tokens": 6, **sampling}),
-            logprobs=mode,
-            seeds=torch.arange(len(PROMPTS)),
-            stop_ids=frozenset(),
-            request_ids=tuple(f"row-{row}" for row in range(len(PROMPTS))),
-            timeout=60.0,
-            top_logprobs=k,
-        )
-    )
-    assert result.errors is None
-    return result
-
-
-def scoring(rows: list[list[int]], starts: list[int], k: int) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list(rows),
-        score_from=torch.tensor(starts),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=tuple(f"row-{row}" for row in range(len(rows))),
-        timeout=60.0,
-        return_argmax=k > 0,
-        top_k=k,
+    return backend.generate(
+        PROMPTS,
+        {"max_new_tokens": 6, "ignore_eos": True, **sampling},
+        logprobs=mode,  # type: ignore[arg-type]
+        seeds=list(range(len(PROMPTS))),
+        top_logprobs=k,
     )
 
 
@@ -115,8 +92,9 @@ def test_answers_come_with_their_most_probable_ids(backend: Backend, sampling: d
 @pytest.mark.parametrize("k", [1, 30])
 def test_scores_come_with_the_most_probable_ids(backend: Backend, k: int) -> None:
     model, starts = tiny_model(hidden_size=128), [3, 1, 2]
-    result = backend.engine.plugin.score_logprobs(scoring(PROMPTS, starts, k))
-    assert result.errors is None
+    result = backend.score_logprobs(PROMPTS, score_from=starts, return_argmax=True, top_k=k)
+    assert result.top_ids is not None and result.top_logprobs is not None and result.tail_log_mass is not None
+    assert result.argmax is not None
     marks = [[place >= start for place in range(len(row))] for row, start in zip(PROMPTS, starts, strict=True)]
     assert result.scored.tolist() == marks
     scored = result.scored.values
@@ -143,7 +121,8 @@ def test_the_limit_of_the_engine_is_declared(backend: Backend, request: pytest.F
 def test_a_row_without_room_for_a_sampled_token_fails_with_a_reason(shared: Backend) -> None:
     limit = shared.capabilities.max_context
     assert limit is not None
-    result = shared.engine.plugin.score_logprobs(scoring([[7] * limit, [7] * (limit - 1)], [1, 1], 3))
+    result = shared.score_logprobs([[7] * limit, [7] * (limit - 1)], top_k=3, on_error="skip")
+    assert result.errors is not None
     assert "leave out its first token" in result.errors[0] and result.errors[1] == ""
 
 
@@ -153,7 +132,7 @@ def test_scores_do_not_take_the_most_probable_ids_from_answers_that_run_beside_t
 
     def score() -> None:
         while not over.is_set():
-            shared.engine.plugin.score_logprobs(scoring([[5, 6, 7]], [1], 0))
+            shared.score_logprobs([[5, 6, 7]])
 
     scorers = [threading.Thread(target=score) for _ in range(2)]
     for scorer in scorers:

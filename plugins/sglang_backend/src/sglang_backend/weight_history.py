@@ -59,11 +59,12 @@ class WeightHistory:
         """Take note that the server has weights without a label. Rows that it has sampled from now on fail."""
         self._first_known = len(self._entries)
 
-    def of_call(self, request: GenerateRequest | None = None) -> WeightsOfCall:
-        """Return the weights that a call may be sampled or scored with, which begins now."""
+    def of_call(self, request: GenerateRequest) -> WeightsOfCall:
+        """Return the weights that a call may be sampled with, which begins now."""
         return WeightsOfCall(self, len(self._entries) - 1, request)
 
     def since(self, place: int) -> Sequence[_Entry]:
+        """Return the weights from number `place` on whose rows can be told apart."""
         return self._entries[max(place, self._first_known) :]
 
 
@@ -73,10 +74,10 @@ class WeightsOfCall:
     Args:
         history: the labels so far; it may grow.
         first: which of them was in force.
-        request: the call; None if it only scores.
+        request: the call.
     """
 
-    def __init__(self, history: WeightHistory, first: int, request: GenerateRequest | None) -> None:
+    def __init__(self, history: WeightHistory, first: int, request: GenerateRequest) -> None:
         self._history, self._first, self._request = history, first, request
 
     @property
@@ -119,9 +120,8 @@ class WeightsOfCall:
 
     @property
     def _request_version(self) -> str:
-        return (self._request.weight_version if self._request is not None else None) or ""
+        return self._request.weight_version or ""
 
     def _version(self, entry: _Entry) -> str:
         """Return what core calls these weights: what it called them in its request, unless they came after that."""
-        later = self._request is not None and entry.number > self._request.weight_update
-        return entry.version if later else self._request_version
+        return entry.version if entry.number > self._request.weight_update else self._request_version

@@ -25,8 +25,8 @@ TAKE = "core_take_kept_sets"
 #: The engine arguments that load `kept_sets`.
 PROCESSOR, EXTENSION = "vllm_backend.kept_sets:KeptSets", "vllm_backend.kept_sets.KeptSetsWorker"
 
-#: Tokens of an answer of the trial, and the ids that each is drawn from.
-_TOKENS, _IDS = 4, 5
+#: The prompts of the trial, tokens of an answer, and the ids that each is drawn from.
+_PROMPTS, _TOKENS, _IDS = [[3, 2, 1], [3]], 4, 5
 #: How far, in nats, the log-probs of the trial may be apart. They may round the logits of 16-bit models differently.
 _TOLERANCE = 0.25
 
@@ -114,27 +114,26 @@ def works(
     answers = generate(_answers(capabilities))
     problem = next(filter(None, answers.errors or ()), "")
     if not problem:
-        assert answers.kept_ids is not None and answers.kept_log_mass is not None
-        rows = Ragged.from_list(_PROMPTS).join(answers.ids)
-        scores = score(_scores(rows))
-        problem = next(filter(None, scores.errors or ()), "")
-        if not problem:
-            assert scores.top_logprobs is not None
-            top = scores.top_logprobs.values[scores.scored.values].double()
-            counts, log_mass = answers.kept_ids.counts.values, answers.kept_log_mass.values.double()
-            if not bool(answers.kept_ids.contains(answers.ids.values).all()) or not bool(
-                (counts == top.shape[1]).all()
-            ):
-                problem = f"it drew from {counts.tolist()} ids instead of {top.shape[1]}"
-            # Keep the `not`: NaN fails every comparison and must be rejected.
-            elif not float((top.logsumexp(-1) - log_mass).abs().max()) <= _TOLERANCE:
-                problem = "the probabilities of its sets are not those of the model's scores"
+        scores = score(_scores(Ragged.from_list(_PROMPTS).join(answers.ids), capabilities))
+        problem = next(filter(None, scores.errors or ()), "") or _disagreement(answers, scores)
     if problem:
         _log.warning("vLLM's sets of kept ids are not used: %s", problem)
     return not problem
 
 
-_PROMPTS = [[3, 7, 11], [3]]
+def _disagreement(answers: GenerateResult, scores: ScoreResult) -> str:
+    """Return why the sets of the answers cannot be those of the model that was scored; "" if they can."""
+    assert answers.kept_ids is not None and answers.kept_log_mass is not None and scores.top_logprobs is not None
+    top = scores.top_logprobs.values[scores.scored.values].double()
+    counts = answers.kept_ids.counts.values
+    if not bool((counts == top.shape[1]).all()):
+        return f"it drew from {counts.tolist()} ids instead of {top.shape[1]}"
+    if not bool(answers.kept_ids.contains(answers.ids.values).all()):
+        return "a token is not in its set"
+    # Keep the `not`: NaN fails every comparison and must be rejected.
+    if not float((top.logsumexp(-1) - answers.kept_log_mass.values.double()).abs().max()) <= _TOLERANCE:
+        return "the probabilities of its sets are not those of the model's scores"
+    return ""
 
 
 def _answers(capabilities: Capabilities) -> GenerateRequest:
@@ -150,7 +149,7 @@ def _answers(capabilities: Capabilities) -> GenerateRequest:
     )
 
 
-def _scores(rows: Ragged) -> ScoreRequest:
+def _scores(rows: Ragged, capabilities: Capabilities) -> ScoreRequest:
     return ScoreRequest(
         sequences=rows,
         score_from=torch.tensor([len(prompt) for prompt in _PROMPTS]),
@@ -160,5 +159,5 @@ def _scores(rows: Ragged) -> ScoreRequest:
         device=None,
         request_ids=("trial-0", "trial-1"),
         timeout=None,
-        top_k=_IDS,
+        top_k=min(_IDS, capabilities.vocab_size),
     )

@@ -1,0 +1,352 @@
+"""Log-probs over sets and of several ids, by tiles, are those of plain logits in float64, with the same gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from corelm import Backend, Ragged
+from helpers.scoring_path import scoring_path
+from helpers.tiny_models import random_rows, tiny_model
+from transformers_backend.fast import head as head_module
+from transformers_backend.fast import set_logits
+from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum
+from transformers_backend.fast.tiles import TiledHead
+from transformers_backend.fast.top_logits import GivenLogits, LargestLogits
+
+from .test_head import Largest
+from .test_tiles import inputs
+
+Open = Callable[..., Backend]
+#: More tokens and entries than a tile, and not a multiple of either; and fewer.
+SIZES = [(1100, 2700, 33), (1030, 2048, 1024), (5, 7, 7), (1, 12, 1)]
+FORMS = [(1.0, None, 1.0), (2.5, None, 0.7), (0.5, 8.0, 0.7)]
+
+
+def tempered(leaves: list[Tensor], scale: float, cap: float | None, heat: float) -> Tensor:
+    hidden, weight, *bias = leaves
+    logits = scale * (hidden @ weight.T + sum(bias))
+    return (logits if cap is None else cap * torch.tanh(logits / cap)) / heat
+
+
+def others(ids: Tensor, vocab: int) -> Tensor:
+    """Return bool[n, vocab]: which ids are not among those of their row, int64[n, k]."""
+    mask = torch.ones(len(ids), vocab + 1, dtype=torch.bool)
+    return mask.scatter_(1, torch.where(ids < 0, vocab, ids), False)[:, :vocab]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["most probable", "given"])
+@pytest.mark.parametrize(("n", "vocab", "k"), SIZES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scale", "cap", "heat"), FORMS)
+def test_several_ids_and_the_tail(
+    n: int, vocab: int, k: int, bias: bool, scale: float, cap: float | None, heat: float, given: bool
+) -> None:
+    leaves, tokens = inputs(n, vocab, 24, torch.float32, bias)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = tempered(exact, scale, cap, heat)
+    generator = torch.Generator().manual_seed(3)
+    wanted: Tensor | int = k
+    if given:
+        wanted = torch.rand(n, vocab, generator=generator).argsort(1)[:, :k]
+        wanted = wanted.masked_fill(torch.rand(n, k, generator=generator) < 0.2, -1)
+    head = TiledHead(leaves[1], leaves[2] if bias else None, scale, cap)
+    log_probs, top, argmax = head.logprobs_and_top(leaves[0], tokens, wanted, heat, argmax=True)
+    assert argmax is not None
+    every = logits.log_softmax(-1)
+    # A few steps of float32 at the largest logit, which is 90 at most.
+    atol = 1e-5 + 6 * torch.finfo(torch.float32).eps * float(logits.detach().abs().max())
+
+    def close(found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found.double(), wanted, rtol=5e-7, atol=atol)
+
+    close(logits.gather(1, argmax[:, None])[:, 0], logits.amax(1))
+    close(log_probs, every.gather(1, tokens[:, None])[:, 0])
+    if given:
+        assert torch.equal(top.ids, wanted)
+    else:
+        close(top.logprobs, every.topk(k).values)
+    there, rest = top.ids >= 0, others(top.ids, vocab)
+    own = every.gather(1, top.ids.clamp_min(0))
+    close(top.logprobs[there], own[there])
+    assert (top.logprobs[~there] == -math.inf).all()
+    tail = every.masked_fill(~rest, -math.inf).logsumexp(-1)
+    some = rest.any(1)
+    close(top.tail[some], tail[some])
+    assert (top.tail[~some] == -math.inf).all()
+
+    upstream = [torch.randn(shape, generator=generator) for shape in ((n,), (n, k), (n,))]
+    parts = (
+        (log_probs, top.logprobs[there], top.tail[some]),
+        (every.gather(1, tokens[:, None])[:, 0], own[there], tail[some]),
+    )
+    ours, plain = (
+        (a * upstream[0]).sum() + (b * upstream[1][there]).sum() + (c * upstream[2][some]).sum() for a, b, c in parts
+    )
+    for gradient, expected in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, exact), strict=True):
+        allowed = 1e-4 + 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=allowed)
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(300, 2700), (5, 7), (1, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scale", "cap", "heat"), FORMS)
+def test_sets(n: int, vocab: int, bias: bool, scale: float, cap: float | None, heat: float) -> None:
+    leaves, tokens = inputs(n, vocab, 24, torch.float32, bias)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    generator = torch.Generator().manual_seed(3)
+    # From one id to all of them, so that there are blocks of many positions and of few.
+    sizes = torch.randint(1, 40, (n,), generator=generator)
+    sizes[: n // 4] = vocab
+    rows = [
+        torch.cat([token[None], torch.randint(vocab, (size - 1,), generator=generator)]).unique()
+        if size < vocab
+        else torch.arange(vocab)
+        for token, size in zip(tokens, sizes.tolist(), strict=True)
+    ]
+    sets = Ragged.from_list(rows)
+    head = TiledHead(leaves[1], leaves[2] if bias else None, scale, cap)
+    found = head.logprobs_in_sets(leaves[0], tokens, sets, heat)
+    inside = torch.zeros(n, vocab, dtype=torch.bool)
+    inside[sets.row_index, sets.values] = True
+    logits = tempered(exact, scale, cap, heat).masked_fill(~inside, -math.inf)
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=2e-5)
+    upstream = torch.randn(n, generator=generator)
+    ours, plain = (
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+    )
+    for gradient, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sets_of_a_wide_head_are_multiplied_in_parts() -> None:
+    """More of the head than is copied at a time."""
+    leaves, _ = inputs(3, 1100, 4096, torch.float32, True)
+    sets = Ragged.from_list([torch.arange(1100)] * 3)
+    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
+    (block,) = set_logits._blocks(sets, leaves[1])
+    assert len(list(set_logits._parts(block, leaves[1]))) == 2
+    found = set_logits.SetLogits.apply(*leaves, sets, form)
+    expected = tempered([leaf.detach().double().requires_grad_() for leaf in leaves], 1.0, None, 1.0)
+    torch.testing.assert_close(found.double(), expected.flatten(), rtol=1e-5, atol=1e-3)
+    upstream = torch.randn(3300, generator=torch.Generator().manual_seed(3))
+    by_logits = upstream.reshape(3, 1100)
+    plain = (by_logits @ leaves[1], by_logits.T @ leaves[0], by_logits.sum(0))
+    for gradient, wanted in zip(torch.autograd.grad(found, leaves, upstream), plain, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradcheck(bias: bool, cap: float | None) -> None:
+    leaves, tokens = inputs(4, 9, 3, torch.float64, bias)
+    sets = Ragged.from_list([sorted({int(token), 0, 5}) for token in tokens])
+    ids = torch.tensor([[3, -1, 8], [0, 1, 2], [-1, -1, 4], [6, 5, 7]])
+
+    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        head = TiledHead(weight, bias, 1.7, cap)
+        log_probs, top, _ = head.logprobs_and_top(hidden, tokens, 4, 0.6)
+        named, given, _ = head.logprobs_and_top(hidden, tokens, ids, 0.6)
+        over = head.logprobs_in_sets(hidden, tokens, sets, 0.6)
+        return log_probs, top.logprobs, top.tail, named, given.logprobs[ids >= 0], given.tail, over
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_a_token_that_is_not_in_its_set_has_no_probability() -> None:
+    (hidden, weight), _ = inputs(2, 9, 3, torch.float32, False)
+    found = TiledHead(weight, None).logprobs_in_sets(hidden, torch.tensor([1, 2]), Ragged.from_list([[1, 3], [3, 4]]))
+    assert found[0].isfinite() and found[1] == -math.inf
+
+
+# The order in which a vocabulary comes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "equal", "one row ascending"])
+@pytest.mark.parametrize("k", [1, 40])
+def test_the_largest_are_found_in_any_order(order: str, k: int) -> None:
+    """In ascending order every logit is among the largest so far when it comes."""
+    rows, vocab = 6, 9 * 1024 + 3
+    logits = torch.linspace(-30, 0, vocab).repeat(rows, 1)
+    if order == "descending":
+        logits = logits.flip(1)
+    elif order == "equal":
+        logits = torch.zeros_like(logits)
+    elif order == "one row ascending":
+        logits[1:] = logits[1:, torch.randperm(vocab, generator=torch.Generator().manual_seed(0))]
+    # The head's rows are the columns of these logits, and the states pick one row each.
+    _, top, _ = TiledHead(logits.T.contiguous(), None).logprobs_and_top(torch.eye(rows), torch.zeros(rows).long(), k)
+    every = logits.double().log_softmax(-1)
+    torch.testing.assert_close(top.logprobs.double(), every.topk(k).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(top.logprobs.double(), every.gather(1, top.ids), rtol=0, atol=1e-5)
+    assert all(len(set(ids)) == k for ids in top.ids.tolist())
+    tail = every.masked_fill(~others(top.ids, vocab), -math.inf).logsumexp(-1)
+    torch.testing.assert_close(top.tail.double(), tail, rtol=0, atol=1e-5)
+
+
+def test_all_are_ranked_at_once_where_waiting_would_stop_a_gpu() -> None:
+    """What a GPU does, on a CPU: no result of it may depend on the order in which logits are ranked."""
+    (hidden, weight), _ = inputs(20, 5000, 8, torch.float32, False)
+    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
+    tiles, found = LogitTiles(hidden.detach(), weight.detach(), None, form), []
+    for rank_all in (False, True):
+        largest, rest = LargestLogits(17, 20, tiles), LogSum(20, tiles)
+        largest._rank_all = rank_all
+        for entries in tiles.entries():
+            tile = tiles(slice(0, 20), entries)
+            largest.take_(tile, entries, rest)
+            rest.add_(tile)
+        found.append((*largest.finish(rest), rest.log()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("gap", [25.0, 60.0, 200.0])
+def test_a_small_tail_keeps_its_digits(gap: float) -> None:
+    """One minus the sum of the wanted probabilities would be 0, or be off by a tenth at best."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5000, generator=generator)
+    logits[:, [7, 3000]] += gap
+    leaf = logits.T.contiguous().requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    every = (torch.eye(3).double() @ exact.T).log_softmax(-1)
+    for wanted in (2, torch.tensor([[7, 3000]] * 3)):
+        _, top, _ = TiledHead(leaf, None).logprobs_and_top(torch.eye(3), torch.zeros(3).long(), wanted)
+        tail = every.masked_fill(~others(top.ids, 5000), -math.inf).logsumexp(-1)
+        assert float(tail.detach().max()) < 20 - gap
+        torch.testing.assert_close(top.tail.double(), tail, rtol=2e-7, atol=1e-5)
+        (found,) = torch.autograd.grad(top.tail.sum(), leaf, retain_graph=True)
+        (expected,) = torch.autograd.grad(tail.sum(), exact, retain_graph=True)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_ids_at_minus_infinity() -> None:
+    """The first tiles are all minus infinity, and fewer ids than wanted have a probability."""
+    (hidden, weight), _ = inputs(2, 5000, 8, torch.float32, False)
+    bias = torch.full((5000,), -math.inf)
+    bias[4997:] = 0.0
+    head = TiledHead(weight, bias)
+    _, top, _ = head.logprobs_and_top(hidden, torch.tensor([4998, 3]), 5)
+    assert top.ids.sort(1, descending=True).values.tolist() == [[4999, 4998, 4997, -1, -1]] * 2
+    assert (top.logprobs[:, 3:] == -math.inf).all() and (top.tail == -math.inf).all()
+    _, given, _ = head.logprobs_and_top(hidden, torch.tensor([4998, 3]), torch.tensor([[4999, 3, 4998]] * 2))
+    assert (given.logprobs[:, 1] == -math.inf).all() and given.tail.isfinite().all()
+    loss = top.logprobs[:, :3].sum() + given.logprobs[:, [0, 2]].sum() + given.tail.sum()
+    for gradient in torch.autograd.grad(loss, [hidden, weight]):
+        assert not gradient.isnan().any()
+
+
+def test_given_ids_are_found_in_the_tile_that_holds_them() -> None:
+    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
+    tiles = LogitTiles(torch.zeros(2, 4), torch.zeros(2500, 4), None, form)
+    given = GivenLogits(torch.tensor([[2499, 0, -1], [1023, 1024, 5]]), tiles)
+    found = [[part.tolist() for part in given.places(entries)] for entries in tiles.entries()]
+    assert found == [
+        [[0, 1, 1], [0, 5, 1023], [1, 5, 3]],
+        [[1], [0], [4]],
+        [[0], [2499 - 2048], [0]],
+    ]
+
+
+# Behind the backend ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("asked", ["support", "top_k", "top_ids"])
+def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool, asked: str) -> None:
+    model = tiny_model(vocab_size=20_000, num_hidden_layers=1)
+    backend, rows = open_model(model), random_rows(*[300] * 5, vocab=20_000)
+    ids = torch.arange(0, 20_000, 1000).repeat(1500, 1)
+    options: dict[str, Any] = {
+        "support": {"support": [[sorted({token, 5, 9_000, 19_000}) for token in row] for row in rows]},
+        "top_k": {"top_k": 20},
+        "top_ids": {"top_ids": Ragged(ids, torch.full((5,), 300))},
+    }[asked]
+    backend.score_logprobs(rows, **options)
+    with Largest() as largest:
+        out = backend.score_logprobs(rows, grad=grad, **options)
+        assert scoring_path(backend).head == "tiled"
+        if grad:
+            (out.logprobs.values if out.tail_log_mass is None else out.tail_log_mass.values).sum().backward()
+    # A tile, or the weights themselves, is the largest.
+    assert largest.elements <= max(1024 * 1024, 20_000 * 64) < 1495 * 20_000 / 10
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi-biased"])
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_numbers_are_those_of_the_models_logits(
+    open_model: Open, family: str, short: torch.dtype
+) -> None:
+    model, rows = tiny_model(family, initializer_range=0.05), random_rows(30, 40, 9)
+    backend, sets = open_model(model), [[sorted({token, 5, 9, 300}) for token in row] for row in random_rows(30, 40, 9)]
+    for dtype in (None, short, None):
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+            over = backend.score_logprobs(rows, support=sets, grad=True)
+            assert scoring_path(backend).head == "tiled"
+            top = backend.score_logprobs(rows, top_k=4, grad=True)
+            assert scoring_path(backend).head == "tiled"
+            logits = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1].float() for row in rows])
+        atol = 1e-5 if dtype is None else 64 * torch.finfo(dtype).eps
+        scored = over.scored.values
+        ids = [own for row in sets for own in row[1:]]
+        tokens = [token for row in rows for token in row[1:]]
+        wanted = torch.stack(
+            [row[own].log_softmax(0)[own.index(token)] for row, own, token in zip(logits, ids, tokens, strict=True)]
+        )
+        torch.testing.assert_close(over.logprobs.values[scored], wanted, rtol=1e-7, atol=atol)
+        assert top.top_logprobs is not None and top.top_ids is not None
+        expected = logits.log_softmax(-1).gather(1, top.top_ids.values[scored])
+        torch.testing.assert_close(top.top_logprobs.values[scored], expected, rtol=1e-7, atol=atol)
+        (found,) = torch.autograd.grad(over.logprobs.values.sum(), model.get_output_embeddings().weight)
+        (plain,) = torch.autograd.grad(wanted.sum(), model.get_output_embeddings().weight)
+        assert float((found - plain).norm()) <= float(plain.norm()) * (1e-5 if dtype is None else 16 * atol)
+
+
+class WrongSets(TiledHead):
+    def logprobs_in_sets(self, hidden: Tensor, tokens: Tensor, sets: Ragged, temperature: float = 1.0) -> Tensor:
+        return super().logprobs_in_sets(hidden, tokens, sets, 1.0)
+
+
+class WrongTail(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        log_probs, top, argmax = super().logprobs_and_top(*args, **kwargs)
+        return log_probs, type(top)(top.ids, top.logprobs, top.tail + 0.01), argmax
+
+
+class WrongOrder(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        log_probs, top, argmax = super().logprobs_and_top(*args, **kwargs)
+        return log_probs, type(top)(top.ids.flip(1), top.logprobs, top.tail), argmax
+
+
+class Failing(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this device has no such kernel")
+
+
+@pytest.mark.parametrize("wrong", [WrongSets, WrongTail, WrongOrder, Failing])
+def test_tiles_that_answer_otherwise_are_not_used(
+    open_model: Open, wrong: type[TiledHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device on which a kernel is wrong cannot be provoked, so the head in tiles is one that is wrong."""
+    model, rows = tiny_model(), random_rows(30, 40)
+    backend = open_model(model)
+    expected = backend.score_logprobs(rows, top_k=4)
+    assert scoring_path(backend).head == "tiled"
+    monkeypatch.setattr(head_module, "TiledHead", wrong)
+    other = open_model(model)
+    found = other.score_logprobs(rows, top_k=4)
+    assert scoring_path(other).head == "sliced"
+    assert found.tail_log_mass is not None and expected.tail_log_mass is not None
+    torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)
+    # What is not about several ids is still made by tiles.
+    other.score_logprobs(rows)
+    assert scoring_path(other).head == "tiled"

@@ -1,0 +1,111 @@
+"""Kept ids: what vLLM's workers are told, what comes back from them, and when an engine is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from corelm import SamplingParams
+from corelm.errors import InvalidRequestError
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult, TokenSets
+from corelm.support import RowError
+from vllm_backend import VLLMBackend
+from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of, works
+
+
+def reply(*sets: list[int]) -> Any:
+    """What a worker says of one row, each of whose sets has the mass ``-len(set)``."""
+    flat = numpy.array([token for kept in sets for token in kept], dtype=numpy.int32)
+    return [flat.tobytes(), [len(kept) for kept in sets], [-float(len(kept)) for kept in sets]]
+
+
+def test_vllm_is_told_not_to_truncate_and_the_workers_are() -> None:
+    sampling = SamplingParams(top_k=5, top_p=0.9, engine_kwargs={"extra_args": {"mine": 1}})
+    assert parameters("a-key", sampling) == {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "extra_args": {"mine": 1, "core_support": {"key": "a-key", "top_k": 5, "top_p": 0.9, "min_p": 0.0}},
+    }
+    assert parameters("a-key", SamplingParams())["extra_args"]["core_support"]["top_k"] == 0
+
+
+def test_the_processor_is_the_last_one_and_a_workers_extension_of_the_callers_is_refused() -> None:
+    found = engine_arguments({"logits_processors": ["a:B"]})
+    assert found == {"logits_processors": ["a:B", PROCESSOR], "worker_extension_cls": EXTENSION}
+    with pytest.raises(InvalidRequestError, match="leave one of them out"):
+        engine_arguments({"worker_extension_cls": "a.B"})
+
+
+@pytest.mark.parametrize("options", [{"return_support": 1}, {"return_support": True, "base_url": "http://localhost:1"}])
+def test_the_option_is_true_or_false_and_belongs_to_an_engine_in_this_process(options: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="return_support"):
+        VLLMBackend.open(None if "base_url" in options else "a-model", **options)
+
+
+def test_rows_come_from_the_worker_that_samples() -> None:
+    nothing = [reply(), reply()]
+    rows = rows_of([nothing, [reply([1, 2], [3]), reply()], None, [reply([7]), reply([4, 5])]], 2)
+    assert rows[0].ids == [[1, 2], [3]] and rows[0].log_mass == [-2.0, -1.0]
+    assert rows[1].ids == [[4, 5]]
+    # What was asked for in addition, to have it forgotten, belongs to no row.
+    assert len(rows_of([[reply([1]), reply([2])]], 1)) == 1
+
+
+def test_a_worker_may_be_ahead_of_the_answer_but_not_behind() -> None:
+    (row,) = rows_of([[reply([1, 2], [3])]], 1)
+    assert row.first(1).ids == [[1, 2]] and row.first(1).log_mass == [-2.0]
+    with pytest.raises(RowError, match="remembered the ids of 2 tokens, but 3 were sampled"):
+        row.first(3)
+
+
+LOGPROBS = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.05, 0.05, 0.05]).log()
+CAPABILITIES = Capabilities(vocab_size=7, max_context=64)
+
+
+def generate(request: GenerateRequest) -> GenerateResult:
+    """The answers of a model whose distribution is always the same."""
+    assert request.return_support and request.sampling.top_k == 5
+    ids = Ragged.from_list([[0, 1, 2, 3]] * 2)
+    sets = TokenSets.from_list([[[0, 1, 2, 3, 4]] * 4] * 2)
+    mass = ids.with_values(torch.full((8,), float(LOGPROBS[:5].logsumexp(0))))
+    return GenerateResult(ids=ids, logprobs=None, finish_reasons=("length",) * 2, kept_ids=sets, kept_log_mass=mass)
+
+
+def score(request: ScoreRequest) -> ScoreResult:
+    rows = request.sequences
+    scored = rows.with_values(torch.tensor([t >= s for n, s in zip([7, 5], [3, 1], strict=True) for t in range(n)]))
+    top = LOGPROBS[:5].repeat(12, 1)
+    return ScoreResult(
+        logprobs=rows.with_values(torch.zeros(12)), scored=scored, top_logprobs=Ragged(top, rows.lengths)
+    )
+
+
+Spoil = Callable[[GenerateResult], GenerateResult]
+
+SPOILS: dict[str, tuple[Spoil, str]] = {
+    "failed": (lambda made: replace(made, errors=("it burns", "")), "it burns"),
+    "another-mass": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), -0.9))), "scores"),
+    "nan": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), torch.nan))), "scores"),
+    "fewer": (lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 3]] * 4] * 2)), "ids instead of 5"),
+    "not-the-token": (
+        lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 4, 5]] * 4] * 2)),
+        "not in its set",
+    ),
+}
+
+
+def test_an_engine_is_believed_whose_sets_are_those_that_its_scores_imply() -> None:
+    assert works(CAPABILITIES, generate, score)
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_an_engine_with_other_sets_is_not_believed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    spoil, message = SPOILS[name]
+    assert not works(CAPABILITIES, lambda request: spoil(generate(request)), score)
+    assert "are not used" in caplog.text and message in caplog.text
