@@ -129,6 +129,28 @@ def test_a_wrong_support_is_refused_by_row_and_position(backend, support, rows, 
     assert says in str(error.value) and error.value.rows == rows
 
 
+def test_each_row_with_a_wrong_set_is_told_its_first(backend):
+    support = [[[2], [1, 3, 3]], [[7], [6, 6]], [[8], [9]], [[11, -5], [1]]]
+    with pytest.raises(InvalidRequestError) as error:
+        backend.score_logprobs([*SEQUENCES, [7, 8, 9], [10, 11, 12]], support=support)
+    assert error.value.problems == {
+        0: "support, position 2: the set has an id twice",
+        1: "support, position 1: the set lacks the token 5 that is at this position",
+        3: "support, position 1: the set has an id outside the vocabulary of 260",
+    }
+
+
+def test_later_changes_of_the_callers_ids_do_not_reach_the_request(backend):
+    sets, named = TokenSets.from_list([[[], [2], [3]], [[], [5], [6]]]), torch.ones(2, 3, 1, dtype=torch.int64)
+    requests = [
+        prepare_scoring(backend.engine, SEQUENCES, **given).request for given in ({"support": sets}, {"top_ids": named})
+    ]
+    sets.ids.values.zero_()
+    named.zero_()
+    assert requests[0].support.tolist() == [[[], [2], [3]], [[], [5], [6]]]
+    assert requests[1].top_ids.values.flatten().tolist() == [-1, 1, 1, -1, 1, 1]
+
+
 def test_a_row_with_a_wrong_support_is_skipped(backend):
     scores = backend.score_logprobs(SEQUENCES, support=[[[2], [3]], [[7], [6]]], on_error="skip")
     assert scores.scored.tolist() == [[False, True, True], [False] * 3]
@@ -153,6 +175,20 @@ def test_wrong_numbers_and_names_of_ids_are_refused(backend, given, field):
     with pytest.raises(InvalidRequestError) as error:
         backend.score_logprobs(SEQUENCES, **given)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([[[1], [2], [3]]] * 2, "or for each row a tensor [time, k], of ids in int64; row 0 is [[1], [2], [3]]"),
+        (torch.zeros(2, 3, 1, dtype=torch.int32), "of ids in int64; row 0 is torch.int32[3, 1]"),
+        ("ids", "row 0 is 'ids', which is not a tensor"),
+    ],
+)
+def test_ids_that_are_no_tensors_are_refused_with_what_to_give(backend, given, says):
+    with pytest.raises(InvalidRequestError) as error:
+        backend.score_logprobs(SEQUENCES, top_ids=given)
+    assert error.value.field == "top_ids" and says in str(error.value)
 
 
 @pytest.mark.parametrize(

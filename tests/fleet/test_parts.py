@@ -12,7 +12,7 @@ from corelm import Ragged, SamplingParams, TokenSets
 from corelm.errors import EngineError
 from corelm.fleet.parts import Part, Request, request_of_rows, result_of_parts
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import RowAnswer, RowFailure
+from corelm.support import RowAnswer, RowFailure, TopIds
 
 ROWS = [[1], [2, 3], [4, 5, 6], [7]]
 
@@ -175,12 +175,16 @@ def test_every_field_of_a_result_is_carried(request_: Request, whole: Any) -> No
 def test_rows_that_failed_are_put_among_the_others() -> None:
     whole = replace(whole_answers(), texts=None, weight_versions=None, errors=None)
     failures: dict[int, RowFailure | RowAnswer] = {1: RowFailure("poisoned")}
-    failures[2] = RowAnswer([20, 21], [-0.5, -0.25], "abort")
+    top = TopIds.of([{20: -0.5, 7: -2.0}, {21: -0.25}], 2)
+    failures[2] = RowAnswer([20, 21], [-0.5, -0.25], "abort", [[20, 7], [21]], [-0.75, -0.5], top)
     made = result_of_parts(generate_request(), [Part(part(whole, [3, 0]), [0, 1], [3, 0])], failures, "now")
     assert isinstance(made, GenerateResult) and made.logprobs is not None
     assert made.ids.tolist() == [[20], [], [20, 21], [23]] and made.logprobs.tolist()[2] == [-0.5, -0.25]
     assert made.finish_reasons == ("stop", "error", "abort", "abort") and made.errors == ("", "poisoned", "", "")
     assert made.weight_versions is None
+    assert made.kept_ids is not None and made.kept_ids.tolist() == [[[2, 20]], [], [[7, 20], [21]], [[23, 30]]]
+    assert made.top_ids is not None and made.top_ids.tolist() == [[[40, 41]], [], [[20, 7], [21, -1]], [[46, 47]]]
+    assert made.version_runs is not None and made.version_runs[1:3] == ((("now", 0),),) * 2
 
     scores = replace(whole_scores(), weight_versions=("7",) * 4, errors=None)
     parts = [Part(part(scores, [0, 2, 3]), [0, 1, 2], [0, 2, 3])]

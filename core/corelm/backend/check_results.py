@@ -297,8 +297,8 @@ def owned(batch: R) -> R:
     """Return a checked result in storage that the engine does not hold.
 
     An engine may reuse its buffers for the next call, but containers create rows from a result much later. The copy
-    takes 12 bytes a token. Logits and results with gradients are not copied: they are large, and a plugin promises not
-    to modify them.
+    takes 12 bytes a token, and more where other ids were asked for. Logits and results with gradients are not copied:
+    they are large, and a plugin promises not to modify them.
     """
     if isinstance(batch, ScoreResult) and batch.logprobs.values.requires_grad:
         return batch

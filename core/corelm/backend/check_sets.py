@@ -34,9 +34,10 @@ def check_kept(batch: GenerateResult, request: GenerateRequest, vocab_size: int,
     check_rows("kept_ids", kept.ids, torch.int64, fail)
     if not torch.equal(kept.lengths, ids.lengths):
         raise fail("kept_ids and ids differ in length")
-    problem = set_problem(kept, ids.values.cpu(), vocab_size, torch.ones(len(kept.ids), dtype=torch.bool))
-    if problem is not None:
-        raise fail(f"row {int(ids.row_index[problem[0]])}, position {int(ids.positions[problem[0]])}: {problem[1]}")
+    problems = set_problems(kept, ids, vocab_size, torch.ones(len(kept.ids), dtype=torch.bool))
+    if problems:
+        row = min(problems)
+        raise fail(f"row {row}, position {problems[row][0]}: {problems[row][1]}")
     check_rows("kept_log_mass", mass, torch.float32, fail)
     if not torch.equal(mass.lengths, ids.lengths):
         raise fail("kept_log_mass and ids differ in length")
@@ -52,25 +53,29 @@ def check_kept(batch: GenerateResult, request: GenerateRequest, vocab_size: int,
             )
 
 
-def set_problem(
-    sets: TokenSets, tokens: Tensor, vocab_size: int, checked: Tensor, *, empty: bool = False
-) -> tuple[int, str] | None:
-    """Return the first position whose set is wrong, counted over all rows, and what is wrong with it.
+def set_problems(
+    sets: TokenSets, tokens: Ragged, vocab_size: int, checked: Tensor, *, empty: bool = False
+) -> dict[int, tuple[int, str]]:
+    """Return, for each row with a wrong set, its first position with one, and what is wrong with it.
 
     Args:
         sets: one set a position; the ids of each are expected to be ascending.
-        tokens: int64[positions], on the CPU: the id that the set at each position must have.
+        tokens: int64, as long as the sets: the id that the set at each position must have.
         vocab_size: ids are below it.
-        checked: bool[positions]: the positions that matter.
+        checked: bool[positions], on the CPU: the positions that matter.
         empty: whether a set may be empty.
     """
-    ids, at = sets.ids.values.cpu(), sets.ids.row_index
-    found: list[tuple[int, str]] = []
+    ids, at, needed = sets.ids.values.cpu(), sets.ids.row_index, tokens.values.cpu()
+    found: dict[int, tuple[int, str]] = {}
 
     def note(wrong: Tensor, what: str) -> None:
-        if bool(wrong.any()):
-            position = int(wrong.nonzero()[0])
-            found.append((position, what.format(token=int(tokens[position]))))
+        places = wrong.nonzero().flatten()
+        rows = tokens.row_index[places]
+        # Places ascend, and rows with them.
+        first = places[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
+        for place, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
+            told = (int(tokens.positions[place]), what.format(token=int(needed[place])))
+            found[row] = min(found.get(row, told), told)
 
     def at_positions(wrong: Tensor, positions: Tensor) -> Tensor:
         marks = torch.zeros(len(checked), dtype=torch.bool)
@@ -84,8 +89,8 @@ def set_problem(
     some = sets.ids.lengths > 0
     if not empty:
         note(checked & ~some, "the set is empty")
-    note(checked & some & ~sets.contains(tokens), "the set lacks the token {token} that is at this position")
-    return min(found, default=None)
+    note(checked & some & ~sets.contains(needed), "the set lacks the token {token} that is at this position")
+    return found
 
 
 def check_top(

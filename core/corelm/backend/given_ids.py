@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corelm.backend.arguments import refuse_unreadable
-from corelm.backend.check_sets import set_problem
+from corelm.backend.check_sets import set_problems
 from corelm.errors import Problems, described
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
@@ -40,14 +40,13 @@ def given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int
     }
     # What is missing comes before what is scored. Rows at fault get empty sets, so that the others can go on.
     kept = torch.where(fits, found, 0)
-    sets = sets.slice(torch.zeros_like(kept), kept)
-    sets = TokenSets.empty(whole - kept).join(sets)
+    if problems:
+        sets = sets.slice(torch.zeros_like(kept), kept)
+    if not torch.equal(kept, whole):
+        sets = TokenSets.empty(whole - kept).join(sets)
     checked = sequences.positions >= starts[sequences.row_index]
-    # One problem a row. A row that has one is left out, and the others are looked at again.
-    while (problem := set_problem(sets, sequences.values.cpu(), vocab_size, checked, empty=True)) is not None:
-        row = int(sequences.row_index[problem[0]])
-        problems[row] = f"support, position {int(sequences.positions[problem[0]])}: {problem[1]}"
-        checked &= sequences.row_index != row
+    wrong = set_problems(sets, sequences, vocab_size, checked, empty=True)
+    problems |= {row: f"support, position {position}: {what}" for row, (position, what) in wrong.items()}
     return sets, problems
 
 
@@ -122,14 +121,16 @@ def _ascending(sets: TokenSets) -> TokenSets:
 
 
 def _rows_of_top_ids(given: Any) -> list[Tensor]:
-    expected = "a Ragged with values[total, k], or for each row a tensor of ids [time, k]"
+    expected = "expected a Ragged with values[total, k], or for each row a tensor [time, k], of ids in int64"
     if isinstance(given, Ragged):
         refuse_unreadable(given.values, "top_ids")
         rows = list(given.split())
     else:
         rows = list(given) if isinstance(given, (Tensor, list, tuple)) else [given]
     for number, row in enumerate(rows):
+        if not isinstance(row, Tensor):
+            raise invalid("top_ids", f"{expected}; row {number} is {shown(row)}, which is not a tensor")
         refuse_unreadable(row, "top_ids")
         if row.ndim != 2 or row.dtype != torch.int64 or not row.shape[1]:
-            raise invalid("top_ids", f"expected {expected}; row {number} is {row.dtype}{list(row.shape)}")
+            raise invalid("top_ids", f"{expected}; row {number} is {row.dtype}{list(row.shape)}")
     return [row.cpu() for row in rows]

@@ -11,6 +11,7 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend.engine import OpenEngine
 from corelm.backend.given_ids import given_support, given_top_ids
+from corelm.backend.skipping import ServedRows
 from corelm.errors import CapabilityError, Problems
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
@@ -135,13 +136,15 @@ class IdsAtPositions:
         """How many ids are returned at each position."""
         return self.top_k if self.top_ids is None else self.top_ids.values.shape[1]
 
-    def of_rows(self, rows: Tensor) -> dict[str, Any]:
-        """Return the fields of a `ScoreRequest` for some rows."""
-        return {
-            "support": None if self.support is None else self.support.select(rows),
-            "top_k": self.top_k,
-            "top_ids": None if self.top_ids is None else self.top_ids.select(rows),
-        }
+    def of_rows(self, rows: ServedRows) -> dict[str, Any]:
+        """Return the fields of a `ScoreRequest` for the served rows, in storage that the caller does not hold."""
+
+        def some(given: Any) -> Any:
+            if given is None:
+                return None
+            return given.clone() if len(rows) == rows.total else given.select(rows.index)
+
+        return {"support": some(self.support), "top_k": self.top_k, "top_ids": some(self.top_ids)}
 
 
 def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:

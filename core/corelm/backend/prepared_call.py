@@ -339,7 +339,7 @@ def prepare_scoring(
         request_ids=tuple(names[row] for row in served.index.tolist()),
         timeout=engine.time_limit(timeout),
         adapter=adapter,
-        **named.of_rows(served.index),
+        **named.of_rows(served),
     )
 
     def check(batch: ScoreResult, asked: ScoreRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from corelm.support.row_results import RowAnswer, RowFailure, generate_result, s
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
+Rows = TypeVar("Rows", Ragged, TokenSets)
 Request = GenerateRequest | ScoreRequest
 Result = GenerateResult | ScoreResult
 
@@ -154,7 +155,7 @@ def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[
             # Rows that failed have no logits, and nothing of them was scored.
             lengths = rows_of_result(part.result).lengths
             value = Ragged(some.values.new_zeros((int(lengths.sum()), *some.values.shape[1:])), lengths)
-        chosen.append(value if part.index == range(len(value)) else value.select(list(part.index)))
+        chosen.append(_chosen(value, part))
     if len({value.values.device for value in chosen}) > 1:
         # The caller has not said where the results go, and each engine has chosen.
         chosen = [value.to("cpu") for value in chosen]
@@ -170,11 +171,17 @@ def _sets(parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> 
         TokenSets.empty(rows_of_result(part.result).lengths) if value is None else value
         for part, value in zip(parts, given, strict=True)
     ]
-    chosen = [value.select(list(part.index)) for part, value in zip(parts, found, strict=True)]
+    chosen = [_chosen(value, part) for part, value in zip(parts, found, strict=True)]
     if len({value.ids.values.device for value in chosen}) > 1:
         chosen = [value.to("cpu") for value in chosen]
     joined = TokenSets.cat(chosen)
     return joined if order is None else joined.select(order)
+
+
+def _chosen(value: Rows, part: Part) -> Rows:
+    """Return the rows that count. Core copies them later, so all of them are not copied here."""
+    index = list(part.index)
+    return value if index == list(range(len(value))) else value.select(index)
 
 
 def _common(name: str, given: Sequence[Any]) -> Any:
