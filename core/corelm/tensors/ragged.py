@@ -59,7 +59,8 @@ class Ragged:
         """
         rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        if any(isinstance(row, Tensor) for row in rows):
+        # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+        if any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
             values = torch.cat([_made(row, dtype).reshape(-1) for row in rows])
         else:
             values = _flat(rows, dtype)
