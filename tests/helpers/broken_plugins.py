@@ -27,6 +27,15 @@ from corelm.spec.records import (
 from helpers.broken_sleepers import CopyOutlivesUpdate as CopyOutlivesUpdate
 from helpers.broken_sleepers import WakesAsBefore as WakesAsBefore
 from helpers.broken_sleepers import WeightsLostInSleep as WeightsLostInSleep
+from helpers.broken_supports import MassBeforeTemperature as MassBeforeTemperature
+from helpers.broken_supports import MassForgotten as MassForgotten
+from helpers.broken_supports import OneIdMore as OneIdMore
+from helpers.broken_supports import SupportBeforeTemperature as SupportBeforeTemperature
+from helpers.broken_supports import SupportIgnored as SupportIgnored
+from helpers.broken_supports import SupportOfTheFirstAnswer as SupportOfTheFirstAnswer
+from helpers.broken_supports import TailOfTheLast as TailOfTheLast
+from helpers.broken_supports import TopIdsOfTheModel as TopIdsOfTheModel
+from helpers.broken_supports import TopIdsUntempered as TopIdsUntempered
 from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled
 from helpers.capable_plugins import Sleeper as Sleeper
 

@@ -30,6 +30,12 @@ TRUE_ANSWERS = f"""
     test_generating_uses_the_new_weights
     test_eight_threads_at_once_each_get_their_own_answers
     test_streamed_log_probs_are_true
+    test_every_token_of_every_row_has_its_own_kept_ids
+    test_scores_over_the_kept_ids_are_the_samplers_own
+    test_the_most_probable_ids_of_answers_are_the_models
+    test_top_ids_are_the_models_own_at_every_temperature
+    test_processed_top_ids_are_those_of_the_temperature
+    test_processed_top_ids_end_where_truncation_cuts
 """
 
 
@@ -60,6 +66,33 @@ TABLE = {
     "WeightsLostInSleep": "test_an_engine_that_slept_has_its_weights_and_their_label",
     "WakesAsBefore": "test_weights_loaded_before_the_cache_wakes_are_in_force",
     "CopyOutlivesUpdate": "test_weights_loaded_before_the_cache_wakes_are_in_force",
+    "MassBeforeTemperature": f"""
+        test_every_token_of_every_row_has_its_own_kept_ids
+        {cases("test_the_kept_ids_are_those_that_are_left", "top_k-tempered")}""",
+    "MassForgotten": """
+        test_every_token_of_every_row_has_its_own_kept_ids
+        test_the_kept_ids_are_those_that_are_left""",
+    "OneIdMore": """
+        test_every_token_of_every_row_has_its_own_kept_ids
+        test_the_kept_ids_are_those_that_are_left
+        test_scores_over_the_kept_ids_are_the_samplers_own""",
+    "SupportBeforeTemperature": f"""
+        {cases("test_scores_are_normalised_over_the_given_ids", "tempered")}
+        test_scores_over_the_kept_ids_are_the_samplers_own""",
+    "SupportIgnored": """
+        test_scores_are_normalised_over_the_given_ids
+        test_scores_over_the_kept_ids_are_the_samplers_own""",
+    "SupportOfTheFirstAnswer": "test_every_token_of_every_row_has_its_own_kept_ids",
+    "TailOfTheLast": """
+        test_given_ids_get_their_log_probs
+        test_the_most_probable_ids_of_scores_are_the_models
+        test_top_ids_of_scores_are_those_of_the_temperature""",
+    "TopIdsOfTheModel": """
+        test_processed_top_ids_are_those_of_the_temperature
+        test_processed_top_ids_end_where_truncation_cuts""",
+    "TopIdsUntempered": f"""
+        {cases("test_given_ids_get_their_log_probs", "tempered")}
+        test_top_ids_of_scores_are_those_of_the_temperature""",
     "AlwaysTheSame": "test_answers_without_a_seed_differ",
     "EmptyPromptFails": "test_an_empty_prompt_gets_an_answer",
     "LogitsReused": "test_later_calls_do_not_change_scores",
@@ -68,15 +101,18 @@ TABLE = {
         test_processed_log_probs_are_those_of_the_truncated_distribution
         test_an_answer_ends_with_its_eos_and_keeps_it
         test_the_chunks_of_a_stream_are_its_result
-        test_sampling_and_scoring_agree_on_the_response""",
+        test_sampling_and_scoring_agree_on_the_response
+        test_the_kept_ids_are_those_that_are_left""",
     "PadsCounted": f"""{TRUE_ANSWERS}
         test_greedy_takes_the_likeliest_token_at_every_step
         test_an_answer_does_not_depend_on_the_other_rows
         test_an_answer_without_a_limit_fills_the_context
-        test_sampling_and_scoring_agree_on_the_response""",
+        test_sampling_and_scoring_agree_on_the_response
+        test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "RowsSwapped": f"""{TRUE_ANSWERS}
         test_greedy_takes_the_likeliest_token_at_every_step
-        test_an_answer_does_not_depend_on_the_other_rows""",
+        test_an_answer_does_not_depend_on_the_other_rows
+        test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "ScoresSwapped": """
         test_every_token_but_the_first_is_scored
         test_scores_are_those_of_the_temperature
@@ -86,18 +122,25 @@ TABLE = {
     "ProcessedCalledRaw": f"""
         {cases(RAW, "temperature", "top_k", "min_new_tokens")}
         test_raw_log_probs_are_the_models_own_at_every_temperature
-        test_raw_log_probs_are_the_models_own_under_all_parameters_together""",
+        test_raw_log_probs_are_the_models_own_under_all_parameters_together
+        test_top_ids_are_the_models_own_at_every_temperature""",
     "SupportUnsaid": f"""
         {cases(PROCESSED, "min_new_tokens")}
         test_processed_log_probs_are_labelled_with_their_sampling
-        test_processed_log_probs_are_those_of_the_truncated_distribution""",
+        test_processed_log_probs_are_those_of_the_truncated_distribution
+        test_every_token_of_every_row_has_its_own_kept_ids
+        test_processed_top_ids_end_where_truncation_cuts
+        test_scores_over_the_kept_ids_are_the_samplers_own
+        test_the_kept_ids_are_those_that_are_left
+        test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "SeedIgnored": """
         test_the_same_seed_gives_the_same_answers
         test_an_answer_does_not_depend_on_the_other_rows
         test_an_answer_does_not_depend_on_the_number_of_samples
         test_asking_for_log_probs_changes_no_answer
         test_streaming_changes_no_answer
-        test_a_text_and_its_ids_are_the_same_prompt""",
+        test_a_text_and_its_ids_are_the_same_prompt
+        test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "SeedOfTheCall": """
         test_an_answer_does_not_depend_on_the_other_rows
         test_the_samples_of_a_prompt_differ
@@ -106,7 +149,8 @@ TABLE = {
         test_samples_follow_the_temperature
         test_top_k_keeps_the_k_likeliest
         test_an_answer_ends_with_its_eos_and_keeps_it
-        test_an_ignored_eos_is_an_ordinary_token""",
+        test_an_ignored_eos_is_an_ordinary_token
+        test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "EosAlwaysEnds": """
         test_an_ignored_eos_is_an_ordinary_token
         test_later_tokens_follow_the_model_too""",
@@ -120,11 +164,18 @@ TABLE = {
         test_scoring_tokens_keeps_their_split""",
     "TopKIgnored": """
         test_top_k_keeps_the_k_likeliest
-        test_processed_log_probs_are_those_of_the_truncated_distribution""",
+        test_processed_log_probs_are_those_of_the_truncated_distribution
+        test_processed_top_ids_end_where_truncation_cuts
+        test_the_kept_ids_are_those_that_are_left""",
     "PenaltyIgnored": f"""
         test_a_presence_penalty_is_subtracted_once_per_id
         {cases(PROCESSED, "presence_penalty")}""",
-    "TemperatureIgnoredWhileScoring": "test_scores_are_those_of_the_temperature",
+    "TemperatureIgnoredWhileScoring": f"""
+        test_scores_are_those_of_the_temperature
+        {cases("test_given_ids_get_their_log_probs", "tempered")}
+        test_scores_are_normalised_over_the_given_ids
+        test_scores_over_the_kept_ids_are_the_samplers_own
+        test_top_ids_of_scores_are_those_of_the_temperature""",
     "OneRowFailsAll": """
         test_a_row_may_be_as_long_as_the_context
         test_an_answer_without_a_limit_fills_the_context""",

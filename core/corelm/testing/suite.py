@@ -17,7 +17,9 @@ from corelm.testing.seeds import SeedPromises
 from corelm.testing.sleeping import SleepPromises
 from corelm.testing.stopping import StoppingPromises
 from corelm.testing.streaming import StreamingPromises
+from corelm.testing.support import SupportPromises
 from corelm.testing.tokens import TokenPromises
+from corelm.testing.top_ids import TopIdPromises
 from corelm.testing.weights import WeightPromises
 
 
@@ -26,6 +28,8 @@ class BackendConformance(
     LogProbPromises,
     SampledLogProbPromises,
     DistributionPromises,
+    SupportPromises,
+    TopIdPromises,
     SeedPromises,
     StoppingPromises,
     ParameterPromises,

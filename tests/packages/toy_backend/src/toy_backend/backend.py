@@ -98,7 +98,8 @@ class ToyBackend:
             if request.return_support:
                 left = (sampled_from > -math.inf).nonzero().flatten()
                 kept.append(left.tolist())
-                before = _processed(logits, replace(sampling, top_k=None), _banned(ids, request))
+                whole = replace(request, sampling=replace(sampling, top_k=None))
+                before, _ = self._distributions(logits, prompt, ids, whole)
                 mass.append(float(before[left].logsumexp(-1)))
             if request.top_logprobs:
                 best.append(dict(enumerate(reported.tolist())))
