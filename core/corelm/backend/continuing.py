@@ -145,6 +145,9 @@ class Continuation:
         lengths, reasons = self._ends(ids, new)
         start = torch.zeros_like(lengths)
         fields: dict[str, Any] = {"ids": ids.slice(start, lengths)}
+        if old.logprobs is not None and old.support == "truncated":
+            # What follows may be of full support: the minimum of new tokens has been reached.
+            fields["support"] = old.support
         for name in _OF_TOKENS:
             one, other = getattr(old, name), getattr(new, name)
             if one is not None and other is not None:

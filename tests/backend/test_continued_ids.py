@@ -1,0 +1,49 @@
+"""Answers that are completed later keep the sets and the most probable ids of both parts, and say what they are of."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from corelm import Ragged, get_backend
+
+PROMPTS = [[72, 101], [108], [97]]
+CUT = {"temperature": 0.7, "top_k": 5, "seed": 1, "ignore_eos": True}
+ASKED = {"logprobs": "processed", "return_support": True, "top_logprobs": 3}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    with get_backend("toy") as backend:
+        yield backend
+
+
+def begun(backend, sampling, asked):
+    """Return partial answers: the second one had ended."""
+    whole = backend.generate(PROMPTS, {**sampling, "max_new_tokens": 3}, **asked)
+    return replace(whole, finish_reasons=("abort", "stop", "abort"))
+
+
+def test_both_parts_keep_their_sets_next_to_their_numbers(backend):
+    old = begun(backend, CUT, ASKED)
+    found = backend.generate(PROMPTS, {**CUT, "max_new_tokens": 7}, **ASKED, continue_from=old)
+    assert found.ids.lengths.tolist() == [7, 3, 7] and found.finish_reasons == ("length", "stop", "length")
+    joined, starts = Ragged.from_list(PROMPTS).join(found.ids), [2, 1, 1]
+    over = backend.score_logprobs(joined, temperature=0.7, score_from=starts, support=found.kept_ids)
+    torch.testing.assert_close(over.logprobs.values[over.scored.values], found.logprobs.values, atol=1e-5, rtol=0)
+    whole = backend.score_logprobs(joined, temperature=0.7, score_from=starts)
+    before = found.logprobs.values + found.kept_log_mass.values
+    torch.testing.assert_close(whole.logprobs.values[whole.scored.values], before, atol=1e-5, rtol=0)
+    for name in ("kept_ids", "top_ids", "top_logprobs", "tail_log_mass"):
+        rows = getattr(found, name).tolist()
+        assert [row[:3] for row in rows] == getattr(old, name).tolist(), name
+        assert [len(row) for row in rows] == [7, 3, 7]
+
+
+def test_a_part_of_truncated_support_is_not_called_full(backend):
+    # Forbidden ids make the first tokens' distribution a truncated one, and what follows has none.
+    sampling = {"temperature": 0.7, "seed": 1, "min_new_tokens": 3}
+    old = begun(backend, sampling, {"logprobs": "processed"})
+    found = backend.generate(PROMPTS, {**sampling, "max_new_tokens": 7}, logprobs="processed", continue_from=old)
+    assert (old.support, found.support) == ("truncated", "truncated")
+    assert backend.provenance(found).support == "truncated"
