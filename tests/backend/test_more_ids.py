@@ -13,6 +13,7 @@ from corelm.batching.merging import ask_together, sharing_key
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.tensors.modes import CallerModes
 from corelm.testing.bad_results import ResultChanger
+from helpers.capable_plugins import Reshaping
 
 PROMPTS = [[72, 101], [108]]
 STARTS = [2, 1]
@@ -207,6 +208,16 @@ def test_ids_that_are_no_tensors_are_refused_with_what_to_give(backend, given, s
 def test_wrong_requests_for_ids_of_answers_are_refused(backend, given, error, says):
     with pytest.raises(error, match=says):
         backend.generate(PROMPTS, **{"sampling": CUT, **given})
+
+
+def test_kept_ids_are_refused_where_core_does_not_know_the_distribution():
+    sampling = {**CUT, "engine_kwargs": {"logit_bias": {"7": 5.0}}}
+    with Backend.from_plugin(Reshaping.open(), "toy") as backend:
+        with pytest.raises(InvalidRequestError, match="leave out engine_kwargs") as error:
+            backend.generate(PROMPTS, sampling, return_support=True)
+        assert error.value.field == "return_support"
+        greedy = backend.generate(PROMPTS, {**sampling, "temperature": 0.0}, return_support=True)
+    assert greedy.kept_ids.flat.tolist() == greedy.ids.tolist()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class SupportOfAnswers:
 
         Raises:
             CapabilityError: the engine does not say which ids were left, or beam search was asked for.
-            InvalidRequestError: only `min_new_tokens` or `engine_kwargs` take ids away.
+            InvalidRequestError: `engine_kwargs` are given, or only `min_new_tokens` takes ids away.
         """
         wanted, greedy = validate.flag("return_support", return_support), sampling.temperature == 0.0
         if wanted and sampling.num_beams > 1:
@@ -50,11 +50,17 @@ class SupportOfAnswers:
                 "return_support=True",
                 capability="num_beams",
             )
+        if wanted and not greedy and sampling.engine_kwargs:
+            raise invalid(
+                "return_support",
+                "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
+                "what a log-prob is of; leave out engine_kwargs or return_support=True",
+            )
         if wanted and not greedy and sampling.truncates_support and not sampling.truncates:
             raise invalid(
                 "return_support",
-                "min_new_tokens and engine_kwargs leave nearly the whole vocabulary, and that would be returned for "
-                "every token; give top_k, top_p or min_p as well, or leave out return_support=True",
+                "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
+                "top_k, top_p or min_p as well, or leave out return_support=True",
             )
         from_engine = wanted and not greedy and sampling.truncates
         if from_engine:
