@@ -38,6 +38,10 @@ from helpers.broken_supports import TopIdsOfTheModel as TopIdsOfTheModel
 from helpers.broken_supports import TopIdsUntempered as TopIdsUntempered
 from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled
 from helpers.capable_plugins import Sleeper as Sleeper
+from helpers.in_flight_toys import InFlight as InFlight
+from helpers.in_flight_toys import RunsTooEarly as RunsTooEarly
+from helpers.in_flight_toys import RunsTooLate as RunsTooLate
+from helpers.in_flight_toys import UpdateUnsaid as UpdateUnsaid
 
 
 class CutThoughScaled(Scaled):

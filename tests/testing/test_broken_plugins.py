@@ -93,6 +93,13 @@ TABLE = {
     "TopIdsUntempered": f"""
         {cases("test_given_ids_get_their_log_probs", "tempered")}
         test_top_ids_of_scores_are_those_of_the_temperature""",
+    "InFlight": "",
+    "RunsTooEarly": "test_tokens_after_an_update_are_those_of_the_new_weights",
+    "RunsTooLate": "test_tokens_before_an_update_are_those_of_the_old_weights",
+    "UpdateUnsaid": """
+        test_tokens_before_an_update_are_those_of_the_old_weights
+        test_tokens_after_an_update_are_those_of_the_new_weights
+        test_an_answer_that_begins_after_an_update_is_of_the_new_weights""",
     "AlwaysTheSame": "test_answers_without_a_seed_differ",
     "EmptyPromptFails": "test_an_empty_prompt_gets_an_answer",
     "LogitsReused": "test_later_calls_do_not_change_scores",

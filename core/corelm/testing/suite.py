@@ -7,6 +7,7 @@ from corelm.testing.chat import ChatPromises
 from corelm.testing.distribution import DistributionPromises
 from corelm.testing.faults import FaultPromises
 from corelm.testing.fields import FieldPromises
+from corelm.testing.in_flight import InFlightPromises
 from corelm.testing.lifecycle import LifecyclePromises
 from corelm.testing.logprobs import LogProbPromises
 from corelm.testing.parameters import ParameterPromises
@@ -39,6 +40,7 @@ class BackendConformance(
     ChatPromises,
     StreamingPromises,
     WeightPromises,
+    InFlightPromises,
     SleepPromises,
     FaultPromises,
     BadResultPromises,

@@ -9,8 +9,9 @@ import pytest
 
 import corelm
 from corelm import Backend
+from corelm.testing.in_flight import InFlightPromises
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-from helpers.transformers_conformance import TransformersConformance
+from helpers.transformers_conformance import TransformersConformance, TransformersPromises
 
 
 class TestFast(TransformersConformance):
@@ -24,3 +25,16 @@ class TestFast(TransformersConformance):
 
 class TestPlain(TestFast):
     fast = False
+
+
+class TestRecomputing(TransformersPromises, InFlightPromises):
+    """After an update in flight, the KV cache is computed anew, so tokens are those of the new weights alone."""
+
+    recomputes_in_flight = True
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls) -> Callable[[], Backend]:
+        return lambda: corelm.get_backend(
+            "transformers", tiny_model(), tokenizer=tiny_tokenizer(), recompute_kv_on_update=True
+        )
