@@ -23,6 +23,7 @@ class TestTransformersInAnActor(TransformersConformance):
         return lambda: corelm.get_backend("ray", folder, inner="transformers", num_cpus=0.2)
 
 
+@pytest.mark.thorough
 class TestTransformersInTwoActors(TransformersPromises, FleetKit):
     @pytest.fixture(scope="class")
     @classmethod

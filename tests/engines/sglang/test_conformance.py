@@ -54,6 +54,7 @@ class TestBehindURL(_SGLangConformance):
         return lambda: connect(original)
 
 
+@pytest.mark.thorough
 class TestHonouringSeeds(_SGLangConformance):
     """Connect to a running server that honours seeds."""
 

@@ -52,6 +52,7 @@ def put_back(servers: list[RestartableServer], folder: Path) -> None:
             backend.update_weights(folder, version="default")
 
 
+@pytest.mark.thorough
 class TestFleetConformance(OracleKit, FleetKit):
     model: ClassVar[nn.Module] = MODEL
     not_shown: ClassVar[dict[str, str]] = {"update_weights": "the fleets of other tests share the servers"}

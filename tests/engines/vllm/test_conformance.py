@@ -43,6 +43,7 @@ class TestRawLogprobs(InProcessConformance):
         return open_vllm
 
 
+@pytest.mark.thorough
 class TestProcessedLogprobs(InProcessConformance):
     @pytest.fixture(scope="class")
     @classmethod

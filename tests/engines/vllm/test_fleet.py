@@ -58,6 +58,7 @@ def connect(servers: list[VLLMServerProcess], **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=[server.url for server in servers], api_key=KEY, **options)
 
 
+@pytest.mark.thorough
 class TestFleetConformance(OracleKit, FleetKit):
     model: ClassVar[nn.Module] = MODEL
     # Every draw is one request to a server that shares two cores with the tests.
