@@ -205,6 +205,21 @@ def setattr_row(td, name, column, value, pad):
     setattr(td["teacher_log_probs"], name, torch.stack(rows) if pad else rows)
 
 
+@LAYOUTS
+def test_rows_that_were_skipped_count_nothing(gen, ref, student, pad):
+    sampler = gen.replace(input_mode="tokens", on_error="skip", sampling_params={"max_new_tokens": 3}, pad_output=pad)
+    prompts = corelm.Tokens.from_rows(prompt=[[5, 6], [7, V], [8]])
+    td = scored(ref, sampler(TensorDict(tokens=prompts, batch_size=[3])), on_error="skip")
+    assert [bool(error) for error in td["errors"]] == [False, True, False]
+    model, policy = student
+    loss = DistillationLoss(policy.replace(on_error="skip"), mask_key=("masks", "all_response_mask"))
+    found = [row.detach() for row in rows_of(loss(td), "distillation_loss")]
+    expected = [row.detach() for row in wanted(td, "forward_kl", 5, model)]
+    assert_rows(found, [*expected[:1], torch.zeros(len(found[1]), dtype=torch.float64), *expected[2:]])
+    with pytest.raises(InvalidRequestError, match=r"row 1.*outside the vocabulary"):
+        DistillationLoss(policy, mask_key=("masks", "all_response_mask"))(td)
+
+
 def test_tokens_of_another_batch_are_refused(gen, ref, student):
     td = scored(ref, rollout(gen))
     td["tokens"] = rollout(gen, seed=5)["tokens"]
