@@ -74,6 +74,12 @@ def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
         assert [row.tolist() for row in found.full] == [[-1, -1, *rows[0]], [-1, *rows[1]]]
 
 
+@pytest.mark.parametrize("pad_output", [True, False])
+def test_all_weights_of_an_answer_are_printed(pad_output: bool) -> None:
+    td = sampled(pad_output)
+    assert "weights '0, 1'" in repr(td["log_probs"]) and "weights '0, 1'" in str(corelm.summary(td))
+
+
 def labelled(**changes: Any) -> TensorDict:
     """Return one dense row of a prompt of 2 tokens, an answer of 4, and a pad."""
     values = {"weight_version": "3", "version_runs": (("3", 0), ("5", 1)), **changes}
