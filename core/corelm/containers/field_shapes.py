@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError
 
-#: Ids of all tokens of a row, one after another, so of a length of their own. No id is negative, but the pads are.
+#: Ids of all tokens of a row, one after another: a row of this field is not as long as its tokens. Pads are negative.
 SETS = "kept_ids"
 #: How many of these ids belong to each token.
 COUNTS = "kept_counts"
