@@ -147,6 +147,20 @@ def test_dense_batches_of_other_widths_are_collated():
     assert read(corelm.collate([*narrow, *td])) == expected([0, 0, 1, 2])
 
 
+@pytest.mark.parametrize("pad", [False, True])
+def test_rows_with_different_numbers_of_most_probable_ids_are_refused(pad):
+    one = {
+        "top_ids": flat([[ids[:1] for ids in row] for row in TOP_IDS], torch.int64),
+        "top_logprobs": flat([[values[:1] for values in row] for row in TOP], torch.float32),
+    }
+    both = [rollout(pad)[0], rollout(pad, **one)[1]]
+    for name in ("top_ids", "top_log_probs"):
+        with pytest.raises(InvalidRequestError, match=r"top.*: row 1 has \[1\] values a token, and row 0 has \[2\]"):
+            corelm.ragged(lazy_stack(both), ("log_probs", name))
+    with pytest.raises(InvalidRequestError, match="row 1 has"):
+        corelm.collate(both, pad_output=pad)
+
+
 def test_selecting_the_numbers_keeps_the_ids_over_which_they_were_normalised():
     td = rollout().select(("log_probs", "full"), "masks")
     assert token_sets(td).tolist() == SETS and td["log_probs"].top_ids is None

@@ -1,12 +1,14 @@
 """`DistillationLoss` on the toy backend, against the tables of its bigrams."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 import corelm
-from corelm import LLMPolicy, LogProbs
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
+from corelm import Backend, LLMPolicy, LogProbs
+from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import DistillationLoss, aggregate
 from helpers.kl_cases import GEN, LAYOUTS, REF, SHAPES, assert_rows, gen_policy, ref_policy, rollout, rows_of
 
@@ -203,6 +205,29 @@ def setattr_row(td, name, column, value, pad):
     rows[1] = rows[1].clone()
     rows[1][column] = value
     setattr(td["teacher_log_probs"], name, torch.stack(rows) if pad else rows)
+
+
+@LAYOUTS
+def test_rows_that_were_skipped_count_nothing(gen, ref, student, pad):
+    sampler = gen.replace(input_mode="tokens", on_error="skip", sampling_params={"max_new_tokens": 3}, pad_output=pad)
+    prompts = corelm.Tokens.from_rows(prompt=[[5, 6], [7, V], [8]])
+    td = scored(ref, sampler(TensorDict(tokens=prompts, batch_size=[3])), on_error="skip")
+    assert [bool(error) for error in td["errors"]] == [False, True, False]
+    model, policy = student
+    loss = DistillationLoss(policy.replace(on_error="skip"), mask_key=("masks", "all_response_mask"))
+    found = [row.detach() for row in rows_of(loss(td), "distillation_loss")]
+    expected = [row.detach() for row in wanted(td, "forward_kl", 5, model)]
+    assert_rows(found, [*expected[:1], torch.zeros(len(found[1]), dtype=torch.float64), *expected[2:]])
+    with pytest.raises(InvalidRequestError, match=r"row 1.*outside the vocabulary"):
+        DistillationLoss(policy, mask_key=("masks", "all_response_mask"))(td)
+
+
+def test_a_student_whose_engine_cannot_score_the_teachers_ids(gen, ref, student):
+    td, plugin = scored(ref, rollout(gen)), type(student[1].backend.engine.plugin).open()
+    plugin.capabilities = replace(plugin.capabilities, score_top_ids=False)
+    with Backend.from_plugin(plugin, "toy") as modest, pytest.raises(CapabilityError, match="give a student") as error:
+        DistillationLoss(LLMPolicy(modest, input_mode="tokens", generate=False))(td)
+    assert error.value.capability == "score_top_ids"
 
 
 def test_tokens_of_another_batch_are_refused(gen, ref, student):

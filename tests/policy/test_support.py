@@ -16,6 +16,7 @@ from corelm.errors import (
     MissingKeyError,
     ProvenanceMismatchError,
 )
+from corelm.kl import RetrieveLogProb
 
 MODEL = Bigram.of_talk()
 TABLE = MODEL.table.detach().double()
@@ -151,6 +152,12 @@ def test_greedy_answers_were_drawn_from_one_id(sampler):
     ids, said = corelm.ragged(td, ("tokens", "full")).tolist(), corelm.ragged(td, ("log_probs", "scored_mask")).tolist()
     expected = [[[t] if on else [] for t, on in zip(*row, strict=True)] for row in zip(ids, said, strict=True)]
     assert token_sets(td).tolist() == expected
+    td = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": 0.0, "top_k": K})
+    at_zero = scorer_of(sampler, sampling_params={"temperature": 0.0})
+    for score in (scorer_of(sampler), at_zero, RetrieveLogProb(sampler)):
+        with pytest.raises(ProvenanceMismatchError, match=r"row 0: is greedy.* score without support_key"):
+            score(td)
+    RetrieveLogProb(sampler.replace(log_probs_mode="raw"), support_key=None)(td)
 
 
 # Scoring -------------------------------------------------------------------------------------------------------------

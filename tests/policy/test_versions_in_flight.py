@@ -74,6 +74,12 @@ def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
         assert [row.tolist() for row in found.full] == [[-1, -1, *rows[0]], [-1, *rows[1]]]
 
 
+@pytest.mark.parametrize("pad_output", [True, False])
+def test_all_weights_of_an_answer_are_printed(pad_output: bool) -> None:
+    td = sampled(pad_output)
+    assert "weights '0, 1'" in repr(td["log_probs"]) and "weights '0, 1'" in str(corelm.summary(td))
+
+
 def labelled(**changes: Any) -> TensorDict:
     """Return one dense row of a prompt of 2 tokens, an answer of 4, and a pad."""
     values = {"weight_version": "3", "version_runs": (("3", 0), ("5", 1)), **changes}
@@ -144,3 +150,43 @@ def test_turns_of_several_weights_say_which_tokens_are_whose() -> None:
     ages = corelm.staleness(merged, "1")
     ages = ages if isinstance(ages, torch.Tensor) else ages.full[0]
     assert ages.flatten().tolist() == [-1, -1, 1, 1, -1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "runs", "ages"),
+    [
+        ([[3, 4], []], (), [-1, -1, 1, 1, -1]),
+        ([[], [3]], (), [-1, -1, -1, 0]),
+        ([[3, 4], [], [6]], (("0", 0), ("2", 4)), [-1, -1, 2, 2, -1, -1, 0]),
+    ],
+    ids=["last", "first", "in between"],
+)
+def test_a_turn_that_sampled_nothing_is_of_no_weights(answers: Any, runs: Any, ages: list[int]) -> None:
+    """An abort before the first token leaves such a turn."""
+    turns, prompt = [], [1, 2]
+    for version, answer in enumerate(answers):
+        sampled = [*[False] * len(prompt), *[True] * len(answer)]
+        log_probs = LogProbs.from_rows(
+            full=[[-1.0 * on for on in sampled]],
+            scored_mask=[sampled],
+            provenance=Provenance("toy", "", str(version)),
+        )
+        tokens = corelm.Tokens.from_rows(prompt=[prompt], response=[answer])
+        turns.append(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))
+        prompt = [*prompt, *answer, 9]
+    merged = corelm.merge_turns(turns)
+    assert merged["log_probs"].provenance.version_runs == runs
+    assert corelm.staleness(merged, str(len(answers) - 1)).full[0].tolist() == ages
+
+
+def test_runs_after_a_turn_that_sampled_nothing_begin_where_their_tokens_are() -> None:
+    provenance = Provenance("toy", "", "1", version_runs=(("1", 0), ("2", 1)))
+    turns = []
+    for prompt, answer, label in (([1, 2], [], Provenance("toy", "", "0")), ([1, 2, 9], [3, 4], provenance)):
+        sampled = [*[False] * len(prompt), *[True] * len(answer)]
+        log_probs = LogProbs.from_rows(full=[[0.0] * len(sampled)], scored_mask=[sampled], provenance=label)
+        tokens = corelm.Tokens.from_rows(prompt=[prompt], response=[answer])
+        turns.append(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))
+    merged = corelm.merge_turns(turns)
+    assert merged["log_probs"].provenance.version_runs == (("1", 0), ("2", 2))
+    assert corelm.staleness(merged, "2").full[0].tolist() == [-1, -1, -1, 1, 0]

@@ -189,8 +189,8 @@ def untouched(sampling: SamplingParams) -> bool:
 def scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool = False) -> bool:
     """Return whether an engine with `scaled` log-probs has those of `mode`.
 
-    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding. Less the log of the
-    mass that truncation has left, which comes with the ids that it has left, they are those after truncation.
+    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding. Those after
+    truncation are these minus the log of the mass that truncation has left, which comes with the kept ids.
     """
     if _reshapes(sampling):
         # Engines differ in whether penalties and forbidden ids are applied before or after they compute the number.

@@ -33,7 +33,7 @@ from tensordict import (
 from torch import Tensor
 
 from corelm.containers.field_access import as_stored, data_of, field_readers, flat, is_padded, rows, strings, tensors
-from corelm.containers.field_shapes import COUNTS, SETS, WIDE
+from corelm.containers.field_shapes import COUNTS, SETS, WIDE, must_be_of_one_width
 from corelm.containers.history import History
 from corelm.containers.row_fields import container_of_rows
 from corelm.errors import InvalidRequestError
@@ -298,7 +298,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         masks: the key of the `Masks` that tell tokens from pads in a dense field. Other layouts need no masks.
 
     Raises:
-        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field.
+        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or rows have
+            different numbers of the most probable ids.
     """
     container, name, flat_rows = _field_of(td, key)
     if flat_rows is not None:
@@ -306,7 +307,9 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         return flat_rows.clone()
     found = _values(td, container, name, masks)
     if found is None:
-        return Ragged.cat([ragged(row, key, masks=masks) for row in _batch_rows(td, container, key, masks)])
+        parts = [ragged(row, key, masks=masks) for row in _batch_rows(td, container, key, masks)]
+        must_be_of_one_width([part.values for part in parts], key)
+        return Ragged.cat(parts)
     values, mask = found
     if mask is not None:
         return Ragged(values[mask], mask.sum(-1).flatten())
@@ -316,6 +319,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         empty = container._tensordict.get(name)
         nothing = empty.new_empty((0, *empty.shape[container.batch_dims + 1 :]))
         return Ragged(nothing, torch.zeros(0, dtype=torch.int64))
+    must_be_of_one_width(row_values, key)
     return Ragged(torch.cat(row_values), torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
 
 

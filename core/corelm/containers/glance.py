@@ -104,7 +104,9 @@ def label(provenance: Any) -> str:
     model = printable(provenance.model)
     if len(model) > 40:  # a path, whose end is the name
         model = f"…{model[-39:]}"
-    return f"{how}, {cut(provenance.backend, 20)}, model '{model}', weights '{cut(provenance.weight_version, 20)}'"
+    # The weight version is that of the first token only.
+    weights = ", ".join(dict.fromkeys(version for version, _ in provenance.version_runs)) or provenance.weight_version
+    return f"{how}, {cut(provenance.backend, 20)}, model '{model}', weights '{cut(weights, 20)}'"
 
 
 def row_count(batch_size: Sequence[int]) -> str:

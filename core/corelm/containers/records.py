@@ -63,7 +63,8 @@ def to_records(
                                              vocabulary, and a number; None where not scored
     top_ids, top_log_probs, tail_log_mass    likewise; two lists of k per token, and a number
     backend, model, weight_version, mode,    the provenance of ``log_probs``
-    temperature, support, penalties, adapter
+    temperature, support, penalties,         `version_runs`: lists of a version and its first token in the answer, empty
+    adapter, version_runs                    if all tokens are of ``weight_version``
     assistant_mask                           as long as all ids: which tokens are the assistant's
     =======================================  =============================================================
 

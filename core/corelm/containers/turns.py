@@ -160,6 +160,10 @@ class _Turn:
         """bool, like the values of `full`: True where a token of the response is."""
         return self.full.positions >= self.prompt_lengths[self.full.row_index]
 
+    def is_empty(self, row: int) -> bool:
+        """Return whether the response of a row has no tokens."""
+        return bool(self.full.lengths[row] == self.prompt_lengths[row])
+
     @property
     def weight_versions(self) -> tuple[str, ...]:
         return tuple("" if one is None else one.weight_version for one in self.provenances)
@@ -243,10 +247,13 @@ def _merged_runs(turns: Sequence[_Turn], known: Sequence[Provenance], row: int) 
     found: list[tuple[str, int]] = []
     start = int(turns[0].prompt_lengths[row])
     for turn, one in zip(turns, known, strict=True):
+        if turn.is_empty(row):
+            continue
         before = int(turn.prompt_lengths[row]) - start
         for version, first in one.version_runs or ((one.weight_version, 0),):
             if not found or found[-1][0] != version:
-                found.append((version, before + first))
+                # Runs begin at 0: what is before the first sampled token belongs to no weights, and is counted with it.
+                found.append((version, before + first if found else 0))
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -263,7 +270,9 @@ def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance,
         if not all(one.matches(known[0]) for one in known):
             problems[row] = ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
         if len(known) == len(found):
-            versions = dict.fromkeys(one.weight_version for one in known)
+            # An answer that was aborted before its first token is of no weights.
+            sampled = [one for turn, one in zip(turns, known, strict=True) if not turn.is_empty(row)] or known[-1:]
+            versions = dict.fromkeys(one.weight_version for one in sampled)
             runs = _merged_runs(turns, known, row)
             merged.append(replace(known[-1], weight_version=", ".join(versions), version_runs=runs))
     if problems:

@@ -40,8 +40,9 @@ class DistillationLoss(TensorDictModuleBase):
 
     Args:
         student: scores the tokens of the TensorDict at the teacher's ids, at every call, with gradients if its engine
-            has them and they are enabled. Its `log_probs_mode`, temperature and adapter are used. None reads a
-            `LogProbs` with the same ids from the TensorDict.
+            has them and they are enabled. Its `log_probs_mode`, temperature and adapter are used, and its `on_error`:
+            "skip" leaves out rows that cannot be scored, if no position of them counts. None reads a `LogProbs` with
+            the same ids from the TensorDict.
         kind: `forward_kl` is KL(teacher‖student), `reverse_kl` is KL(student‖teacher), `js` the generalised
             Jensen-Shannon divergence.
         beta: of `js`, above 0 and below 1: the weight of the teacher in the mixture.
@@ -157,7 +158,11 @@ class DistillationLoss(TensorDictModuleBase):
             top_ids=pair.layout.ragged(ids),
             grad=torch.is_grad_enabled() and policy.backend.capabilities.gradients,
             adapter=policy.options.adapter,
+            on_error=policy.options.on_error,
         )
+        counted = pair.layout.row_sums(pair.mask.double()).flatten() > 0
+        errors = {row: error for row, error in enumerate(result.errors or ()) if error and bool(counted[row])}
+        refuse(errors, str(self.tokens_key))
         self._check_distributions(container, policy.backend.provenance(result), len(lengths))
         assert result.top_logprobs is not None and result.tail_log_mass is not None
         return TopLogProbs(result.top_logprobs.values, result.tail_log_mass.values, ids)

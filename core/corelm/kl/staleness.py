@@ -53,7 +53,7 @@ def token_versions(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> 
         start = 0
         if one.version_runs:
             if scoring.answers is None:
-                problems[row] = "is of several weights, and without masks nobody knows where its answer begins"
+                problems[row] = "is of several weights, and without masks it is not known where its answer begins"
                 continue
             start = int(scoring.answers[row])
             if why := run_problems(one.version_runs, length - start) or backward(one.version_runs):
@@ -132,7 +132,7 @@ def _order(versions: Iterable[str]) -> dict[str, int]:
 
 
 def _behind(label: str, version: str, order: dict[str, int] | None) -> int | str:
-    """Return by how many updates a label is behind `version`, or why nobody knows."""
+    """Return by how many updates a label is behind `version`, or why that is not known."""
     if label == version:
         return 0
     if order is not None:

@@ -93,6 +93,8 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
             continue
         if label.mode == "raw":
             problems[row] = "is raw, so it was not normalised over these ids"
+        elif label.temperature == 0.0:
+            problems[row] = "is greedy, so each token had one id to choose from"
         elif label.temperature != temperature:
             problems[row] = f"was sampled at temperature {label.temperature}, the scores are of {temperature}"
         elif label.penalties:
@@ -103,6 +105,6 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
         advice = f'score with log_probs_mode="processed", sampling_params={{"temperature": {first}}}'
         if "raw" in next(iter(problems.values())):
             advice = 'sample with log_probs_mode="processed", or score without support_key'
-        if wanted == {0.0}:
+        if 0.0 in wanted:
             advice = "greedy answers have the log-prob 0 under truncation; score without support_key"
         raise ProvenanceMismatchError(f"support_key: {name}: {spelled_out(problems)}; {advice}")

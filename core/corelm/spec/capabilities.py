@@ -42,7 +42,7 @@ class Capabilities:
             engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
             such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. An
             engine that declares `return_support` as well is also asked for `processed` ones of truncated distributions,
-            if it is asked for the support: they are the scaled ones less the mass that truncation has left.
+            if it is asked for the support: they are the scaled ones minus the log of the mass that truncation has left.
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.

@@ -39,8 +39,8 @@ class VersionLog:
 class RowVersions:
     """Collects the `version_runs` of the rows of a call.
 
-    Tell it of the tokens of a row when the weights they were sampled with are known; nothing has to be told of rows
-    that are of the version of the beginning.
+    Tell it of the tokens of a row when the weights they were sampled with are known; rows whose tokens are all of the
+    first version need no call.
 
     Args:
         rows: how many rows the call has.
@@ -52,7 +52,7 @@ class RowVersions:
         self._runs: list[list[tuple[str, int]]] = [[(version, 0)] for _ in range(rows)]
 
     def sampled(self, row: int, first: int, version: str) -> None:
-        """Note that the tokens of a row are of this version from token `first` on. 0 begins the row anew."""
+        """Note that the tokens of a row are of this version from token `first` on; 0 discards earlier notes."""
         runs = self._runs[row]
         if first == 0:
             runs.clear()
