@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,8 +203,6 @@ def test_a_reply_without_its_candidates_fails_its_row_alone(connect: Connect, fa
 
 
 def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> None:
-    from dataclasses import replace
-
     backend = connect()
     plain = backend.engine.plugin.generate(request(3))
     chunks: list[Any] = []
@@ -210,6 +210,42 @@ def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> N
     assert len(chunks) > 3 and streamed.errors is None
     for name in ("top_ids", "top_logprobs", "tail_log_mass"):
         assert torch.equal(getattr(streamed, name).values, getattr(plain, name).values)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_an_aborted_row_of_a_stream_keeps_its_tokens_with_their_most_probable_ids(
+    connect: Connect, fake: FakeVLLM, tokens: int
+) -> None:
+    """Without a route for aborts its connection is closed, and there is no reply: neither of it, nor, if it had no
+    token yet, of any id. The other rows must not suffer.
+    """
+    backend, here, gone = connect(), threading.local(), threading.Event()
+    plain = backend.engine.plugin.generate(request(3))
+
+    def pause(step: int) -> None:
+        if here.prompt == PROMPTS[1] and step == tokens:
+            gone.wait(20)
+
+    fake.spoil, fake.pause = lambda choice: setattr(here, "prompt", choice["prompt_token_ids"]), pause
+    told, all_told = [0], threading.Event()
+
+    def on_tokens(chunk: Any) -> None:
+        told[0] += len(chunk.ids)
+        if told[0] == 8 + tokens:
+            all_told.set()
+
+    asked = replace(request(3), on_tokens=on_tokens)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(backend.engine.plugin.generate, asked)
+        assert all_told.wait(20)
+        backend.abort(["b"])
+        gone.set()
+        found = future.result(20)
+    assert found.finish_reasons == ("length", "abort", "length") and found.errors is None
+    assert found.ids.lengths.tolist() == [4, tokens, 4] == found.top_ids.lengths.tolist()
+    for name in ("ids", "logprobs", "top_ids", "top_logprobs", "tail_log_mass"):
+        for row, other in zip(getattr(found, name).split(), getattr(plain, name).split(), strict=True):
+            torch.testing.assert_close(row, other[: len(row)])
 
 
 # Calls that are kept apart --------------------------------------------------------------------------------------------
