@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from corelm import SamplingParams
-from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import AbortRequest, GenerateRequest, Ragged, ScoreRequest
 from corelm.support import RowError
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
+from helpers.http_server import FaultServer, held, json_reply
+from helpers.processes import wait_until
 from vllm_backend.lanes import Lanes, lane_of
 from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
 
@@ -272,8 +274,8 @@ def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> N
         thread.start()
     for _ in first:
         assert inside.acquire(timeout=20)
-    with lanes.entered(None, None) as timeout, pytest.raises(TimeoutError):
-        assert timeout is None
+    with lanes.entered(None, None) as turn, pytest.raises(TimeoutError):
+        assert turn.timeout is None
         with lanes.entered("named", 0.05):
             raise AssertionError("calls of the other kind are running")
     waiting = threading.Thread(target=call, args=("named",))
@@ -283,3 +285,32 @@ def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> N
         thread.join(20)
         assert not thread.is_alive()
     assert events == ["top", "top", "named"]
+
+
+def test_requests_that_are_aborted_while_their_call_waits_for_its_turn_are_not_sent(
+    connect: Connect, server: FaultServer, fake: FakeVLLM
+) -> None:
+    backend, gate = connect(), threading.Event()
+    plugin = backend.engine.plugin
+    held_reply = held(json_reply({}, 404), gate)
+    fake.fault = lambda request: held_reply if request.body and request.body["prompt"] == [1] else None
+    before = len(server.requests)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(plugin.score_logprobs, scoring(0, [[1, 2]]))
+        server.wait_for(lambda: len(server.requests) == before + 1)
+        chunks: list[Any] = []
+        some = pool.submit(plugin.generate, replace(request(3), on_tokens=chunks.append))
+        whole = pool.submit(plugin.generate, replace(request(3), request_ids=("x", "y", "z")))
+        assert wait_until(lambda: len(plugin.engine._lanes._waiting) == 2)
+        plugin.abort(AbortRequest(request_ids=("b", "x", "y", "z")))
+        # Of one call nothing is left, so it waits no longer.
+        ended = whole.result(20)
+        assert ended.finish_reasons == ("abort",) * 3 and ended.errors is None and not some.done()
+        gate.set()
+        found = some.result(20)
+        assert first.result(20).errors[0]
+    assert found.finish_reasons == ("length", "abort", "length") and found.errors is None
+    assert found.ids.lengths.tolist() == [4, 0, 4] == found.top_ids.lengths.tolist()
+    told = {row: [token for chunk in chunks if chunk.row == row for token in chunk.ids] for row in (0, 2)}
+    assert told == {row: found.ids.tolist()[row] for row in (0, 2)}
+    assert PROMPTS[1] not in [each.body["prompt"] for each in server.requests[before:]]

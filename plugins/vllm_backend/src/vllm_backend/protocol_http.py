@@ -118,6 +118,11 @@ def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any]
     return lambda row, reply: on_answer(row, len(only_choice(reply)["token_ids"]))
 
 
+def renumbered(tell: Callable[[int, Any], None], rows: Sequence[int]) -> Callable[[int, Any], None]:
+    """Return `tell` for requests of which number i belongs to row ``rows[i]``."""
+    return lambda number, reply: tell(rows[number], reply)
+
+
 def joined(reply: Any, event: Any) -> Any:
     """Return the completion that a streamed reply has become with one more event; see `Streamed`.
 
