@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from corelm.spec.records import GenerateRequest, TokenChunk
@@ -11,6 +11,9 @@ from corelm.support.stop_strings import StopStrings
 
 #: Returns the log-probs of the tokens from number `first` to the one before number `end`.
 LogProbs = Callable[[int, int], Sequence[float]]
+#: Returns what is known of other ids at the first so many tokens: the fields `kept_ids`, `kept_log_mass` and `top` of a
+#: `RowAnswer`, as far as they were asked for.
+OtherIds = Callable[[int], Mapping[str, Any]]
 
 
 class RowStreams:
@@ -32,15 +35,19 @@ class RowStreams:
         self._watches = [stops.watch() for _ in range(rows)]
         self._over, self._ended = [False] * rows, [False] * rows
         self._told: list[tuple[list[int], list[float]]] = [([], []) for _ in range(rows)]
+        self._others: dict[int, OtherIds] = {}
 
-    def tell(self, row: int, ids: Sequence[int], logprobs: LogProbs) -> None:
+    def tell(self, row: int, ids: Sequence[int], logprobs: LogProbs, others: OtherIds | None = None) -> None:
         """Hand over the new tokens of a row that goes on.
 
         Args:
             row: the row.
             ids: all tokens of its answer so far.
             logprobs: returns the log-probs of some of them.
+            others: returns what `aborted` needs besides, if the request asks for kept ids or the most probable ids.
         """
+        if others is not None:
+            self._others[row] = others
         start = end = len(self._told[row][0])
         while end < len(ids) and not self._over[row]:
             self._over[row] = self._watches[row].completed_by(ids[end]) or ids[end] in self._stop_ids
@@ -57,9 +64,14 @@ class RowStreams:
         self._hand_over(row, answer.ids[start:], answer.logprobs[start:], answer.finish_reason)
 
     def aborted(self, row: int) -> RowAnswer:
-        """Return the answer of a row whose request was aborted and returned nothing: what was handed over."""
+        """Return the answer of a row whose request was aborted and returned nothing: what was handed over.
+
+        Raises:
+            Exception: the errors of the `others` that `tell` got last; `row_outcome` makes them errors of the row.
+        """
         ids, logprobs = self._told[row]
-        return RowAnswer(ids, logprobs, "abort")
+        others = self._others.get(row)
+        return RowAnswer(ids, logprobs, "abort", **(others(len(ids)) if others and ids else {}))
 
     def _hand_over(self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None = None) -> None:
         known_ids, known_logprobs = self._told[row]

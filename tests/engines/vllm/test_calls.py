@@ -24,7 +24,8 @@ from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows
 from vllm_backend import weights
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.engine_async import ABORTED_EARLY, AsyncEngine
+from vllm_backend.engine import ABORTED_EARLY
+from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.protocol_inprocess import VLLMRequest
 
 PROMPTS = random_rows(4, 5, 6)

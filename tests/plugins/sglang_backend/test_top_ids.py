@@ -137,6 +137,8 @@ def test_ids_without_a_probability_are_left_out(backend, fake):
     found = generated(backend, 3)
     assert bool((found.top_ids.values[:, 2] == -1).all() and (found.top_ids.values[:, :2] >= 0).all())
     assert bool((found.top_logprobs.values[:, 2] == -torch.inf).all())
+    # The two that are left do not add up to 1 here, which is to stand for rounding: nothing is left to others.
+    assert bool((found.tail_log_mass.values == -torch.inf).all())
 
 
 def _set(row: int, column: int, part: int, value: Any) -> Any:

@@ -17,6 +17,7 @@ from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
 from helpers.half_characters import Pieces
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
 
 #: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
@@ -86,6 +87,25 @@ def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, val
     assert "position 1" in (result.errors or ("", ""))[1]
     kept = [-1.0, -2.0] if asked is RAW else [0.0, 0.0]
     assert result.logprobs is not None and result.logprobs.tolist() == [kept, [], kept]
+
+
+def test_a_row_that_fails_after_an_update_in_flight_has_the_runs_of_no_tokens() -> None:
+    """Runs beyond the tokens of a row would make core refuse the whole result."""
+    asked = replace(request(top_k=2), return_support=True, weight_version="old", weight_update=0)
+    info = replace(
+        INFO,
+        capabilities=replace(INFO.capabilities, update_weights=True, concurrent_calls=True, updates_in_flight=True),
+    )
+    rows = [output([8, 9], [-1.0, -2.0]) for _ in range(2)]
+    for row in rows:
+        row.outputs[0].weight_versions = [
+            SimpleNamespace(version="default", start=0, end=1),
+            SimpleNamespace(version="1:new", start=1, end=2),
+        ]
+    kept = [KeptSetsOfRow([[8], [9]], [0.0, 0.0]), KeptSetsOfRow([[8]], [0.0])]
+    result = generation_result(asked, rows, info, kept)
+    assert "remembered the ids of 1 tokens" in (result.errors or ("", ""))[1]
+    assert result.version_runs == ((("old", 0), ("new", 1)), (("old", 0),))
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

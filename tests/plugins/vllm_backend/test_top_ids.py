@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 
 from corelm import SamplingParams
-from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import AbortRequest, GenerateRequest, Ragged, ScoreRequest
 from corelm.support import RowError
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
+from helpers.http_server import FaultServer, held, json_reply
+from helpers.processes import wait_until
 from vllm_backend.lanes import Lanes, lane_of
 from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
 
@@ -201,8 +205,6 @@ def test_a_reply_without_its_candidates_fails_its_row_alone(connect: Connect, fa
 
 
 def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> None:
-    from dataclasses import replace
-
     backend = connect()
     plain = backend.engine.plugin.generate(request(3))
     chunks: list[Any] = []
@@ -210,6 +212,42 @@ def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> N
     assert len(chunks) > 3 and streamed.errors is None
     for name in ("top_ids", "top_logprobs", "tail_log_mass"):
         assert torch.equal(getattr(streamed, name).values, getattr(plain, name).values)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_an_aborted_row_of_a_stream_keeps_its_tokens_with_their_most_probable_ids(
+    connect: Connect, fake: FakeVLLM, tokens: int
+) -> None:
+    """Without a route for aborts its connection is closed, and there is no reply: neither of it, nor, if it had no
+    token yet, of any id. The other rows must not suffer.
+    """
+    backend, here, gone = connect(), threading.local(), threading.Event()
+    plain = backend.engine.plugin.generate(request(3))
+
+    def pause(step: int) -> None:
+        if here.prompt == PROMPTS[1] and step == tokens:
+            gone.wait(20)
+
+    fake.spoil, fake.pause = lambda choice: setattr(here, "prompt", choice["prompt_token_ids"]), pause
+    told, all_told = [0], threading.Event()
+
+    def on_tokens(chunk: Any) -> None:
+        told[0] += len(chunk.ids)
+        if told[0] == 8 + tokens:
+            all_told.set()
+
+    asked = replace(request(3), on_tokens=on_tokens)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(backend.engine.plugin.generate, asked)
+        assert all_told.wait(20)
+        backend.abort(["b"])
+        gone.set()
+        found = future.result(20)
+    assert found.finish_reasons == ("length", "abort", "length") and found.errors is None
+    assert found.ids.lengths.tolist() == [4, tokens, 4] == found.top_ids.lengths.tolist()
+    for name in ("ids", "logprobs", "top_ids", "top_logprobs", "tail_log_mass"):
+        for row, other in zip(getattr(found, name).split(), getattr(plain, name).split(), strict=True):
+            torch.testing.assert_close(row, other[: len(row)])
 
 
 # Calls that are kept apart --------------------------------------------------------------------------------------------
@@ -236,8 +274,8 @@ def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> N
         thread.start()
     for _ in first:
         assert inside.acquire(timeout=20)
-    with lanes.entered(None, None) as timeout, pytest.raises(TimeoutError):
-        assert timeout is None
+    with lanes.entered(None, None) as turn, pytest.raises(TimeoutError):
+        assert turn.timeout is None
         with lanes.entered("named", 0.05):
             raise AssertionError("calls of the other kind are running")
     waiting = threading.Thread(target=call, args=("named",))
@@ -247,3 +285,32 @@ def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> N
         thread.join(20)
         assert not thread.is_alive()
     assert events == ["top", "top", "named"]
+
+
+def test_requests_that_are_aborted_while_their_call_waits_for_its_turn_are_not_sent(
+    connect: Connect, server: FaultServer, fake: FakeVLLM
+) -> None:
+    backend, gate = connect(), threading.Event()
+    plugin = backend.engine.plugin
+    held_reply = held(json_reply({}, 404), gate)
+    fake.fault = lambda request: held_reply if request.body and request.body["prompt"] == [1] else None
+    before = len(server.requests)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(plugin.score_logprobs, scoring(0, [[1, 2]]))
+        server.wait_for(lambda: len(server.requests) == before + 1)
+        chunks: list[Any] = []
+        some = pool.submit(plugin.generate, replace(request(3), on_tokens=chunks.append))
+        whole = pool.submit(plugin.generate, replace(request(3), request_ids=("x", "y", "z")))
+        assert wait_until(lambda: len(plugin.engine._lanes._waiting) == 2)
+        plugin.abort(AbortRequest(request_ids=("b", "x", "y", "z")))
+        # Of one call nothing is left, so it waits no longer.
+        ended = whole.result(20)
+        assert ended.finish_reasons == ("abort",) * 3 and ended.errors is None and not some.done()
+        gate.set()
+        found = some.result(20)
+        assert first.result(20).errors[0]
+    assert found.finish_reasons == ("length", "abort", "length") and found.errors is None
+    assert found.ids.lengths.tolist() == [4, 0, 4] == found.top_ids.lengths.tolist()
+    told = {row: [token for chunk in chunks if chunk.row == row for token in chunk.ids] for row in (0, 2)}
+    assert told == {row: found.ids.tolist()[row] for row in (0, 2)}
+    assert PROMPTS[1] not in [each.body["prompt"] for each in server.requests[before:]]

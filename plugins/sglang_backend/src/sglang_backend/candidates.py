@@ -73,7 +73,9 @@ def top_ids_of(meta: Any, side: Side, count: int, k: int, vocab_size: int) -> To
         if bool(wrong.any()):
             raise RowError(f"its {k} most probable ids at position {int(wrong.nonzero()[0, 0])} {what}")
     values = values.masked_fill(absent, -torch.inf)
-    return TopIds(ids.masked_fill(absent, -1), values.clamp(max=0.0), log_tail_mass(values))
+    # Rounding would leave a mass where there is no other id with a probability.
+    tail = log_tail_mass(values).masked_fill(absent.any(dim=1) | (k == vocab_size), -torch.inf)
+    return TopIds(ids.masked_fill(absent, -1), values.clamp(max=0.0), tail)
 
 
 def _columns(meta: Any, side: Side, count: int, k: int, remedy: str) -> tuple[Tensor, Tensor]:

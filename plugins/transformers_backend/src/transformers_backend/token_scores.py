@@ -230,4 +230,9 @@ def _top_of(tempered: Tensor, query: TokenQuery) -> TopIds:
     if query.top_ids is None:
         # An id that the model rules out is not among the most probable ones.
         ids = ids.masked_fill(values == -torch.inf, -1)
-    return TopIds(ids, values - normalizer[:, None], others.logsumexp(-1) - normalizer)
+    rest = others.logsumexp(-1)
+    nothing = rest.detach() == -torch.inf
+    if rest.requires_grad and bool(nothing.any()):
+        # The derivative of the log of nothing is NaN, which would reach every weight.
+        rest = others.masked_fill(nothing[:, None], 0.0).logsumexp(-1).masked_fill(nothing, -torch.inf)
+    return TopIds(ids, values - normalizer[:, None], rest - normalizer)

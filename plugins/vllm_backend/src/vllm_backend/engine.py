@@ -31,10 +31,11 @@ from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
-from vllm_backend.lanes import Lane, Lanes, lane_of
+from vllm_backend.lanes import Lane, Lanes, Turn, lane_of
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
+ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
 
 #: Takes the number of a request and one of its outputs.
@@ -72,8 +73,9 @@ class InProcessEngine(ABC):
         requests = protocol.generation_requests(request, self._info, lora, keys)
         on_output = protocol.on_output(request, self.tokenizer)
         try:
-            with self._lanes.entered(self._lane(request), request.timeout) as timeout:
-                outputs = self.run(requests, request.request_ids, timeout, on_output)
+            with self._lanes.entered(self._lane(request), request.timeout, request.request_ids) as turn:
+                left = _unless_aborted(requests, request.request_ids, turn)
+                outputs = self.run(left, request.request_ids, turn.timeout, on_output)
         except BaseException:
             # The next call that wants sets has the workers forget these.
             self._lost_keys.extend(keys)
@@ -102,8 +104,8 @@ class InProcessEngine(ABC):
     def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
-        with self._lanes.entered(self._lane(request), request.timeout) as timeout:
-            outputs = self.run(list(requests.values()), names, timeout)
+        with self._lanes.entered(self._lane(request), request.timeout, names) as turn:
+            outputs = self.run(_unless_aborted(list(requests.values()), names, turn), names, turn.timeout)
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
 
     def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
@@ -233,6 +235,15 @@ class InProcessEngine(ABC):
             raise BackendClosedError("this vLLM engine is closed")
         if self._broken:
             raise EngineError(DEAD, usable=False)
+
+
+def _unless_aborted(
+    requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], turn: Turn
+) -> Sequence[VLLMRequest | RowFailure]:
+    """Return the requests, with `ABORTED_EARLY` for those that were aborted while the call waited for its turn."""
+    if not turn.aborted:
+        return requests
+    return [ABORTED_EARLY if name in turn.aborted else each for each, name in zip(requests, names, strict=True)]
 
 
 def timeout_error(timeout: float | None) -> TimeoutError:

@@ -22,11 +22,17 @@ from corelm.support import EventLoopThread, RowFailure, done_within
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.compat import refusals
-from vllm_backend.engine import DEAD, KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.engine import (
+    ABORTED_EARLY,
+    DEAD,
+    KEPT_CACHE,
+    InProcessEngine,
+    OnOutput,
+    collecting_garbage,
+    timeout_error,
+)
 from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
-
-ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 
 #: Seconds that the engine's process gets to shut down before it is killed.
 _SHUTDOWN_GRACE = 30.0
@@ -123,6 +129,7 @@ class AsyncEngine(InProcessEngine):
 
     def abort(self, request: AbortRequest) -> bool:
         self._require_usable()
+        self._lanes.abort(request.request_ids)
         self.loop.run(self.abort_named(frozenset(request.request_ids)))
         return True
 

@@ -33,7 +33,7 @@ from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
-from vllm_backend.top_ids_http import TopStreams, answer_top, most_probable, prompt_top
+from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
 
 Payload = dict[str, Any]
 
@@ -102,7 +102,8 @@ def generation_result(
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
-            return streams.aborted(row)
+            # What was reported of its other ids may be wrong, which is an error of this row alone.
+            return row_outcome(row, lambda number, _: streams.aborted(number))
         return row_outcome(
             entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops, info)
         )
@@ -115,6 +116,11 @@ def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any]
     if on_answer is None:
         return None
     return lambda row, reply: on_answer(row, len(only_choice(reply)["token_ids"]))
+
+
+def renumbered(tell: Callable[[int, Any], None], rows: Sequence[int]) -> Callable[[int, Any], None]:
+    """Return `tell` for requests of which number i belongs to row ``rows[i]``."""
+    return lambda number, reply: tell(rows[number], reply)
 
 
 def joined(reply: Any, event: Any) -> Any:
@@ -144,7 +150,7 @@ def joined(reply: Any, event: Any) -> Any:
 def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: ServerInfo) -> tuple[RowStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events."""
     count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
-    streams = TopStreams(request, info.tokenizer, count, vocab_size)
+    streams = RowStreams(request, info.tokenizer)
     stops = StopStrings.of(request.sampling, info.tokenizer)
     seen = [0] * len(payloads)
 
@@ -156,10 +162,15 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
                 streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
-                ids, payload, streams.choices[row] = choice["token_ids"], payloads[row], choice
+                ids, payload = choice["token_ids"], payloads[row]
                 new = checked_ids(ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row])
                 seen[row] += len(new)
-                streams.tell(row, ids, lambda first, end: _logprobs_between(choice, ids, request, first, end))
+                streams.tell(
+                    row,
+                    ids,
+                    lambda first, end: _logprobs_between(choice, ids, request, first, end),
+                    lambda told: {"top": answer_top(choice, request, ids[:told], count, vocab_size)},
+                )
 
     return streams, Streamed(joined, tell)
 

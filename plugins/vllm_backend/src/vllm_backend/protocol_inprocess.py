@@ -115,12 +115,13 @@ def generation_result(
 
     def parse(output: Any, row: int) -> RowAnswer:
         answer, completion = _row_answer(output, request, stops), output.outputs[0]
-        if info.capabilities.updates_in_flight:
-            runs[row] = versions.runs_of(completion.weight_versions, request, len(answer.ids))
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
         top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
         sets = kept[row].first(len(answer.ids)) if kept else KeptSetsOfRow([], [])
+        if info.capabilities.updates_in_flight:
+            # Last, because a row that fails has no tokens, and runs of none.
+            runs[row] = versions.runs_of(completion.weight_versions, request, len(answer.ids))
         return replace(answer, top=top, kept_ids=sets.ids, kept_log_mass=sets.log_mass)
 
     rows = [_outcome(output, functools.partial(parse, row=row)) for row, output in enumerate(outputs)]

@@ -22,6 +22,7 @@ from corelm.spec import (
     WeightUpdate,
 )
 from corelm.support import (
+    ABORTED,
     Deadline,
     InFlight,
     Streamed,
@@ -34,7 +35,7 @@ from vllm_backend import protocol_http as protocol
 from vllm_backend import replies
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
-from vllm_backend.lanes import Lanes, lane_of
+from vllm_backend.lanes import Lanes, Turn, lane_of
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
@@ -174,8 +175,8 @@ class VLLMServer:
         if request.on_tokens is not None:
             streams, streamed = protocol.row_streams(request, payloads, self._info)
         answered = protocol.counted(request.on_answer)
-        with self._lanes.entered(lane_of(request), request.timeout) as timeout:
-            entries, version = self._post(payloads, request.request_ids, timeout, model, streamed, answered)
+        with self._lanes.entered(lane_of(request), request.timeout, request.request_ids) as turn:
+            entries, version = self._post_left(turn, payloads, request.request_ids, model, streamed, answered)
         result = self._client.secrets.masked_result(
             protocol.generation_result(request, payloads, entries, self._info, streams)
         )
@@ -185,8 +186,8 @@ class VLLMServer:
         model = self._adapters.model(request.adapter)
         payloads = protocol.scoring_requests(request)
         names = [request.request_ids[number] for number in payloads]
-        with self._lanes.entered(lane_of(request), request.timeout) as timeout:
-            entries, version = self._post(list(payloads.values()), names, timeout, model)
+        with self._lanes.entered(lane_of(request), request.timeout, names) as turn:
+            entries, version = self._post_left(turn, list(payloads.values()), names, model)
         result = self._client.secrets.masked_result(protocol.scoring_result(request, payloads, entries, self._info))
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
 
@@ -256,6 +257,7 @@ class VLLMServer:
         return self._client.answers("/health", min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
 
     def abort(self, request: AbortRequest) -> bool:
+        self._lanes.abort(request.request_ids)
         # Looked up once: a request of the same name that begins later is another one.
         ids = self._in_flight.ids(request.request_ids)
         named = [f"{protocol.ID_PREFIX}{request_id}-0" for request_id in ids]
@@ -275,6 +277,30 @@ class VLLMServer:
         self._client.close()
 
     # Requests --------------------------------------------------------------------------------------------------------
+
+    def _post_left(
+        self,
+        turn: Turn,
+        payloads: Sequence[Payload],
+        names: Sequence[str],
+        model: str,
+        streamed: Streamed | None = None,
+        answered: Callable[[int, Any], None] | None = None,
+    ) -> tuple[list[Any], str | None]:
+        """Do what `_post` does for the rows that were not aborted while the call waited for its turn."""
+        rows = [row for row, name in enumerate(names) if name not in turn.aborted]
+        if len(rows) == len(names):
+            return self._post(payloads, names, turn.timeout, model, streamed, answered)
+        if streamed is not None:
+            streamed = replace(streamed, tell=protocol.renumbered(streamed.tell, rows))
+        if answered is not None:
+            answered = protocol.renumbered(answered, rows)
+        some, their_names = [payloads[row] for row in rows], [names[row] for row in rows]
+        found, version = self._post(some, their_names, turn.timeout, model, streamed, answered)
+        entries: list[Any] = [ABORTED] * len(names)
+        for row, entry in zip(rows, found, strict=True):
+            entries[row] = entry
+        return entries, version
 
     def _post(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from corelm.spec import GenerateRequest
-from corelm.support import RowAnswer, RowError, RowStreams, TopIds
+from corelm.support import RowError, TopIds
 from vllm_backend.replies import LABEL
 from vllm_backend.top_ids import named_candidates, top_ids, top_of_answer
 
@@ -56,24 +56,3 @@ def most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any
     if len(first) != 1:
         raise RowError("its prompt_logprobs do not say which id is the most probable one; leave out return_argmax=True")
     return first[0]
-
-
-class TopStreams(RowStreams):
-    """Streams rows, and keeps the last reply of each: the most probable ids of one that is aborted are in it.
-
-    Args:
-        request: the request.
-        tokenizer: as in `RowStreams`.
-        count: how many candidates were asked for.
-        vocab_size: ids are below it.
-    """
-
-    def __init__(self, request: GenerateRequest, tokenizer: Any, count: int, vocab_size: int) -> None:
-        super().__init__(request, tokenizer)
-        self.choices: dict[int, Mapping[str, Any]] = {}
-        self._request, self._count, self._vocab_size = request, count, vocab_size
-
-    def aborted(self, row: int) -> RowAnswer:
-        answer = super().aborted(row)
-        top = answer_top(self.choices.get(row, {}), self._request, answer.ids, self._count, self._vocab_size)
-        return RowAnswer(answer.ids, answer.logprobs, answer.finish_reason, top=top)
