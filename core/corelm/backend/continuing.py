@@ -92,7 +92,11 @@ class Continuation:
         for row in going:
             # The engine would count these tokens from the seam on.
             if int(old.ids.lengths[row]) < sampling.min_new_tokens:
-                problems.setdefault(row, f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens")
+                problems.setdefault(
+                    row,
+                    f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
+                    "count only new ones; sample this row from its prompt",
+                )
         refuse(problems, "continue_from")
         if going and bool(old.ids.lengths[going].any()):
             _refuse_penalties(sampling)
@@ -266,7 +270,9 @@ def _refuse_penalties(sampling: SamplingParams) -> None:
         if name != "repetition_penalty":
             # A repetition penalty counts the prompt as well, so it sees them.
             raise invalid(
-                name, f"{name}={value} counts the tokens of an answer, and the engine would count those after the seam"
+                name,
+                f"{name}={value} counts the tokens of an answer, and the engine would count only new ones; sample "
+                "these answers from their prompts",
             )
 
 

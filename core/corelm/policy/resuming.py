@@ -39,7 +39,7 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     Raises:
         MissingKeyError: it has no tokens, or no finish reasons.
         InvalidRequestError: its prompts are others, or there are more or fewer.
-        ProvenanceMismatchError: its rows are of several distributions.
+        ProvenanceMismatchError: its rows are of several distributions, or were sampled with other penalties.
     """
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
@@ -78,6 +78,13 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         raise ProvenanceMismatchError("continue_from: its rows are of several distributions; continue them apart")
     if known:
         first = known[0]
+        wanted = options.sampling.penalties
+        if first.mode == "processed" and first.penalties != wanted:
+            # A `GenerateResult` does not hold them, so nothing after this could tell.
+            raise ProvenanceMismatchError(
+                f"continue_from: its log-probs were sampled with the penalties {dict(first.penalties)}, and those that "
+                f"follow would be with {dict(wanted)}; give the same"
+            )
         values |= {
             "mode": first.mode,
             "temperature": first.temperature,

@@ -134,7 +134,7 @@ def test_other_distributions_do_not_join(open_model: Open) -> None:
     ("change", "sampling", "told"),
     [
         ({}, {"presence_penalty": 0.5}, "counts the tokens of an answer"),
-        ({}, {"min_new_tokens": 6}, "row 0: has fewer than min_new_tokens=6"),
+        ({}, {"min_new_tokens": 6}, "row 0: has fewer than min_new_tokens=6 tokens.* sample this row"),
         ({}, {"max_new_tokens": 3}, "row 0: has 4 tokens, but max_new_tokens is 3"),
         ({"version_runs": ((("3", 0), ("2", 1)),) * 3}, {}, "row 0: version_runs: the weights go back from 3 to 2 at"),
         ({"version_runs": ((("3", 0), ("4", 0)),) * 3}, {}, "row 0: version_runs: run 1 begins at position 0"),
