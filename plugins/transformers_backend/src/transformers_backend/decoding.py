@@ -121,10 +121,12 @@ class Decoder:
             self.way = "cached" if way == "cached and padded" and not ragged else way
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
+            changes = 0 if call.updates is None else call.updates.changes
             with self._accelerated():
                 found = self._decode(batch, self.way, request, call, limits, keep_raw=check)
-            if call.updates is not None and call.updates.seen:
+            if call.updates is not None and call.updates.changes > changes:
                 # The weights that the first of these tokens were sampled with are gone: there is nothing to compare.
+                # Batches that come later are of the new weights alone.
                 check = False
             if check and not self._confirmed(self.way, batch, found):
                 if request.on_tokens is not None:

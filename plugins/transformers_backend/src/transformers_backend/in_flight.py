@@ -83,11 +83,11 @@ class CallUpdates:
         rereads: whether rows are read again with new weights, so that no keys and values of old ones are left.
 
     Attributes:
-        seen: whether there was an update in the course of the call.
+        changes: how often the weights were others than before, in the course of the call.
     """
 
     def __init__(self, gate: UpdateGate, log: VersionLog, request: GenerateRequest, *, rereads: bool) -> None:
-        self.seen = False
+        self.changes = 0
         self._gate, self._log, self._request, self._rereads = gate, log, request, rereads
         self._version, self._number = log.now(request), log.number
         self._rows = RowVersions(len(request.prompts), self._version)
@@ -98,7 +98,7 @@ class CallUpdates:
         if self._log.number == self._number:
             return False
         self._version, self._number = self._log.now(self._request), self._log.number
-        self.seen = True
+        self.changes += 1
         return self._rereads
 
     def sampled(self, rows: Tensor, places: Tensor, first: int) -> None:
@@ -109,7 +109,7 @@ class CallUpdates:
             places: int64[k], which of them.
             first: the position of the token in the answer.
         """
-        if self.seen:
+        if self.changes:
             for row in rows[places].tolist():
                 self._rows.sampled(row, first, self._version)
 
