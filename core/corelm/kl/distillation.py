@@ -133,6 +133,11 @@ class DistillationLoss(TensorDictModuleBase):
 
     def _score(self, policy: LLMPolicy, td: TensorDictBase, teacher: TopLogProbs, pair: Pair) -> TopLogProbs:
         """Return the student's log-probs of the teacher's ids."""
+        policy.backend.engine.require(
+            "score_top_ids",
+            "it cannot score the teacher's ids; give a student whose engine can, such as transformers, or write the "
+            "student's LogProbs at these ids yourself and pass student=None",
+        )
         container, here = find_entry(td, key_parts(self.teacher_key))
         assert teacher.ids is not None
         held = {"tokens": find_entry(td, self.tokens_key, first=here)[0]}

@@ -22,6 +22,7 @@ from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
 from corelm.fleet.canary import watch
 from corelm.spec import GenerateResult, TokenChunk
 from helpers import oracle
+from helpers.plain_forward import spoil_cache_after
 from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
@@ -115,6 +116,15 @@ def test_rows_that_wait_or_come_later_are_of_the_weights_that_read_them(open_mod
     found = made.logprobs.split()[row]  # type: ignore[union-attr]
     expected = oracle.answer_logprobs(new, random_rows(7, 7, 7)[row], made.ids.tolist()[row])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_batches_that_begin_after_the_update_are_compared_with_the_plain_forward(open_model: Open) -> None:
+    """Cached steps are wrong beyond 24 columns. The batch of the update cannot be compared, the one after it can."""
+    model = tiny_model("qwen2")
+    spoil_cache_after(model, 24)
+    backend, prompts = open_model(model, max_batch_tokens=28), random_rows(12, 10)
+    with pytest.raises(EngineError, match="streamed log-probs turned out to be others"):
+        Updater(backend, tiny_model("qwen2", seed=1).state_dict(), "new").answers(prompts)
 
 
 def test_a_stream_that_breaks_off_leaves_its_tokens_a_label_that_none_had(open_model: Open) -> None:
