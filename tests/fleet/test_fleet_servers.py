@@ -12,13 +12,12 @@ from corelm.errors import InvalidRequestError
 from corelm.fleet.records import FleetLimits
 from corelm.spec import GenerateResult
 from fleet.conftest import PROMPTS, SAMPLING
-from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
+from helpers.mortal_toys import CANNOT_SCORE, OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
 from helpers.processes import wait_until
 
 OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 #: A suspect is not given up.
 PATIENT = FleetLimits(misses=2, take_back=0.0, trial=0.0, backoff=0.02, longest_backoff=0.05)
-CANNOT_SCORE = dict.fromkeys(("score", "score_temperature", "logits", "argmax", "gradients"), False)
 
 
 def answers(toys: Toys) -> list[list[int]]:

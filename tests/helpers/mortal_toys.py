@@ -34,6 +34,13 @@ TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_s
 #: Quick to notice and to restart.
 LIMITS = FleetLimits(misses=1, take_back=0.0, give_up=0.2, trial=0.0, backoff=0.02, longest_backoff=0.05, restarts=3)
 
+#: The capabilities of an engine that cannot score.
+CANNOT_SCORE: dict[str, Any] = {
+    **dict.fromkeys(("score", "score_temperature", "logits", "argmax", "gradients", "score_support"), False),
+    "score_top_k": 0,
+    "score_top_ids": False,
+}
+
 
 class MortalToy(Sleeper):
     """A toy engine that calls ``before(hook, request)`` first; what that raises, the hook raises.

@@ -22,7 +22,8 @@ LOST = EngineError("the server is gone")
 
 
 def vllm_in_process(request: GenerateRequest) -> GenerateResult:
-    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
+    capabilities = SimpleNamespace(updates_in_flight=False)
+    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), capabilities=capabilities)
     return protocol_inprocess.generation_result(request, [RowFailure("lost")], info)
 
 
@@ -33,7 +34,7 @@ def vllm_over_http(request: GenerateRequest) -> GenerateResult:
 
 def sglang_server(request: GenerateRequest) -> GenerateResult:
     capabilities = SimpleNamespace(max_context=64)
-    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), capabilities=capabilities)
+    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), capabilities=capabilities, weight_label="0")
     return sglang.generation_result(request, [LOST], info)
 
 

@@ -141,7 +141,9 @@ class VersionsInFlight:
     def _visit_of_update(self) -> Visit | None:
         """Return the visit of the update in which this thread is."""
         here = self._lock.visit(exclusive=False).enclosing()
-        return next((visit for visit in here if visit.hook == "update_weights"), None)
+        # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+        found = [visit for visit in here if visit.hook == "update_weights"]
+        return found[0] if found else None
 
     def _under_way(self, attempt: Attempt) -> bool:
         return attempt.visit in self._lock.inside
