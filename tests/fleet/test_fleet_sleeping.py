@@ -46,10 +46,11 @@ def test_weights_are_loaded_between_the_two_halves_of_waking() -> None:
 def test_no_engine_is_started_while_the_fleet_sleeps() -> None:
     with Toys("a", "b") as toys:
         toys.backend.sleep()
-        toys.made[0].alive = False
+        lost = toys.made[0]
+        lost.alive = False
         for _ in range(20):
             toys.fleet._runner.look_around()
-        for life in [life for life in toys.fleet._runner.lives.running if life.replica == "a"]:
+        for life in [life for life in toys.fleet._runner.lives.running if life.replica == lost.name]:
             toys.fleet._runner.do(toys.fleet._runner.state.died, life, why="lost")
         for _ in range(20):
             toys.fleet._runner.look_around()
@@ -125,7 +126,8 @@ def test_an_engine_that_never_falls_asleep_is_ended_after_the_time_that_loading_
 
     with Toys("a", "b", before=before, limits=replace(LIMITS, load=0.2)) as toys:
         toys.backend.sleep()
-        assert toys.states()["a"] == "dead" and toys.states()["b"] == "healthy"
+        late, other = (engine.name for engine in toys.made)
+        assert toys.states() == {late: "dead", other: "healthy"}
         toys.made[0].aborted.set()
         toys.backend.wake()
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))

@@ -36,8 +36,9 @@ class InFlight(ToyBackend):
         self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
     ) -> tuple[Tensor, Tensor]:
         with self.lock:
-            # Again: the weights may have changed since they were computed.
-            logits = self.model(torch.tensor((prompt + answer)[-1]))
+            # Again: the weights may have changed since they were computed. They are a view of the weights, which the
+            # next update would change after the lock is released.
+            logits = self.model(torch.tensor((prompt + answer)[-1])).clone()
             self.versions.sampled(self.row, self.first_of_run(len(answer)), self.log.now(request))
         return super()._distributions(logits, prompt, answer, request)
 

@@ -134,7 +134,7 @@ class Toys:
         can: capabilities of all engines.
 
     Attributes:
-        made: every engine that was opened, in order.
+        made: every engine that was opened, in order. Members are opened at the same time: the first is any of them.
         fleet: the fleet.
         backend: the backend on top.
     """
@@ -158,8 +158,9 @@ class Toys:
 
         def open_it() -> MortalToy:
             table = self._tables.get(name, TABLE)
-            self.made.append(MortalToy.make(name, table, lambda *given: self.before(*given), **self._can))
-            return self.made[-1]
+            engine = MortalToy.make(name, table, lambda *given: self.before(*given), **self._can)
+            self.made.append(engine)
+            return engine
 
         return Member(name, open_it)
 
