@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from corelm import Ragged, get_backend
+from corelm import Backend, Ragged, SamplingParams, get_backend
+from corelm.errors import ProvenanceMismatchError
+from helpers.broken_plugins import Reshaping
 
 PROMPTS = [[72, 101], [108], [97]]
 CUT = {"temperature": 0.7, "top_k": 5, "seed": 1, "ignore_eos": True}
@@ -38,6 +40,22 @@ def test_both_parts_keep_their_sets_next_to_their_numbers(backend):
         rows = getattr(found, name).tolist()
         assert [row[:3] for row in rows] == getattr(old, name).tolist(), name
         assert [len(row) for row in rows] == [7, 3, 7]
+
+
+@pytest.mark.parametrize("old_penalty, penalty", [(1.3, 1.0), (1.0, 1.3), (1.3, 1.1)])
+def test_one_label_never_names_the_penalties_of_half_an_answer(old_penalty, penalty):
+    backend = Backend.from_plugin(Reshaping.open(), "toy")
+    asked = {"temperature": 0.7, "seed": 1, "repetition_penalty": old_penalty}
+    old = begun(backend, asked, {"logprobs": "processed"})
+    going = {**asked, "repetition_penalty": penalty, "max_new_tokens": 7}
+    with pytest.raises(ProvenanceMismatchError, match=rf"penalties .*{max(old_penalty, penalty)}.* give the same"):
+        backend.generate(PROMPTS, going, logprobs="processed", continue_from=old)
+    found = backend.generate(PROMPTS, {**asked, "max_new_tokens": 7}, logprobs="processed", continue_from=old)
+    assert backend.provenance(found).penalties == found.sampling.penalties == SamplingParams.make(asked).penalties
+    assert found.sampling.max_new_tokens == 7
+    # Raw log-probs are the model's own under any penalty.
+    raw = begun(backend, asked, {"logprobs": "raw"})
+    assert backend.provenance(backend.generate(PROMPTS, going, logprobs="raw", continue_from=raw)).penalties == ()
 
 
 def test_a_part_of_truncated_support_is_not_called_full(backend):

@@ -66,7 +66,7 @@ def test_a_default_version_is_never_one_that_was_used_before():
 def test_raw_log_probs_are_labelled_with_temperature_one():
     backend = Backend.from_plugin(Fake(), "fake", model_name="m")
     sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
-    made = backend.provenance(backend.generate([[1]], sampling), sampling)
+    made = backend.provenance(backend.generate([[1]], sampling))
     assert made.distribution == ("raw", 1.0, "full", ())
     assert (made.backend, made.model, made.weight_version) == ("fake", "m", "0")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corelm import Backend
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightUpdate
 from helpers.fakes import fake
 from helpers.stepping import LONG, PATIENCE, Stepping
@@ -147,6 +147,42 @@ def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: A
         with pytest.raises(EngineError, match="disagrees"):
             update.result(PATIENCE)
     assert answer.result(PATIENCE).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
+
+
+def test_a_canary_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
+    engine = Stepping(stops_at_timeout=True, concurrent_calls=True)
+    asking, answered = threading.Event(), threading.Event()
+
+    class Hanging:
+        scores = None
+
+        def look(self, expect: Any = None) -> None: ...
+
+        def distrust(self, label: str) -> None: ...
+
+        def before_update(self, update: WeightUpdate) -> None: ...
+
+        def after_update(self, update: WeightUpdate) -> None:
+            asking.set()
+            assert answered.wait(PATIENCE)
+
+    with Backend.from_plugin(engine, "stepping") as backend, ThreadPoolExecutor() as pool:
+        backend.engine.canary = Hanging()
+        under_way = pool.submit(backend.generate, [[5]], LONG, timeout=1)
+        assert engine.in_the_middle.wait(PATIENCE)
+        update = pool.submit(backend.update_weights, {}, "new", "now")
+        try:
+            assert asking.wait(PATIENCE)
+            engine.go_on.set()
+            told = "'stepping', hook generate: an update of the weights was under way when the .* s of the call were"
+            with pytest.raises(BackendTimeoutError, match=told):
+                under_way.result(PATIENCE)
+            with pytest.raises(BackendTimeoutError):
+                backend.generate([[5]], LONG, timeout=0.1)
+        finally:
+            answered.set()
+        assert update.result(PATIENCE) == "new"
+        assert backend.generate([[5]], LONG, timeout=PATIENCE).weight_versions == ("new",)
 
 
 @pytest.mark.parametrize(

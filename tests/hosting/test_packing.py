@@ -89,6 +89,7 @@ def sample(annotation: str) -> Any:
         "Tensor": torch.tensor([1, 2]),
         "Tensor | None": torch.tensor([1, 2]),
         "SamplingParams": SamplingParams(temperature=0.5, stop=("x",), engine_kwargs={"deep": {"er": [1]}}),
+        "SamplingParams | None": SamplingParams(temperature=0.5, stop=("x",), engine_kwargs={"deep": {"er": [1]}}),
         "bool": True,
         "float": 0.25,
         "float | None": 1.5,

@@ -342,16 +342,13 @@ class Backend(EngineControls, AnswerStreams):
         """Wrap a batch of rows as TensorClasses in a TensorDict."""
         return self.engine.hooks.call("to_containers", request)
 
-    def provenance(
-        self, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None = None
-    ) -> Provenance | tuple[Provenance, ...]:
+    def provenance(self, batch: GenerateResult | ScoreResult) -> Provenance | tuple[Provenance, ...]:
         """Return where the log-probs of a result came from: one for all rows if they agree, else one per row.
 
         Args:
             batch: what this backend returned.
-            sampling: the sampling parameters of a `GenerateResult`.
         """
-        return provenance_of(self.engine, batch, sampling)
+        return provenance_of(self.engine, batch)
 
     # Closing ---------------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,8 @@ class Continuation:
         open: those that go on.
         left: how many tokens each of these may still get; None for no limit.
         prompts: for each of these, the prompt and the ids so far.
-        sampling: how the engine samples.
+        asked: how the call samples.
+        sampling: how the engine is asked to.
         seeds: int64, one for each of these; None lets the engine choose.
         stops: the stop strings.
         samples: answers to each prompt.
@@ -54,6 +55,7 @@ class Continuation:
     open: ServedRows
     left: Sequence[int | None]
     prompts: Ragged
+    asked: SamplingParams
     sampling: SamplingParams
     seeds: Tensor | None
     stops: StopStrings
@@ -112,6 +114,7 @@ class Continuation:
             open=open_rows,
             left=left,
             prompts=joined,
+            asked=sampling,
             sampling=SamplingParams.make(
                 sampling,
                 num_samples=None,
@@ -160,7 +163,8 @@ class Continuation:
             added = TokenSets.from_flat(*map(self.open.ragged, new.kept_ids.as_rows))
             fields["kept_ids"] = old.kept_ids.to(device).join(added).slice(start, lengths)
         errors = self.open.values(new.errors or ("",) * len(self.open), "")
-        whole = replace(new, **fields, finish_reasons=reasons, errors=errors if any(errors) else None)
+        fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
+        whole = replace(new, **fields, sampling=self.asked)
         return with_runs(whole, self._runs(new, lengths.tolist()))
 
     def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:
@@ -221,6 +225,13 @@ class _Label:
             raise ProvenanceMismatchError(
                 f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
                 "sample as these answers were begun"
+            )
+        # One label names the penalties of all tokens.
+        before = sampling.penalties if old.sampling is None else old.sampling.penalties
+        if old.mode == "processed" and before != sampling.penalties:
+            raise ProvenanceMismatchError(
+                f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
+                f"would be with {dict(sampling.penalties)}; give the same"
             )
 
 

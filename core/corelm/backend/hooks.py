@@ -97,7 +97,7 @@ class EngineHooks:
         }
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
-        self.in_flight = VersionsInFlight(self.capabilities, self.weights, self._lock, self._ask, self.fault)
+        self.in_flight = VersionsInFlight(name, self.capabilities, self.weights, self._lock, self._ask, self.fault)
         self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:

@@ -178,7 +178,7 @@ def prepare_generation(
             ),
         )
     top_logprobs = top_of_answers(top_logprobs, mode, engine)
-    samples = sampling.num_samples or 1
+    asked, samples = sampling, sampling.num_samples or 1
     seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
     served = admitted(problems, len(prompts), on_error, "prompts")
@@ -220,6 +220,7 @@ def prepare_generation(
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
             adapter=adapter,
+            sampling=asked,
         )
         batch = versions_of(
             batch, engine.version_with(adapter), lambda each: engine.adapters.version_with(adapter, each)

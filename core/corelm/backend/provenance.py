@@ -5,16 +5,14 @@ from __future__ import annotations
 from corelm.backend.engine import OpenEngine
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import GenerateResult, ScoreResult
-from corelm.spec.sampling import SamplingParams
 
 
-def provenance_of(
-    engine: OpenEngine, batch: GenerateResult | ScoreResult, sampling: SamplingParams | None
-) -> Provenance | tuple[Provenance, ...]:
+def provenance_of(engine: OpenEngine, batch: GenerateResult | ScoreResult) -> Provenance | tuple[Provenance, ...]:
     """Return the provenance of what the engine returned; see `Backend.provenance`."""
     processed = batch.mode == "processed"
     versions = batch.weight_versions or (engine.version_with(batch.adapter),)
     given = batch.version_runs if isinstance(batch, GenerateResult) else None
+    sampling = batch.sampling if isinstance(batch, GenerateResult) else None
     runs: tuple[VersionRuns, ...] = tuple(row if len(row) > 1 else () for row in given or ((),) * len(versions))
     rows = list(zip(versions, runs, strict=True))
     made = {

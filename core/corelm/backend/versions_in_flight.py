@@ -15,10 +15,11 @@ from typing import Any
 from corelm.backend.rwlock import ReadersWriterLock, Visit
 from corelm.backend.version_runs import check_runs, renamed, with_runs
 from corelm.backend.weights import Weights
-from corelm.errors import EngineError
+from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.support.deadline import Deadline
 
 #: Seconds between two looks whether an update has ended.
 _PAUSE = 0.01
@@ -66,6 +67,7 @@ class VersionsInFlight:
     An interrupt can end any of this between two bytecodes. So no flag says that an update is under way: the lock does.
 
     Args:
+        name: the name of the backend, for errors.
         capabilities: whether the engine says which tokens are of which weights.
         weights: the label of the weights in force.
         lock: the engine's, which knows in which visits a thread is.
@@ -75,13 +77,14 @@ class VersionsInFlight:
 
     def __init__(
         self,
+        name: str,
         capabilities: Capabilities,
         weights: Weights,
         lock: ReadersWriterLock,
         ask: Callable[[str, Any], Any],
         fault: Callable[[str], Callable[[str], EngineError]],
     ) -> None:
-        self._reports = capabilities.updates_in_flight
+        self._name, self._reports = name, capabilities.updates_in_flight
         self._weights, self._lock, self._ask, self._fail = weights, lock, ask, fault("generate")
         self._calls: dict[CallUnderWay, None] = {}
         self._last: Attempt | None = None
@@ -94,20 +97,21 @@ class VersionsInFlight:
         A call that begins in the middle of an update first waits for its end, unless the update's canary makes it.
 
         Raises:
+            BackendTimeoutError: an update was under way when the time of the call was over.
             EngineError: the runs are none, the result does not say what it was sampled with although it has to, or it
                 names weights that were refused.
         """
-        call = CallUnderWay()
+        call, deadline = CallUnderWay(), Deadline(request.timeout)
         try:
             while not self._begun(call):
-                time.sleep(_PAUSE)
+                self._pause(deadline)
             if self._reports:
                 request = replace(request, weight_version=call.label, weight_update=call.number)
             batch = self._ask("generate", request)
             if not isinstance(batch, GenerateResult):
                 return batch
             check_runs(batch, self._fail)
-            return with_runs(batch, self._settled(batch, call)) if self._reports else batch
+            return with_runs(batch, self._settled(batch, call, deadline)) if self._reports else batch
         finally:
             self._calls.pop(call, None)
 
@@ -148,7 +152,15 @@ class VersionsInFlight:
     def _under_way(self, attempt: Attempt) -> bool:
         return attempt.visit in self._lock.inside
 
-    def _settled(self, batch: GenerateResult, call: CallUnderWay) -> list[VersionRuns]:
+    def _pause(self, deadline: Deadline) -> None:
+        if deadline.is_over():
+            raise BackendTimeoutError(
+                f"backend {self._name!r}, hook generate: an update of the weights was under way when the "
+                f"{deadline.timeout:g} s of the call were over"
+            )
+        time.sleep(_PAUSE)
+
+    def _settled(self, batch: GenerateResult, call: CallUnderWay, deadline: Deadline) -> list[VersionRuns]:
         """Return the runs of a result whose runs were checked.
 
         If an update is not over yet whose weights the result has seen, this waits for its end. If updates of one label
@@ -165,7 +177,7 @@ class VersionsInFlight:
         seen = {version for runs in given for version, _ in runs}
         mine = self._visit_of_update()
         while any(each.asked in seen and each.visit is not mine and self._under_way(each) for each in call.attempts):
-            time.sleep(_PAUSE)
+            self._pause(deadline)
         names: dict[str, str] = {}
         for each in call.attempts:
             if not each.goes_on and each.label is not None:

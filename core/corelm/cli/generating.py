@@ -81,7 +81,7 @@ class Generator(Worker[Prompt]):
         )
         texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
-        provenance, other_ids = self.engine.provenance(batch, sampling), id_fields(batch)
+        provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
         rows: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
             prompt, sample = prompts[index // samples], index % samples

@@ -88,9 +88,10 @@ def _joined_top(
         if not has and new is None:
             continue
         if (not has and bool((here & ~added).any())) or (new is None and bool((added & ~here).any())):
+            advice = "score with the top_k of the log-probs that are there" if has else "score without top_k"
             raise InvalidRequestError(
-                f"{field}.{name}: some tokens would have these, and others would not; score with the top_k of the "
-                'log-probs that are there, or write elsewhere: log_probs_key="ref_log_probs"',
+                f"{field}.{name}: some tokens would have these, and others would not; {advice}, or write elsewhere: "
+                'log_probs_key="ref_log_probs"',
                 field=f"{field}.{name}",
             )
         if not has:

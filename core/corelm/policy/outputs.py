@@ -83,7 +83,7 @@ def generated(
         logprobs=logprobs,
         scored=None if logprobs is None else answered,
         **about_ids,
-        provenance=None if logprobs is None else backend.provenance(batch, sampling),
+        provenance=None if logprobs is None else backend.provenance(batch),
         assistant=assistant,
         finish_reasons=batch.finish_reasons,
         errors=errors,

@@ -16,6 +16,7 @@ from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows
 from corelm.spec.records import GenerateResult
+from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
 
@@ -39,7 +40,7 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     Raises:
         MissingKeyError: it has no tokens, or no finish reasons.
         InvalidRequestError: its prompts are others, or there are more or fewer.
-        ProvenanceMismatchError: its rows are of several distributions, or were sampled with other penalties.
+        ProvenanceMismatchError: its rows are of several distributions.
     """
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
@@ -78,18 +79,12 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         raise ProvenanceMismatchError("continue_from: its rows are of several distributions; continue them apart")
     if known:
         first = known[0]
-        wanted = options.sampling.penalties
-        if first.mode == "processed" and first.penalties != wanted:
-            # A `GenerateResult` does not hold them, so nothing after this could tell.
-            raise ProvenanceMismatchError(
-                f"continue_from: its log-probs were sampled with the penalties {dict(first.penalties)}, and those that "
-                f"follow would be with {dict(wanted)}; give the same"
-            )
         values |= {
             "mode": first.mode,
             "temperature": first.temperature,
             "support": first.support,
             "adapter": first.adapter,
+            "sampling": SamplingParams.make(dict(first.penalties), temperature=first.temperature),
         }
     runs = [one.version_runs or ((one.weight_version, 0),) for one in known]
     return with_runs(GenerateResult(**{**_shallow(answers), **values, "logprobs": of_answers("full")}), runs)

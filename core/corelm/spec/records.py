@@ -177,6 +177,7 @@ class GenerateResult:
             changed weights, of ``WeightUpdate.version``. `corelm.support.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
+        sampling: leave it None. Core sets it to that of the call.
         kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
             unless requested.
         kept_log_mass: float32, one per id: the log of the probability that these ids had together before truncation, at
@@ -205,6 +206,7 @@ class GenerateResult:
     top_logprobs: Ragged | None = None
     tail_log_mass: Ragged | None = None
     version_runs: tuple[VersionRuns, ...] | None = None
+    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -58,10 +58,11 @@ def run_problems(runs: Any, length: int) -> str:
 
 def backward(runs: VersionRuns) -> str:
     """Return where the weights of a row go backwards, if their labels count; "" if they do not."""
-    last = None
+    last, before = None, ""
     for version, first in runs:
-        count = count_of(version)
-        if last is not None and count is not None and count < last:
-            return f"the weights go back from {last} to {count} at position {first}"
-        last = count
+        counts = counts_of(version)
+        # Another adapter counts apart.
+        if last and counts and (counts[0] < last[0] or (counts[1] == last[1] and counts[2] < last[2])):
+            return f"the weights go back from {before} to {version} at position {first}"
+        last, before = counts, version
     return ""

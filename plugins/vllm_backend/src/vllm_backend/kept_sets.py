@@ -8,6 +8,7 @@ is drawn from, no matter what vLLM's samplers round. Both belong to vLLM's V1 mo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
 import numpy
@@ -81,7 +82,9 @@ class KeptSetsWorker:
         """
         taken = []
         for key in keys:
-            sets = [entry for _, entry in sorted(_found.pop(key, {}).items())]
+            found = _found.pop(key, {})
+            # A set that is missing must not shift the later ones: the answer has too few sets then, and fails.
+            sets = [found[number] for number in takewhile(found.__contains__, count())]
             ids = numpy.concatenate([numpy.zeros(0, numpy.int32), *(left for left, _ in sets)])
             taken.append((ids.tobytes(), [len(left) for left, _ in sets], [mass for _, mass in sets]))
         return taken
