@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from corelm import Backend, LLMPolicy
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from helpers import oracle
+from helpers.processes import silence_here
 from helpers.tiny_models import CONTEXT, VOCAB, random_rows
 
 # Probing and limits ---------------------------------------------------------------------------------------------------
@@ -149,10 +150,12 @@ def _check_alive(backend: Backend) -> None:
     assert batch.ids.lengths.tolist() == [1]
 
 
-def test_answers_may_take_more_than_twice_the_read_timeout(launch: Callable[..., Backend]) -> None:
+def test_answers_may_take_more_than_twice_the_read_timeout(
+    launch: Callable[..., Backend], connect: Callable[..., Backend]
+) -> None:
     """Without a sign of work, the rows that wait longest in the server's queue would fail after twice that time."""
-    patience, took, rows = 2.0, 0.0, 64
-    with launch(read_timeout=patience) as backend:
+    took, rows = 0.0, 64
+    with launch() as launched, connect(launched, read_timeout=(patience := silence_here(launched))) as backend:
         while took < 2.5 * patience:
             rows *= 2
             start = time.monotonic()

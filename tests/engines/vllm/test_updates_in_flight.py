@@ -11,6 +11,7 @@ import torch
 
 from corelm import Backend
 from corelm.backend.prepared_call import prepare_generation
+from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateResult, TokenChunk
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
@@ -85,6 +86,25 @@ def test_each_token_has_the_log_prob_of_its_own_weights(backend: Backend) -> Non
         ]
         assert later.logprobs is not None
         torch.testing.assert_close(later.logprobs.values, torch.cat(expected), rtol=0, atol=1e-4)
+
+
+def test_answers_go_on_if_the_new_weights_are_refused(backend: Backend) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        state = list(tiny_model(hidden_size=128, seed=1).state_dict().items())
+        yield from state[: len(state) // 2]
+        raise OSError("the trainer is gone")
+
+    before, begun = backend.weight_version, threading.Event()
+    prepared = prepare_generation(backend.engine, PROMPTS, LONG, on_tokens=lambda chunk: begun.set())
+    answer = backend.submit(prepared, block=True)
+    assert begun.wait(PATIENCE)
+    with pytest.raises(InvalidRequestError, match=r"the iterator failed after .* the trainer is gone"):
+        backend.update_weights(weights(), "new", when="now")
+    made, expected = answer.result(PATIENCE), backend.generate(PROMPTS, LONG)
+    assert made.version_runs is None and made.weight_versions == (before,) * 3
+    assert made.ids.tolist() == expected.ids.tolist()
+    assert made.logprobs is not None and expected.logprobs is not None
+    torch.testing.assert_close(made.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
 
 
 def test_a_synchronous_engine_and_a_server_do_not_declare_it(open_vllm: Open) -> None:
