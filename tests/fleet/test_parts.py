@@ -106,6 +106,7 @@ def whole_answers() -> GenerateResult:
         mode="processed",
         temperature=0.5,
         support="truncated",
+        sampling=SamplingParams(temperature=0.5),
         texts=("p", "q", "r", "s"),
         weight_versions=("1", "2", "3", "4"),
         errors=("", "", "odd", ""),
