@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 #: Seconds after which a wait fails the test.
 PATIENCE = 60.0
@@ -26,13 +25,6 @@ def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> boo
             return False
         pause.wait(0.02)
     return True
-
-
-def silence_here(backend: Any) -> float:
-    """Return for how many seconds a healthy server may be silent: 2, or more if others use this machine as well."""
-    start = time.monotonic()
-    backend.generate([[5, 6]], {"max_new_tokens": 1})
-    return max(2.0, 20 * (time.monotonic() - start))
 
 
 def heed_interrupts() -> None:
