@@ -66,7 +66,6 @@ def test_the_sets_are_those_that_truncation_leaves(backend: Backend, name: str) 
         for step, ids in enumerate(batch.kept_ids.tolist()[row]):
             expected = (drawn_from[step] > -torch.inf).nonzero().flatten()
             assert ids == expected.tolist(), f"row {row}, token {step}"
-            assert abs(float(drawn_from[step].exp().sum()) - 1.0) < 1e-6
             mass = float(own[step, expected].logsumexp(-1))
             assert batch.kept_log_mass.tolist()[row][step] == pytest.approx(mass, abs=ATOL)
             found = batch.logprobs.tolist()[row][step]
