@@ -21,6 +21,7 @@ from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
 from corelm.cli.conformance import conformance
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
+from corelm.cli.new_backend import new_backend
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(fleets.app, name="fleet")
 app.command(cls=flags.GroupedCommand)(conformance)
+app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 
 class LogProbsOption(str, Enum):
