@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from corelm.backend.backend import Backend
+from corelm.cli.adapters import AdapterChoice
 from corelm.cli.batch import Worker
 from corelm.cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm.cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
@@ -30,16 +31,29 @@ SHOWN = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """What `get_backend` is called with."""
+    """What `get_backend` is called with, and the adapter that the commands ask for."""
 
     backend: str
     model: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     retry: int | None = None
     timeout: float | None = None
+    adapter: AdapterChoice | None = None
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter of every call."""
+        return None if self.adapter is None else self.adapter.name
 
     def open(self) -> Backend:
-        return get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options)
+        backend = get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options)
+        if self.adapter is not None:
+            try:
+                self.adapter.load(backend)
+            except BaseException:
+                backend.close()
+                raise
+        return backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
