@@ -36,8 +36,10 @@ def honoured_in_adapters() -> frozenset[str]:
 
     Versions that do not know ranks and scales of single layers leave them out without a word.
     """
-    from vllm.lora.peft_helper import PEFTHelper
-
+    try:
+        from vllm.lora.peft_helper import PEFTHelper
+    except ImportError:
+        return frozenset()
     known = {each.name for each in dataclasses.fields(PEFTHelper)}
     return frozenset(known & {"use_rslora", "rank_pattern", "alpha_pattern"})
 
