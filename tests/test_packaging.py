@@ -34,6 +34,8 @@ BACKEND_EXTRAS = {
     "sglang": "core-sglang-backend[engine]",
     "ray": "core-ray-backend[engine]",
 }
+#: The extras that install a library for which `corelm.interop` has an adapter.
+HARNESSES = ("lm-eval", "trl", "torchrl", "inspect")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,7 @@ def test_the_wheel_of_core_holds_only_the_package(built):
         if path.suffix in (".py", ".pyi")
     }
     assert sources <= names and {"corelm/py.typed", "corelm/examples/dialogues.txt"} <= names
+    assert "corelm/cli/backend_template/backend.py.in" in names
     assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -117,7 +120,7 @@ def modules_of(plugin: str) -> list[Path]:
 
 def test_the_extras_of_core_are_plain_requirements(built):
     metadata = metadata_of(built, "core")
-    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, "http", "cli", "plot"}
+    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, "http", "cli", "plot", "serve", *HARNESSES}
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     assert all(requirement.url is None for requirement in requirements)
     for extra, expected in BACKEND_EXTRAS.items():

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy, ragged
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-
-trl = pytest.importorskip("trl", reason="TRL is not installed; docs/trl.md says with which version it was run")
-
-from datasets import Dataset
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("Hi", "Hello there, who are you?")]
 

@@ -1,0 +1,11 @@
+"""Tests with lm-eval, TRL and inspect_ai, in the environment that has them (make test-harnesses).
+
+Elsewhere they are not collected.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+NEEDED = {"test_lm_eval*.py": "lm_eval", "test_trl*.py": "trl", "test_inspect*.py": "inspect_ai"}
+collect_ignore_glob = [files for files, library in NEEDED.items() if find_spec(library) is None]
