@@ -73,7 +73,7 @@ class NamedParser:
         form = FORMATS[self.name]
         text = _prewritten(form, text, prefix) + text
         if not any(mark in text for mark in form.marks):
-            return Message("assistant", text)
+            return Message("assistant", _without(text, self.specials))
         number = next(n for n, one in enumerate(form.dialects) if one.where is None or re.search(one.where, text))
         parsed = _parsed(_loaded(self.name, number), text, "", tools)
         if stray := parsed.pop(STRAY, "").strip():
