@@ -47,6 +47,13 @@ class NamedParser:
     specials: frozenset[str] = frozenset()
     eos: str | None = None
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of the messages that may be found, such as `content`, `tool_calls` and `reasoning_content`."""
+        if self.template is not None:
+            return frozenset(self.template["fields"])
+        return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
+
     def __call__(self, text: str) -> Message:
         """Return the message of an answer of which nothing but the text is known. See `parse`."""
         return self.parse(text)
