@@ -18,7 +18,10 @@ from rich.console import Console
 
 from corelm._version import __version__
 from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli.conformance import conformance
+from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
+from corelm.cli.new_backend import new_backend
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
@@ -26,7 +29,7 @@ from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from corelm.cli.job import EngineChoice, Job
+    from corelm.cli.job import Job
 
 app = typer.Typer(
     help="Sample from any language-model engine, chosen by name, or score with it.",
@@ -36,6 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
+app.command(cls=flags.GroupedCommand)(conformance)
+app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 
 class LogProbsOption(str, Enum):
@@ -123,7 +128,7 @@ def generate(
         raise typer.BadParameter(
             "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
         )
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
@@ -218,7 +223,7 @@ def score(
     """
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
@@ -288,7 +293,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy
@@ -308,21 +313,6 @@ def chat(
 
 
 # What the commands share ----------------------------------------------------------------------------------------------
-
-
-def _engine(
-    backend: str,
-    model: str | None,
-    base_url: str | None,
-    option: list[str] | None,
-    retry: int | None,
-    timeout: float | None,
-) -> EngineChoice:
-    options = flags.engine_options(option, base_url)
-    with interrupt_ends_process():
-        from corelm.cli.job import EngineChoice
-
-    return EngineChoice(backend=backend, model=model, options=options, retry=retry, timeout=timeout)
 
 
 def _recorded(engine: EngineChoice) -> dict[str, Any]:
