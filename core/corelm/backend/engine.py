@@ -70,6 +70,7 @@ class OpenEngine:
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
+        model: the model object that the plugin was given, if it was given one.
 
     Attributes:
         plugin: the plugin's own object, for tests and for options that only this engine has.
@@ -78,6 +79,7 @@ class OpenEngine:
         model_name: the name that labels its numbers.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
         adapters: the adapters that were loaded, and their versions.
+        given_model: returns the `model`, as long as others keep it alive.
         weight_version: the label of the weights in force, "0" until they first change. Assigning it gives the weights
             that label.
 
@@ -95,9 +97,11 @@ class OpenEngine:
         wrappers: Sequence[object] = (),
         retry: int | tenacity.BaseRetrying | None = None,
         timeout: float | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.plugin = plugin
         self.name = name
+        self.given_model = (lambda: None) if model is None else weakref.ref(model)
         self.model_name = model_name
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry)

@@ -100,7 +100,13 @@ def get_backend(
     backend = None
     try:
         backend = Backend.from_plugin(
-            opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
+            opened,
+            name,
+            model_name=_model_name(model, options),
+            wrappers=wrappers,
+            retry=retry,
+            timeout=timeout,
+            model=model if isinstance(model, nn.Module) else None,
         )
         if watched is not None:
             watch(backend, watched)
