@@ -16,8 +16,10 @@ from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
 
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import KLRewardTransform as TheirKLRewardTransform
+from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
 from torchrl.envs.transforms import TransformedEnv
 
 from corelm.interop.torchrl import EnvPolicy, ModuleTransform, ReferenceActor
@@ -107,3 +109,17 @@ def test_log_probs_of_another_distribution_are_refused(backend, trainer):
 def test_data_that_no_policy_wrote_is_refused(trainer):
     with pytest.raises(MissingKeyError, match=r"no log_probs\.scored_mask"):
         ReferenceActor(LLMPolicy(trainer))(TensorDict(batch_size=[2]))
+
+
+def test_torchrls_retrieval_of_log_probs_from_a_buffer(backend, trainer, trained):
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 6}, pad_output=True)
+    buffer = ReplayBuffer(storage=LazyStackStorage(2), batch_size=2)
+    key = ("ref_log_probs", "full")
+    actor = ReferenceActor(LLMPolicy(trainer))
+    buffer.append_transform(TheirRetrieveLogProb(actor, log_probs_full_key=key, assistant_only=False))
+    buffer.extend(rollout(policy)[:, 0])
+    td = buffer.sample()
+    for row in td.unbind(0):
+        (prompt,), (answer,) = each(row, "tokens", "prompt"), each(row, "tokens", "response")
+        found = row["next", "ref_log_probs", "full"][row["log_probs"].scored_mask]
+        torch.testing.assert_close(found, oracle.answer_logprobs(trained, prompt, answer), atol=1e-4, rtol=1e-4)

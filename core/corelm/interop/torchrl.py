@@ -171,21 +171,9 @@ class LossActor(TensorDictModuleBase):
             MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
-        replays = _must_match(tensordict, self._tokens.options)
-        batch = tensordict.batch_size
-        tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
-        attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
-        if attention.shape != tokens.full.shape:
-            found = f"bool{list(tokens.full.shape)}, as long as tokens.full, got {list(attention.shape)}"
-            raise invalid("masks.all_attention_mask", f"expected {found}")
-        given = TensorDict(
-            {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
-        )
-        scorer = self._tokens
-        if replays:
-            given["log_probs"] = tensordict["log_probs"]
-            scorer = scorer.replace(support_key="log_probs")
-        return scorer.get_dist(given, attention & _counted(tensordict, mask, tokens.full, attention))
+        scorer, given = _to_score(tensordict, self._tokens)
+        full, attention = given["tokens"].full, given["masks"].all_attention_mask
+        return scorer.get_dist(given, attention & _counted(tensordict, mask, full, attention))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -234,20 +222,17 @@ class ReferenceActor(TensorDictModuleBase):
             MissingKeyError: tokens, masks or log-probs are missing.
             ProvenanceMismatchError: the tokens were sampled from a distribution other than this policy's.
         """
-        replays = _must_match(tensordict, self._tokens.options)
         scored = as_mask(_padded(tensordict, "log_probs", "scored_mask"), "log_probs.scored_mask")
-        _padded(tensordict, "masks", "all_attention_mask")
-        if isinstance(tensordict.get(("tokens", "full"), as_list=True), list):
+        rows = tensordict.get(("tokens", "full"), None, as_list=True)
+        if isinstance(rows, list) and len({row.shape[-1] for row in rows}) > 1:
             raise invalid(
                 "tokens",
                 "TorchRL's KLRewardTransform reads dense tensors; sample with pad_output=True, or put "
                 "corelm.kl.KLRewardTransform into a ModuleTransform, which reads rows",
             )
-        given = tensordict.select("tokens", "masks", "log_probs")
-        scorer = self._tokens.replace(
-            log_probs_key="reference", inplace=True, support_key="log_probs" if replays else None
-        )
-        full = scorer(given)["reference"].full.masked_fill(~scored, 0.0)
+        scorer, given = _to_score(tensordict, self._tokens)
+        found = scorer.replace(log_probs_key="reference", inplace=True)(given)["reference"].full
+        full = found.masked_fill(~scored, 0.0)
         return TensorDict({"log_probs": {"full": full}}, batch_size=tensordict.batch_size)
 
 
@@ -282,6 +267,29 @@ def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
     if policy.options.keys != Keys() or policy.options.input_key is not None:
         raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
+
+
+def _to_score(tensordict: TensorDictBase, scorer: LLMPolicy) -> tuple[LLMPolicy, TensorDict]:
+    """Return what to score, dense in the columns in which the losses read tokens, and the policy that scores it.
+
+    Raises:
+        InvalidRequestError: the attention mask is not as long as the tokens, or not a mask.
+        MissingKeyError: there are no tokens or no attention mask.
+        ProvenanceMismatchError: the tokens were sampled from a distribution other than the policy's.
+    """
+    replays = _must_match(tensordict, scorer.options)
+    batch = tensordict.batch_size
+    tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
+    attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
+    if attention.shape != tokens.full.shape:
+        found = f"bool{list(tokens.full.shape)}, as long as tokens.full, got {list(attention.shape)}"
+        raise invalid("masks.all_attention_mask", f"expected {found}")
+    masks = Masks(all_attention_mask=attention, batch_size=batch)
+    given = TensorDict({"tokens": tokens, "masks": masks}, batch_size=batch)
+    if not replays:
+        return scorer, given
+    given["log_probs"] = tensordict["log_probs"]
+    return scorer.replace(support_key="log_probs"), given
 
 
 def _must_match(tensordict: TensorDictBase, options: PolicyOptions) -> bool:
