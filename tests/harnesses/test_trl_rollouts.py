@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from toy_backend import ToyBackend
 from transformers import PreTrainedTokenizerFast
 
@@ -108,8 +110,6 @@ def test_a_second_run_begins_with_the_weights_of_the_first(tmp_path, backend):
 
 
 def test_evaluation_samples_with_the_trained_weights(tmp_path, backend):
-    from datasets import Dataset
-
     model = tiny_model()
     watched = Watched(model)
     data = Dataset.from_dict({"prompt": QUESTIONS})
@@ -123,8 +123,6 @@ def test_evaluation_samples_with_the_trained_weights(tmp_path, backend):
 
 @pytest.mark.parametrize("own", [True, False], ids=["the trained object", "a copy"])
 def test_adapters_that_trl_makes_are_sampled_with(tmp_path, own):
-    from peft import LoraConfig
-
     model = tiny_model()
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     with corelm.get_backend("transformers", model if own else tiny_model(), tokenizer=tiny_tokenizer()) as backend:
@@ -134,6 +132,21 @@ def test_adapters_that_trl_makes_are_sampled_with(tmp_path, own):
         watched.model = trainer.model
         trainer.train()
     assert len({*watched.versions}) == 3 and max(watched.differences) < 1e-4
+    assert max(logged(trainer, DIFFERENCE)) < 1e-4
+
+
+def test_an_adapter_is_handed_over_alone_to_a_policy_that_names_it(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    watched = Watched(None)
+    sampling = {"temperature": TEMPERATURE, "max_new_tokens": 6}
+    with corelm.get_backend("transformers", tmp_path / "model", tokenizer=tiny_tokenizer()) as backend:
+        policy = LLMPolicy(backend, sampling_params=sampling, adapter="mine")
+        rollout = GRPORollout(policy, conversation=watched)
+        trainer = make_trainer(tiny_model(), rollout, tmp_path, max_steps=3, more={"peft_config": config})
+        watched.model = trainer.model
+        trainer.train()
+    assert watched.versions == ["0+mine@1", "0+mine@2", "0+mine@3"] and max(watched.differences) < 1e-4
     assert max(logged(trainer, DIFFERENCE)) < 1e-4
 
 
@@ -235,7 +248,23 @@ def sky(place: str) -> str:
     return f"clear over {place}"
 
 
-def test_trls_own_tool_calls_are_answered_by_the_backend(tmp_path, backend):
+class Weather:
+    """An environment of TRL, whose method `sky` is a tool."""
+
+    def reset(self, **_):
+        return " Look up."
+
+    def sky(self, place: str) -> str:
+        """Say what the sky is like.
+
+        Args:
+            place: where.
+        """
+        return sky(place)
+
+
+@pytest.mark.parametrize("more", [{"tools": [sky]}, {"environment_factory": Weather}], ids=["tools", "environment"])
+def test_trls_own_tool_calls_are_answered_by_the_backend(tmp_path, backend, more):
     tokenizer, seen = caller(), []
 
     def reward(completions, completion_ids, **_):
@@ -248,7 +277,7 @@ def test_trls_own_tool_calls_are_answered_by_the_backend(tmp_path, backend):
         tmp_path,
         reward=reward,
         tokenizer=tokenizer,
-        more={"tools": [sky]},
+        more=more,
         max_completion_length=60,
         max_tool_calling_iterations=1,
         generation_kwargs={"max_tokens": 6},

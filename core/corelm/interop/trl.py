@@ -54,8 +54,9 @@ class GRPORollout:
     With several processes, each needs its own backend.
 
     Args:
-        sampler: a `Backend`; or an `LLMPolicy`, to choose sampling parameters, templates or adapters other than those
-            of `GRPOConfig`. Its temperature must be the trainer's.
+        sampler: a `Backend`; or an `LLMPolicy`, to choose sampling parameters or a chat template other than those of
+            `GRPOConfig`. Its temperature must be the trainer's. If it names an adapter, the trainer has to train one
+            (LoRA, for example), and that alone is handed over, under this name (``load_adapter``).
         conversation: a function that makes conversations of several turns. It gets the policy and a TensorDict with
             ``history`` (``text`` for prompts that are strings), one row for each prompt. It returns what the policy
             returned for every turn, in order (see `merge_turns`), or a TensorDict in which these are merged; TRL
@@ -147,15 +148,24 @@ class GRPORollout:
         of_model, of_run, then = self._pushed
         if of_model() is model and of_run() is trainer.state and then == now:
             return
-        expect = None if self.backend.canary is None else probe_scores(model)
         try:
-            self.backend.update_weights(model, expect=expect)
+            self._hand_over(model)
         except CapabilityError as error:
+            if error.capability != "update_weights":
+                raise
             raise CapabilityError(
                 f'{error}; to sample with the weights that it has, pass GRPORollout(…, push_weights="never")',
                 capability=error.capability,
             ) from error
         self._pushed = weakref.ref(model), weakref.ref(trainer.state), now
+
+    def _hand_over(self, model: nn.Module) -> None:
+        adapter = self.sampler.options.adapter if isinstance(self.sampler, LLMPolicy) else None
+        if isinstance(adapter, str):
+            self.backend.load_adapter(adapter, model)
+        else:
+            expect = None if self.backend.canary is None else probe_scores(model)
+            self.backend.update_weights(model, expect=expect)
 
 
 def _none() -> None:
