@@ -109,6 +109,18 @@ def test_a_second_run_begins_with_the_weights_of_the_first(tmp_path, backend):
     assert watched.versions == ["1", "2"] and max(watched.differences) < 1e-4
 
 
+def test_another_rollout_takes_over_between_two_runs(tmp_path, backend):
+    model = tiny_model()
+    trainer = make_trainer(model, GRPORollout(backend), tmp_path)
+    trainer.train()
+    with corelm.get_backend("transformers", tiny_model(seed=1), tokenizer=tiny_tokenizer()) as other:
+        watched = Watched(model)
+        trainer.rollout_func = GRPORollout(other, conversation=watched)
+        trainer.train()
+        assert watched.versions == ["1"] == [other.weight_version] and watched.differences[0] < 1e-4
+    assert backend.weight_version == "1"
+
+
 def test_evaluation_samples_with_the_trained_weights(tmp_path, backend):
     model = tiny_model()
     watched = Watched(model)
@@ -359,6 +371,15 @@ def test_a_conversation_of_another_batch_is_refused(tmp_path, backend):
     trainer = make_trainer(tiny_model(), GRPORollout(backend, conversation=lambda policy, td: policy(td)[:1]), tmp_path)
     with pytest.raises(InvalidRequestError, match="expected a batch of 4"):
         trainer.train()
+
+
+def test_a_vllm_of_trl_itself_is_refused(tmp_path, backend):
+    trainer = make_trainer(tiny_model(), GRPORollout(backend), tmp_path)
+    # What GRPOConfig(use_vllm=True) does where vLLM is installed.
+    trainer.use_vllm = True
+    with pytest.raises(InvalidRequestError, match="leave use_vllm out") as error:
+        trainer.rollout_func(QUESTIONS, trainer)
+    assert error.value.field == "use_vllm" and not hasattr(trainer, "vllm_generation")
 
 
 def test_tools_and_a_conversation_are_refused_together(tmp_path, backend):

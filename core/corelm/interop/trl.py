@@ -98,8 +98,8 @@ class GRPORollout:
                 settings that a backend cannot serve (see `must_be_served`).
             CapabilityError, StaleWeightsError: as for `sync_weights`.
         """
-        self._take_place(trainer)
         policy = policy_for(trainer, self.sampler)
+        self._take_place(trainer)
         self.sync_weights(trainer)
         if isinstance(prompts[0], str):
             policy, td = policy.replace(input_mode="text"), TensorDict(text=list(prompts), batch_size=[len(prompts)])
@@ -121,11 +121,12 @@ class GRPORollout:
     def _take_place(self, trainer: GRPOTrainer) -> None:
         """Stand where TRL's own vLLM would, which makes TRL apply its importance sampling correction."""
         standing = getattr(trainer, "vllm_generation", None)
-        if isinstance(standing, _InPlaceOfVLLM) and standing.rollout is self:
+        ours = standing if isinstance(standing, _InPlaceOfVLLM) else None
+        if ours is not None and ours.rollout is self:
             return
-        must_be_served(trainer, in_turns=self._conversation is not None)
+        must_be_served(trainer, has_vllm=trainer.use_vllm and ours is None, in_turns=self._conversation is not None)
         trainer.vllm_generation = _InPlaceOfVLLM(self, trainer)
-        # There is no vLLM in this process whose limits TRL could read.
+        # TRL reads the limits of a vLLM in its process ("colocate"); there is none.
         trainer.vllm_mode = "server"
         trainer._last_loaded_step = trainer.state.global_step
         trainer.use_vllm = True

@@ -86,16 +86,17 @@ def must_answer_prompts(policy: LLMPolicy) -> None:
         raise invalid("on_error", "TRL cannot train on rows that were skipped; leave on_error out")
 
 
-def must_be_served(trainer: GRPOTrainer, *, in_turns: bool) -> None:
+def must_be_served(trainer: GRPOTrainer, *, has_vllm: bool, in_turns: bool) -> None:
     """Refuse settings of a trainer that a backend cannot serve in place of TRL's vLLM.
 
     Args:
-        in_turns: whether the rollouts have turns of their own.
+        has_vllm: whether TRL has started its own vLLM.
+        in_turns: whether the rollouts may have several turns.
 
     Raises:
         InvalidRequestError: the argument of the trainer or of `GRPOConfig` is the `field`.
     """
-    if trainer.use_vllm:
+    if has_vllm:
         raise invalid("use_vllm", "TRL has started its own vLLM, which would sample nothing here; leave use_vllm out")
     if trainer.tools and in_turns:
         raise invalid("tools", "TRL calls tools after rollouts of one answer; leave out the conversation, or the tools")
