@@ -13,8 +13,8 @@ import torch
 
 import corelm
 from corelm.interop.trl import GRPORollout
-from engines.hosted.conftest import ENGINES
 from helpers import oracle
+from helpers.cpu_engines import ENGINES
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.trl_runs import DIFFERENCE, Watched, logged, make_trainer
 
