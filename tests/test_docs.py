@@ -36,9 +36,9 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
     if page.path.name == "torchrl.md":
         skip_without_torchrl()
     if page.path.name == "trl.md":
-        pytest.importorskip("trl", reason="TRL is not installed; the page says with which version it was run")
+        pytest.importorskip("trl", reason="TRL is not installed; make test-harnesses runs the page")
     if page.path.name == "inspect.md":
-        pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; tests/harnesses runs the page")
+        pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; make test-harnesses runs the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     page.run()

@@ -84,6 +84,8 @@ THIRD_PARTY = {
     "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
+    "corelm.interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
+    "corelm.interop: _version": "torch has no public counter of changes made to a tensor in place",
     "corelm.kl: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
     "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
     "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",

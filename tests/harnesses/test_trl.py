@@ -2,39 +2,12 @@
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy, ragged
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-
-QUESTIONS = [[{"role": "user", "content": text}] for text in ("Hi", "Hello there, who are you?")]
-
-
-def trainer(model, temperature, rollout, folder):
-    args = trl.GRPOConfig(
-        output_dir=str(folder),
-        temperature=temperature,
-        num_generations=2,
-        per_device_train_batch_size=4,
-        max_completion_length=64,
-        max_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    return trl.GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(said[0]["content"])) for said in completions],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": QUESTIONS}),
-        processing_class=tiny_tokenizer(),
-        rollout_func=rollout,
-    )
+from helpers.trl_runs import make_trainer
 
 
 @pytest.mark.parametrize(
@@ -60,6 +33,6 @@ def test_trl_computes_the_log_probs_that_the_policy_returned(tmp_path, temperatu
                 differences.append((theirs[0].detach() - ours).abs().max().item())
             return {"prompt_ids": prompt, "completion_ids": answer, "logprobs": [row.tolist() for row in found]}
 
-        trainer(model, temperature, rollout, tmp_path).train()
+        make_trainer(model, rollout, tmp_path, temperature=temperature).train()
     assert len(differences) == 4
     assert max(differences) < 1e-4 if agree else min(differences) > 0.1

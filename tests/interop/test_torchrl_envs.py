@@ -228,6 +228,25 @@ def test_torchrls_tools_work_if_only_some_rows_call_one(backend, tools):
     assert roles == {"user", "assistant", "tool", "<none>"}
 
 
+def test_tool_calls_of_a_response_parser_are_in_torchrls_history(backend):
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"place": "here"}}}]
+
+    def parse(text):
+        return {"role": "assistant", "content": text, "tool_calls": calls}
+
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, response_parser=parse)
+    td = EnvPolicy(policy)(env().reset(TensorDict(query=QUESTIONS, batch_size=[2])))
+    for row in range(2):
+        answer = td["history"].full[row, -1]
+        assert answer.role == "assistant" and answer.content == td["text"].response[row]
+        assert [dict(call) for call in answer.tool_calls] == calls
+    # They are shown to the model in the next turn, which begins with the ids that were sampled.
+    again = rollout(env(Ask()), policy)
+    for row in range(2):
+        (full,), (prompt,) = each(again[row, 0], "tokens", "full"), each(again[row, 1], "tokens", "prompt")
+        assert prompt[: len(full)] == full
+
+
 def test_conversations_of_different_lengths_get_placeholders_before_the_answer(backend):
     asked = {"role": "user", "content": "Hi"}
     chats = [[{"role": "system", "content": "Be brief."}, asked], [asked]]

@@ -71,17 +71,15 @@ class OpenEngine:
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
+        model: the model object that the plugin was given, if it was given one.
 
     Attributes:
         plugin: the plugin's own object, for tests and for options that only this engine has.
         hooks: calls the plugin's hooks.
-        name: the name that the engine was opened by.
-        model_name: the name that labels its numbers.
-        software: the distributions and versions of the plugin and the engine, as far as they are known.
-        timeout: seconds that a call may take when the call does not say; None sets no limit.
+        name, model_name, software, timeout: as given.
         adapters: the adapters that were loaded, and their versions.
-        weight_version: the label of the weights in force, "0" until they first change. Assigning it gives the weights
-            that label.
+        given_model: returns the `model`, as long as others keep it alive.
+        weight_version: the label of the weights in force, "0" until they first change. It may be assigned.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -98,9 +96,11 @@ class OpenEngine:
         wrappers: Sequence[object] = (),
         retry: int | tenacity.BaseRetrying | None = None,
         timeout: float | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.plugin = plugin
         self.name = name
+        self.given_model = (lambda: None) if model is None else weakref.ref(model)
         self.model_name = model_name
         self.software = software
         self.timeout = None if timeout is None else seconds("timeout", timeout)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from corelm.backend.adapters import NewAdapter
 from corelm.backend.engine import OpenEngine
 from corelm.backend.trained_model import NewWeights
@@ -56,6 +58,18 @@ class WeightUpdates:
             StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
         """
         return self.engine.weights_changed(version, expect)
+
+    def runs(self, model: nn.Module) -> bool:
+        """Return whether the engine runs this model object, so that training it in place changes the engine's weights.
+
+        It does if it was opened with the object, or with one in it: PEFT and DDP wrap models. An engine that does not
+        tell the state of its weights (the hook `weights_state`) runs a copy.
+        """
+        given = self.engine.given_model()
+        if given is None or not self.engine.hooks.implements("weights_state"):
+            return False
+        own = {id(parameter) for parameter in given.parameters()}
+        return bool(own) and own <= {id(parameter) for parameter in model.parameters()}
 
     @property
     def adapters(self) -> dict[str, str]:

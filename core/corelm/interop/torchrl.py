@@ -18,6 +18,7 @@ from corelm.containers.kept_sets import carries_sets
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.policy.inputs import Keys
+from corelm.policy.options import PolicyOptions
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.tensors.categorical import MaskedCategorical
@@ -33,7 +34,7 @@ except ImportError as error:
         'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14,<0.15"'
     ) from error
 
-__all__ = ["EnvPolicy", "LossActor", "ModuleTransform", "from_torchrl", "to_torchrl"]
+__all__ = ["EnvPolicy", "LossActor", "ModuleTransform", "ReferenceActor", "from_torchrl", "to_torchrl"]
 
 
 class EnvPolicy(TensorDictModuleBase):
@@ -170,21 +171,9 @@ class LossActor(TensorDictModuleBase):
             MissingKeyError: tokens, masks or log-probs are missing and cannot be derived.
             ProvenanceMismatchError: the tokens were scored under a distribution other than this policy's.
         """
-        replays = self._must_match(tensordict)
-        batch = tensordict.batch_size
-        tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
-        attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
-        if attention.shape != tokens.full.shape:
-            found = f"bool{list(tokens.full.shape)}, as long as tokens.full, got {list(attention.shape)}"
-            raise invalid("masks.all_attention_mask", f"expected {found}")
-        given = TensorDict(
-            {"tokens": tokens, "masks": Masks(all_attention_mask=attention, batch_size=batch)}, batch_size=batch
-        )
-        scorer = self._tokens
-        if replays:
-            given["log_probs"] = tensordict["log_probs"]
-            scorer = scorer.replace(support_key="log_probs")
-        return scorer.get_dist(given, attention & _counted(tensordict, mask, tokens.full, attention))
+        scorer, given = _to_score(tensordict, self._tokens)
+        full, attention = given["tokens"].full, given["masks"].all_attention_mask
+        return scorer.get_dist(given, attention & _counted(tensordict, mask, full, attention))
 
     # GRPOLoss calls these, one for each masking strategy.
 
@@ -197,26 +186,54 @@ class LossActor(TensorDictModuleBase):
     def _get_generic_dist(self, tensordict: TensorDictBase, **_: Any) -> MaskedCategorical:
         return self.get_dist(tensordict)
 
-    def _must_match(self, tensordict: TensorDictBase) -> bool:
-        """Return whether the tokens are to be scored over the ids that were left when they were sampled."""
-        mode = self._tokens.options.log_probs_mode
-        temperature = self._tokens.options.sampling.temperature if mode == "processed" else 1.0
-        log_probs = tensordict.get("log_probs", None)
-        carries = isinstance(log_probs, LogProbs) and carries_sets(log_probs)
-        found = getattr(log_probs, "provenance", None) or ()
-        found = found if isinstance(found, tuple) else (found,)
-        for sampled in found:
-            truncated = carries and sampled.support == "truncated"
-            own = Provenance("", "", "", **Provenance.label_of_scores(temperature, truncated=truncated))
-            if not own.matches(sampled):
-                sets = ", and return_support=True for truncated sampling" if sampled.support == "truncated" else ""
-                raise ProvenanceMismatchError(
-                    f"the log-probs are {sampled.mode}, temperature {sampled.temperature}, support {sampled.support}; "
-                    f"this actor's are {mode}, temperature {temperature}; their ratio has no meaning. Sample with "
-                    'log_probs_mode="raw", or give the actor the log_probs_mode and temperature of the sampler'
-                    f"{sets}"
-                )
-        return carries and any(sampled.support == "truncated" for sampled in found)
+
+class ReferenceActor(TensorDictModuleBase):
+    """An `LLMPolicy` as the `ref_model` of TorchRL's own `KLRewardTransform`, which subtracts the KL token by token.
+
+    That transform reads dense tensors, so the policy that samples needs ``pad_output=True``; `KLRewardTransform` of
+    `corelm.kl`, in a `ModuleTransform`, reads rows as well. Where nothing was scored during sampling, in prompts and
+    earlier turns, the reference's log-prob is 0.0, as the sampler's is.
+
+    Args:
+        policy: its engine scores. `log_probs_mode` and temperature must be those of sampling.
+
+    Raises:
+        InvalidRequestError: the policy has other keys.
+    """
+
+    # What the transform reads of its reference.
+    generate, input_mode, pad_output, log_probs_key = False, "tokens", True, "log_probs"
+
+    def __init__(self, policy: LLMPolicy) -> None:
+        super().__init__()
+        changes = {"generate": False, "return_log_probs": True, "return_history": None}
+        self._tokens = _for_torchrl(policy, **changes, input_mode="tokens", pad_output=True)
+        self.in_keys, self.out_keys = [("tokens", "full")], [("log_probs", "full")]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokens.backend.tokenizer
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return a TensorDict with the reference's ``log_probs.full``, float32 ``[*batch, width]``.
+
+        Raises:
+            InvalidRequestError: the tokens are rows of different lengths.
+            MissingKeyError: tokens, masks or log-probs are missing.
+            ProvenanceMismatchError: the tokens were sampled from a distribution other than this policy's.
+        """
+        scored = as_mask(_padded(tensordict, "log_probs", "scored_mask"), "log_probs.scored_mask")
+        rows = tensordict.get(("tokens", "full"), None, as_list=True)
+        if isinstance(rows, list) and len({row.shape[-1] for row in rows}) > 1:
+            raise invalid(
+                "tokens",
+                "TorchRL's KLRewardTransform reads dense tensors; sample with pad_output=True, or put "
+                "corelm.kl.KLRewardTransform into a ModuleTransform, which reads rows",
+            )
+        scorer, given = _to_score(tensordict, self._tokens)
+        found = scorer.replace(log_probs_key="reference", inplace=True)(given)["reference"].full
+        full = found.masked_fill(~scored, 0.0)
+        return TensorDict({"log_probs": {"full": full}}, batch_size=tensordict.batch_size)
 
 
 class ModuleTransform(Transform):
@@ -250,6 +267,51 @@ def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
     if policy.options.keys != Keys() or policy.options.input_key is not None:
         raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
+
+
+def _to_score(tensordict: TensorDictBase, scorer: LLMPolicy) -> tuple[LLMPolicy, TensorDict]:
+    """Return what to score, dense in the columns in which the losses read tokens, and the policy that scores it.
+
+    Raises:
+        InvalidRequestError: the attention mask is not as long as the tokens, or not a mask.
+        MissingKeyError: there are no tokens or no attention mask.
+        ProvenanceMismatchError: the tokens were sampled from a distribution other than the policy's.
+    """
+    replays = _must_match(tensordict, scorer.options)
+    batch = tensordict.batch_size
+    tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)
+    attention = as_mask(_padded(tensordict, "masks", "all_attention_mask"), "masks.all_attention_mask")
+    if attention.shape != tokens.full.shape:
+        found = f"bool{list(tokens.full.shape)}, as long as tokens.full, got {list(attention.shape)}"
+        raise invalid("masks.all_attention_mask", f"expected {found}")
+    masks = Masks(all_attention_mask=attention, batch_size=batch)
+    given = TensorDict({"tokens": tokens, "masks": masks}, batch_size=batch)
+    if not replays:
+        return scorer, given
+    given["log_probs"] = tensordict["log_probs"]
+    return scorer.replace(support_key="log_probs"), given
+
+
+def _must_match(tensordict: TensorDictBase, options: PolicyOptions) -> bool:
+    """Return whether the tokens are to be scored over the ids that were left when they were sampled."""
+    mode = options.log_probs_mode
+    temperature = options.sampling.temperature if mode == "processed" else 1.0
+    log_probs = tensordict.get("log_probs", None)
+    carries = isinstance(log_probs, LogProbs) and carries_sets(log_probs)
+    found = getattr(log_probs, "provenance", None) or ()
+    found = found if isinstance(found, tuple) else (found,)
+    for sampled in found:
+        truncated = carries and sampled.support == "truncated"
+        own = Provenance("", "", "", **Provenance.label_of_scores(temperature, truncated=truncated))
+        if not own.matches(sampled):
+            sets = ", and return_support=True for truncated sampling" if sampled.support == "truncated" else ""
+            raise ProvenanceMismatchError(
+                f"the log-probs are {sampled.mode}, temperature {sampled.temperature}, support {sampled.support}; "
+                f"this actor's are {mode}, temperature {temperature}; their ratio has no meaning. Sample with "
+                'log_probs_mode="raw", or give the actor the log_probs_mode and temperature of the sampler'
+                f"{sets}"
+            )
+    return carries and any(sampled.support == "truncated" for sampled in found)
 
 
 def _counted(tensordict: TensorDictBase, mask: str, full: Tensor, attention: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ def get_backend(
             wrappers=wrappers,
             retry=retry,
             timeout=timeout,
+            model=model if isinstance(model, nn.Module) else None,
         )
         if watched is not None:
             watch(backend, watched)

@@ -379,8 +379,9 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             raise validate.invalid(
                 "policy",
                 f"an LLMPolicy has no {name!r}, which TorchRL's losses and transforms read. Pass "
-                "corelm.interop.torchrl.LossActor(policy) to a loss; use RetrieveLogProb, RetrieveKL and "
-                "KLRewardTransform of corelm.kl, in a corelm.interop.torchrl.ModuleTransform, instead of TorchRL's. "
+                "LossActor(policy) to a loss and ReferenceActor(policy) to KLRewardTransform, both of "
+                "corelm.interop.torchrl; or use RetrieveLogProb, RetrieveKL and KLRewardTransform of corelm.kl, in a "
+                "ModuleTransform, instead of TorchRL's. "
                 "The options of a policy are in policy.options, its tokenizer is policy.backend.tokenizer",
             )
         return super().__getattr__(name)

@@ -1,0 +1,48 @@
+"""Environments of TorchRL for the tests of collectors. Its processes import this module, which needs TorchRL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torchrl.data.llm import History
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.transforms import StepCounter, Transform
+
+from helpers.tiny_models import tiny_tokenizer
+
+
+class Unchanged(Transform):
+    """A transform that leaves resets as they are."""
+
+    def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+        return tensordict_reset
+
+
+class Ask(Unchanged):
+    """Appends the user's next turn, with TorchRL's own classes."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        prompt = next_tensordict["history"].prompt
+        count = len(prompt)
+        question = History(role=["user"] * count, content=["And then?"] * count, batch_size=[count])
+        next_tensordict["history"].prompt = prompt.append(question, inplace=False)
+        return next_tensordict
+
+
+class Reward(Unchanged):
+    """Gives the reward 1 at every step."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        return next_tensordict.set("reward", torch.ones(*next_tensordict.batch_size, 1, 1))
+
+
+def chat_env(questions: Sequence[str]) -> Any:
+    """Return an environment with one conversation at a time, of two turns, that begins with each question in turn."""
+    queries = DataLoader([{"query": question} for question in questions], batch_size=1)
+    env = ChatEnv.from_dataloader(queries, repeats=1, batch_size=(1,), tokenizer=tiny_tokenizer())
+    for transform in (Reward(), Ask(), StepCounter(max_steps=2)):
+        env = env.append_transform(transform)
+    return env
