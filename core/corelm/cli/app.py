@@ -1,4 +1,4 @@
-"""The commands. What they do is in `listing`, `fleets`, `job` and `chat`; the flags that several have are in `flags`.
+"""The commands. What they do is in `listing`, `fleets`, `job`, `chat` and `serving`; shared flags are in `flags`.
 
 This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
 """
@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing, serving
+from corelm.cli.engines import engine_choice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
@@ -36,6 +37,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
+app.command(cls=flags.GroupedCommand)(serving.serve)
 
 
 class LogProbsOption(str, Enum):
@@ -118,7 +120,7 @@ def generate(
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
     other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = engine_choice(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
@@ -212,7 +214,7 @@ def score(
     """
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = engine_choice(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
@@ -282,7 +284,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = engine_choice(backend, model, base_url, option, retry, timeout)
     with interrupt_ends_process():
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy
@@ -302,21 +304,6 @@ def chat(
 
 
 # What the commands share ----------------------------------------------------------------------------------------------
-
-
-def _engine(
-    backend: str,
-    model: str | None,
-    base_url: str | None,
-    option: list[str] | None,
-    retry: int | None,
-    timeout: float | None,
-) -> EngineChoice:
-    options = flags.engine_options(option, base_url)
-    with interrupt_ends_process():
-        from corelm.cli.job import EngineChoice
-
-    return EngineChoice(backend=backend, model=model, options=options, retry=retry, timeout=timeout)
 
 
 def _recorded(engine: EngineChoice) -> dict[str, Any]:
