@@ -116,9 +116,9 @@ def _routes(service: Service) -> list[Route]:
             raise Refusal(404, str(error), code="session_not_found", param="session") from error
 
     posts: dict[str, Any] = {
-        "/v1/chat/completions": Endpoint(service, ChatAsk.read, answer_chat),
-        "/v1/completions": Endpoint(service, CompletionAsk.read, answer_completions),
-        "/v1/tokens": Endpoint(service, TokenAsk.read, answer_tokens),
+        "/v1/chat/completions": Endpoint(service, ChatAsk.read, answer_chat, "messages"),
+        "/v1/completions": Endpoint(service, CompletionAsk.read, answer_completions, "prompt"),
+        "/v1/tokens": Endpoint(service, TokenAsk.read, answer_tokens, "prompt_token_ids"),
     }
     return [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),

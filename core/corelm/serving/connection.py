@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from corelm.serving.refusals import Refusal, refusal
+from corelm.serving.refusals import Refusal
 
 #: Seconds that a client may take to send its body, and to read what it was sent last.
 BODY_PATIENCE = SEND_PATIENCE = 60.0
@@ -138,9 +138,8 @@ class Connection:
         """Send the event that ends a stream."""
         await self._write(b"data: [DONE]\n\n", more=False)
 
-    async def fail(self, error: Exception) -> None:
+    async def fail(self, found: Refusal) -> None:
         """Reply with an error; in a stream that has begun, as its last event."""
-        found = refusal(error)
         if not self._started:
             close = {} if await self._drain() else {"connection": "close"}
             await self.reply(found.body, found.status, {**found.headers, **close})

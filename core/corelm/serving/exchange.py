@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from corelm.serving.connection import ClientLeft, Connection
 from corelm.serving.fields import parsed
-from corelm.serving.refusals import Refusal
+from corelm.serving.refusals import Refusal, refusal
 from corelm.serving.service import Service
 
 
@@ -73,6 +73,7 @@ class Endpoint(Generic[A]):
         service: the engine and what the server knows.
         read: checks a body.
         answer: answers a request.
+        prompt: what the request calls its prompt.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Endpoint(Generic[A]):
         service: Service,
         read: Callable[[Mapping[str, Any]], A],
         answer: Callable[[Exchange, A], Awaitable[None]],
+        prompt: str,
     ) -> None:
-        self._service, self._read, self._answer = service, read, answer
+        self._service, self._read, self._answer, self._prompt = service, read, answer, prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, connection = self._service, Connection(scope, receive, send)
@@ -98,4 +100,4 @@ class Endpoint(Generic[A]):
                 ends = Refusal(503, "the server is shutting down", type="server_error", code="closed")
                 await connection.fail(ends)
         except Exception as error:
-            await connection.fail(error)
+            await connection.fail(refusal(error, self._prompt))

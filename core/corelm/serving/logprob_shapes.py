@@ -34,6 +34,10 @@ def _entry(text: TokenText, logprob: float) -> dict[str, Any]:
     return {"token": text.text, "bytes": None if text.data is None else list(text.data), "logprob": logprob}
 
 
+#: The most tokens of a byte or more that are one character.
+_LONGEST_CHARACTER = 4
+
+
 class CompletionLogprobs:
     """Makes the `logprobs` of one choice of a completion, piece by piece.
 
@@ -65,9 +69,13 @@ class CompletionLogprobs:
         shown = self._texts.of(ids)
         offsets = []
         for each, text in zip(ids, shown, strict=True):
-            offsets.append(self._offset)
             said = text.text if text.data is None else self._decoder.decode(text.data)
-            absent = each in self._silent if prompt is None else not prompt.startswith(said, self._offset)
+            absent = prompt is None and each in self._silent
+            if prompt is not None:
+                # Not there are special tokens that the tokenizer has added, and parts of characters.
+                at = prompt.find(said, self._offset, self._offset + len(said) + _LONGEST_CHARACTER)
+                self._offset, absent = max(at, self._offset), at < 0
+            offsets.append(self._offset)
             self._offset += 0 if absent else len(said)
         if prompt is not None:
             self._offset = len(prompt)

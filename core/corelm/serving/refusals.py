@@ -31,6 +31,9 @@ _WORDING: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bmin_new_tokens\b"), "min_tokens"),
     (re.compile(r"\bnum_samples\b"), "n"),
 )
+#: Core's names of what a request calls its prompt, and how its messages begin. One conversation has no rows.
+_PROMPTS = ("prompts", "sequences", "texts", "history")
+_OF_PROMPTS = re.compile(r"^(history: row 0|prompts|sequences|texts|history): ")
 
 
 class Refusal(Exception):
@@ -87,16 +90,23 @@ _KINDS: tuple[tuple[type[Exception], _Kind], ...] = (
 )
 
 
-def refusal(error: Exception) -> Refusal:
-    """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown."""
+def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
+    """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown.
+
+    Args:
+        prompt: what the request calls its prompt.
+    """
     if isinstance(error, Refusal):
         return error
     for kind, found in _KINDS:
         if isinstance(error, kind):
             param = getattr(error, "field", None) or getattr(error, "capability", None)
+            message = as_asked(str(error))
+            if param in _PROMPTS:
+                message, param = _OF_PROMPTS.sub(f"{prompt}: ", message), prompt
             return Refusal(
                 found.status,
-                as_asked(str(error)),
+                message,
                 type=found.type,
                 code=found.code,
                 param=None if param is None else as_asked(param),

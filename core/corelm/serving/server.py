@@ -155,6 +155,7 @@ class ServerThread:
         url: where the server is, without a path.
         api_key: the key that clients must send.
         sessions: the recorded sessions; None with ``ServerOptions(sessions=False)``.
+        service: what all requests share.
 
     Raises:
         OSError: the address cannot be used.
@@ -180,7 +181,7 @@ class ServerThread:
         started: Future[None] = Future()
         try:
             app = ServingApp(backend, options, sessions)
-            self.sessions = app.service.store
+            self.service, self.sessions = app.service, app.service.store
             self._server = _Server(app)
         except BaseException:
             listener.close()

@@ -74,12 +74,15 @@ class Service:
         options: what is answered, whom, and how much at a time.
         store: the recorded sessions; None if nothing is recorded.
         ending: whether the server ends, and answers no more.
+        admitted_now: number of requests that are read, wait or are answered.
+        created: when the server was made, in seconds since 1970.
     """
 
     backend: DynamicBatcher
     options: ServerOptions
     store: SessionStore | None
     ending: bool = False
+    admitted_now: int = field(default=0, init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -87,7 +90,6 @@ class Service:
         self.texts = TokenTexts(self.backend.tokenizer)
         name = self.options.response_parser
         self.parser = None if name is None else parser_named(name, self.backend.tokenizer)
-        self._admitted = 0
         self._open: set[Leaves] = set()
 
     # Who is answered -------------------------------------------------------------------------------------------------
@@ -101,14 +103,14 @@ class Service:
         """
         if self.ending:
             raise Refusal(503, "the server is shutting down", type="server_error", code="closed")
-        if self._admitted >= self.options.max_requests:
-            full = f"the server works on {self._admitted} requests and takes no more; retry later"
+        if self.admitted_now >= self.options.max_requests:
+            full = f"the server works on {self.admitted_now} requests and takes no more; retry later"
             raise Refusal(429, full, type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
-        self._admitted += 1
+        self.admitted_now += 1
         try:
             yield
         finally:
-            self._admitted -= 1
+            self.admitted_now -= 1
 
     @contextmanager
     def open(self, request: Leaves) -> Iterator[None]:
