@@ -151,12 +151,12 @@ class SessionRecord:
 
     def last_answers(self) -> list[NodeRecord]:
         """Return the answers that no other answer follows, in the order in which they were recorded."""
-        followed = {
-            before.id
-            for node in self.nodes
-            if node.kind == "answer" and node.parent is not None
-            for before in self.path(self.by_id[node.parent])
-        }
+        followed: set[int] = set()
+        for node in self.nodes:
+            before = node.parent if node.kind == "answer" else None
+            while before is not None and before not in followed:
+                followed.add(before)
+                before = self.by_id[before].parent
         return [node for node in self.nodes if node.kind == "answer" and node.id not in followed]
 
     def row(self, node: NodeRecord) -> Row:
