@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from corelm import Backend, hookimpl
-from corelm.serving import ServerOptions, ServerThread
+from corelm.serving import ServerOptions, ServerThread, SessionStore
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
@@ -26,10 +26,10 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def serving(backend: Backend, **options: Any) -> Iterator[ServerThread]:
+def serving(backend: Backend, sessions: SessionStore | None = None, **options: Any) -> Iterator[ServerThread]:
     """Serve a backend, and assert that nothing of the server is left afterwards."""
     before = set(threading.enumerate())
-    with ServerThread(backend, ServerOptions(**options)) as server:
+    with ServerThread(backend, ServerOptions(**options), sessions=sessions) as server:
         yield server
     left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
     assert not left, left
