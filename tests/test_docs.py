@@ -37,6 +37,9 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         skip_without_torchrl()
     if page.path.name == "trl.md":
         pytest.importorskip("trl", reason="TRL is not installed; the page says with which version it was run")
+    if page.path.name == "serving.md":
+        pytest.importorskip("openai", reason="the official client is not installed")
+        pytest.importorskip("uvicorn", reason="the server needs the extra serve")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     page.run()
