@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import corelm
-from benchmarks.measure import Figure, compare
+from benchmarks.measure import LONGER, Figure, compare
 from corelm import Backend
 from corelm.serving import ServerOptions, ServerThread
 
-TOKENS, PROMPT = 256, "Where is the cat?"
+TOKENS, PROMPT = 128, "Where is the cat?"
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -50,6 +50,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             repeats=3 if quick else 15,
             rows=clients * TOKENS,
             unit="token",
+            longest=LONGER,
         )
 
 
