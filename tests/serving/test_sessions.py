@@ -389,6 +389,11 @@ def test_nothing_is_lost_when_many_threads_send_the_same_messages():
     assert rows == sorted(expected)
 
 
+def nested(depth):
+    """Return a dict that is nested so deep."""
+    return {"deeper": nested(depth - 1)} if depth else {}
+
+
 # Mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +405,8 @@ def test_nothing_is_lost_when_many_threads_send_the_same_messages():
         ([HI, {"content": "?"}], {}, "message|role is missing"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "lists of parts"),
         ([HI], {"tools": "look"}, "tools: expected a list of dicts"),
+        ([HI], {"tools": [nested(200)]}, "tools: .*nested more than"),
+        ([{**HI, "extra": nested(200)}], {}, "nested more than"),
         ([HI], {"session": "a/b"}, "session: expected 1 to 128 letters"),
         ([HI], {"session": ""}, "session: expected"),
     ],

@@ -137,7 +137,8 @@ class _Row:
         """Return the row of an answer. With `alone`, no earlier answer counts."""
         read = session.row(node)
         if alone:
-            read = read._replace(sampled_by=[one if one == node.id else None for one in read.sampled_by])
+            own = [one if one == node.id else None for one in read.sampled_by]
+            read = Row(read.token_ids, own, read.log_probs)
         parts, start = [], 0
         for number, group in groupby(read.sampled_by):
             stop = start + len(list(group))

@@ -25,7 +25,7 @@ from typing import Any
 
 from corelm.errors import InvalidRequestError, refuse
 from corelm.spec.message import Chat, Message
-from corelm.validate import as_list, invalid, shown
+from corelm.validate import as_list, invalid, nested_texts, shown
 
 #: What API clients add to messages. No chat template reads these.
 _OF_CLIENTS = frozenset({"refusal", "annotations", "audio", "parsed", "provider_specific_fields"})
@@ -118,10 +118,15 @@ def read_messages(messages: Sequence[Message | Mapping[str, Any]]) -> Chat:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools of a request; an empty list is the same as none."""
+    """Return the tools of a request; an empty list is the same as none.
+
+    Raises:
+        InvalidRequestError: it is not a list of dicts, or they are nested too deep.
+    """
     given = [] if tools is None else as_list(tools)
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
         raise invalid("tools", f"expected a list of dicts or None, got {shown(tools)}")
+    nested_texts("tools", given)  # refuses what cannot be walked
     return tuple(deepcopy(given))
 
 
