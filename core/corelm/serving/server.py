@@ -21,10 +21,9 @@ from corelm.backend.backend import Backend
 from corelm.errors import EngineError
 from corelm.serving.app import ServingApp
 from corelm.serving.options import ServerOptions
+from corelm.serving.service import PATIENCE
 from corelm.serving.sessions import SessionStore
 
-#: Seconds that requests under way have to end when the server ends.
-PATIENCE = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -92,7 +91,10 @@ class _Server(uvicorn.Server):
         # No connection is accepted from here on, and `end` refuses requests on those that there are.
         for listener in self.servers:
             listener.close()
-        await self._app.service.end()
+        ending = asyncio.ensure_future(self._app.service.end())
+        while not ending.done() and not self.force_exit:
+            await asyncio.wait({ending}, timeout=0.1)
+        ending.cancel()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -29,6 +29,9 @@ from corelm.spec.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
+#: Seconds that requests under way have to end when the server ends.
+PATIENCE = 10
+
 
 class Leaves(Protocol):
     """A request that can be ended."""
@@ -122,9 +125,13 @@ class Service:
             self._open.discard(request)
 
     async def end(self) -> None:
-        """Answer no more, and end the requests under way."""
+        """Answer no more, and end the requests under way. Wait up to `PATIENCE` seconds for the engine."""
         self.ending = True
-        await asyncio.gather(*(request.leave(at_once=True) for request in [*self._open]), return_exceptions=True)
+        leaving = [asyncio.ensure_future(request.leave(at_once=True)) for request in [*self._open]]
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=PATIENCE)
+            for each in late:
+                each.cancel()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
