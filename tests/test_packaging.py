@@ -91,6 +91,7 @@ def test_the_wheel_of_core_holds_only_the_package(built):
         if path.suffix in (".py", ".pyi")
     }
     assert sources <= names and {"corelm/py.typed", "corelm/examples/dialogues.txt"} <= names
+    assert "corelm/cli/backend_template/backend.py.in" in names
     assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

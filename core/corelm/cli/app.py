@@ -17,9 +17,12 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing, serving
-from corelm.cli.engines import engine_choice
+from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli.conformance import conformance
+from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
+from corelm.cli.new_backend import new_backend
+from corelm.cli.serving import serve
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
@@ -27,7 +30,7 @@ from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from corelm.cli.job import EngineChoice, Job
+    from corelm.cli.job import Job
 
 app = typer.Typer(
     help="Sample from any language-model engine, chosen by name, or score with it.",
@@ -37,7 +40,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
-app.command(cls=flags.GroupedCommand)(serving.serve)
+app.command(cls=flags.GroupedCommand)(conformance)
+app.command(cls=flags.GroupedCommand)(serve)
+app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 
 class LogProbsOption(str, Enum):
@@ -120,7 +125,7 @@ def generate(
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
     other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
-    engine = engine_choice(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
@@ -214,7 +219,7 @@ def score(
     """
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
-    engine = engine_choice(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
@@ -284,7 +289,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
-    engine = engine_choice(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from corelm.cli import flags, interrupt_ends_process
-from corelm.cli.engines import engine_choice
+from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import INTERRUPTED, REFUSED, typed_exits
 from corelm.cli.streams import tell
 
@@ -138,7 +138,7 @@ def serve(
         raise typer.BadParameter(
             f"a key is given, here or in {KEY_VARIABLE}; leave one of them out", param_hint="--no-api-key"
         )
-    engine = engine_choice(backend, model, base_url, option, retry, None)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry)
     with interrupt_ends_process():
         from corelm.serving.app import ServingApp
         from corelm.serving.options import ServerOptions

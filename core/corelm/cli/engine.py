@@ -1,0 +1,44 @@
+"""`EngineChoice`: the engine that the flags of a command name. This module must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from corelm.cli import flags
+
+if TYPE_CHECKING:
+    from corelm.backend.backend import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """What `get_backend` is called with."""
+
+    backend: str
+    model: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    retry: int | None = None
+    timeout: float | None = None
+
+    @classmethod
+    def from_flags(
+        cls,
+        backend: str,
+        model: str | None,
+        base_url: str | None,
+        option: list[str] | None,
+        *,
+        retry: int | None = None,
+        timeout: float | None = None,
+    ) -> EngineChoice:
+        """Return the choice that the shared flags of a command make."""
+        options = flags.engine_options(option, base_url)
+        return cls(backend=backend, model=model, options=options, retry=retry, timeout=timeout)
+
+    def open(self) -> Backend:
+        """Open the engine."""
+        from corelm.opening.by_name import get_backend
+
+        return get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options)
