@@ -1,58 +1,61 @@
-"""An engine that says what a test tells it to: the toy, except that every answer is the next text of a script."""
+"""An engine without a model that says what a test wrote, token by token of a real tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from toy_backend import Bigram, ByteTokenizer, ToyBackend
 
-from corelm import Backend, Ragged, hookimpl
-from corelm.spec import GenerateRequest, GenerateResult, TokenChunk
-
-
-class Listening(ByteTokenizer):
-    """Remembers the tools that its chat template is given."""
-
-    def __init__(self) -> None:
-        self.tools: list[Any] = []
-
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], *args: Any, **options: Any) -> str:
-        self.tools.append(options.get("tools"))
-        return super().apply_chat_template(conversation, *args, **options)
+from corelm import Backend, Capabilities, Ragged, hookimpl
+from corelm.spec.records import GenerateRequest, GenerateResult
+from helpers import chat_templates as ct
 
 
-class Scripted(ToyBackend):
-    """Answers with the given texts, byte by byte, each of log-prob 0.
+class Scripted:
+    """Answers each prompt with the text that `answer` returns for it; every log-prob is -1.
 
-    Args:
-        texts: the answers; the last one is repeated.
+    Attributes:
+        requests: what the engine was asked, in order.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        super().__init__(Bigram.of_talk(), Listening(), 4096)
-        self._texts, self._said = list(texts), 0
+    requires_api = ">=1,<2"
+
+    def __init__(
+        self, answer: Callable[[str], str], *, singly: bool = False, eos: bool = True, **capabilities: Any
+    ) -> None:
+        """`singly` tokenizes an answer letter by letter, as no tokenizer would; `eos` ends it with one."""
+        self.answer, self.singly, self.eos = answer, singly, eos
+        self.tokenizer = ct.tokenizer()
+        self.requests: list[GenerateRequest] = []
+        self.capabilities = Capabilities(
+            **{
+                "vocab_size": len(self.tokenizer),
+                "max_context": 4096,
+                "sampling": dict.fromkeys(("temperature", "top_p", "top_k", "stop", "presence_penalty")),
+                "generation_modes": frozenset({"raw"}),
+                "per_answer_seeds": True,
+                **capabilities,
+            }
+        )
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        rows = []
-        for row in range(len(request.prompts)):
-            text = self._texts[min(self._said, len(self._texts) - 1)]
-            self._said += 1
-            ids = [*text.encode(), ByteTokenizer.eos_token_id][: request.sampling.max_new_tokens]
-            for each in ids if request.on_tokens is not None else ():
-                request.on_tokens(TokenChunk(row=row, ids=[each], logprobs=[0.0]))
-            rows.append(ids)
-        answers = Ragged.from_list(rows)
-        ended = [row[-1] == ByteTokenizer.eos_token_id for row in rows]
-        return GenerateResult(
-            ids=answers,
-            logprobs=Ragged.full(answers.lengths, 0.0, torch.float32),
-            finish_reasons=tuple("stop" if each else "length" for each in ended),
-        )
+        self.requests.append(request)
+        most = request.sampling.max_new_tokens or 4096
+        whole = [self._ids(self.answer(self.tokenizer.decode(row))) for row in request.prompts.tolist()]
+        ids = Ragged.from_list([row[:most] for row in whole])
+        reasons = tuple("length" if len(row) > most else "stop" for row in whole)
+        logprobs = Ragged.full(ids.lengths, -1.0, torch.float32)
+        return GenerateResult(ids=ids, logprobs=logprobs, finish_reasons=reasons)
+
+    def _ids(self, text: str) -> list[int]:
+        parts = list(text) if self.singly else [text]
+        encoded = self.tokenizer(parts, add_special_tokens=False)["input_ids"]
+        return [each for row in encoded for each in row] + [self.tokenizer.eos_token_id] * self.eos
 
 
-def scripted(*texts: str) -> Backend:
-    """Return a `Backend` that says these texts."""
-    return Backend.from_plugin(Scripted(texts), "scripted")
+def scripted(answer: Callable[[str], str], **options: Any) -> tuple[Backend, Scripted]:
+    """Return a `Backend` on a `Scripted` engine, and the engine."""
+    engine = Scripted(answer, **options)
+    return Backend.from_plugin(engine, "scripted", model_name="script"), engine

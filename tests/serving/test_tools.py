@@ -9,7 +9,7 @@ import pytest
 
 import corelm
 from corelm import Backend
-from helpers.scripted import scripted
+from helpers.scripted_bytes import scripted_bytes
 from helpers.serving import Seen, chat_ids, client_of, memorized, serving
 from helpers.tiny_models import tiny_tokenizer
 
@@ -34,7 +34,7 @@ def of_transformers(seen: Seen) -> Backend:
 
 
 def of_script(seen: Seen) -> Backend:
-    engine = scripted(CALL, "It is 5.").engine.plugin
+    engine = scripted_bytes(CALL, "It is 5.").engine.plugin
     return Backend.from_plugin(engine, "scripted", wrappers=[seen])
 
 
@@ -66,13 +66,13 @@ def test_a_tool_is_called_and_answered(made: Any, stream: bool, seen: Seen) -> N
 
 
 def test_calls_are_shown_as_text_without_a_parser(seen: Seen) -> None:
-    with scripted(CALL) as backend, serving(backend, model_name="m") as server, client_of(server) as client:
+    with scripted_bytes(CALL) as backend, serving(backend, model_name="m") as server, client_of(server) as client:
         message = client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS).choices[0].message
     assert message.content == CALL and message.tool_calls is None
 
 
 def test_without_a_choice_the_template_is_given_no_tools() -> None:
-    with scripted("ok") as backend, serving(backend, model_name="m") as server, client_of(server) as client:
+    with scripted_bytes("ok") as backend, serving(backend, model_name="m") as server, client_of(server) as client:
         for choice in ("auto", "none"):
             client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, tool_choice=choice)
         given = backend.tokenizer.tools
@@ -82,7 +82,7 @@ def test_without_a_choice_the_template_is_given_no_tools() -> None:
 def test_an_answer_that_is_no_call_is_text() -> None:
     broken = '<tool_call>{"name": </tool_call>'
     with (
-        scripted(broken) as backend,
+        scripted_bytes(broken) as backend,
         serving(backend, model_name="m", response_parser="hermes") as server,
         client_of(server) as client,
     ):
@@ -92,7 +92,7 @@ def test_an_answer_that_is_no_call_is_text() -> None:
 
 def test_reasoning_is_a_field_of_its_message() -> None:
     with (
-        scripted("<think>\nA riddle.\n</think>\n\nFive.") as backend,
+        scripted_bytes("<think>\nA riddle.\n</think>\n\nFive.") as backend,
         serving(backend, model_name="m", response_parser="deepseek_r1") as server,
         client_of(server) as client,
     ):
@@ -102,7 +102,7 @@ def test_reasoning_is_a_field_of_its_message() -> None:
 
 def test_a_character_of_several_tokens_is_streamed_whole() -> None:
     text = "naïve — ✓ 日本 🙂"
-    with scripted(text) as backend, serving(backend, model_name="m") as server, client_of(server) as client:
+    with scripted_bytes(text) as backend, serving(backend, model_name="m") as server, client_of(server) as client:
         asked = {"model": "m", "messages": ASKED, "max_tokens": 100}
         parts = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**asked, stream=True)]
     assert "".join(parts) == text and not any("\ufffd" in part for part in parts)

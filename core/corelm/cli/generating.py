@@ -11,7 +11,7 @@ from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm.cli.id_fields import id_fields
 from corelm.cli.lines import LineError
 from corelm.cli.prompts import Prompt
-from corelm.policy.outputs import answer_texts
+from corelm.policy.messages import answer_texts
 from corelm.policy.rows import last_tokens, room_for_prompts
 from corelm.spec.message import Message
 from corelm.spec.sampling import SamplingParams

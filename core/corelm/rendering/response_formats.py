@@ -88,7 +88,8 @@ _QWEN_XML = Dialect(
     fields={
         "reasoning_content": _thinking(),
         "tool_calls": {
-            "open_pattern": r"\n?<tool_call>\s*<function=(?P<name>[^>\n]+)>\s*"
+            # Their templates strip the content, and disagree about the number of newlines after it.
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>\s*"
             rf"(?=(?:{_PARAMETER})*+</function>\s*</tool_call>)",
             "close_pattern": r"(?:(?<=</parameter>\s*)|(?<=<function=[^>\n]+>\s*))</function>\s*</tool_call>\s*",
             "repeats": True,

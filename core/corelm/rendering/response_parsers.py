@@ -47,6 +47,13 @@ class NamedParser:
     specials: frozenset[str] = frozenset()
     eos: str | None = None
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of the messages that may be found, such as `content`, `tool_calls` and `reasoning_content`."""
+        if self.template is not None:
+            return frozenset(self.template["fields"])
+        return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
+
     def __call__(self, text: str) -> Message:
         """Return the message of an answer of which nothing but the text is known. See `parse`."""
         return self.parse(text)
@@ -73,7 +80,7 @@ class NamedParser:
         form = FORMATS[self.name]
         text = _prewritten(form, text, prefix) + text
         if not any(mark in text for mark in form.marks):
-            return Message("assistant", text)
+            return Message("assistant", _without(text, self.specials))
         number = next(n for n, one in enumerate(form.dialects) if one.where is None or re.search(one.where, text))
         parsed = _parsed(_loaded(self.name, number), text, "", tools)
         if stray := parsed.pop(STRAY, "").strip():
