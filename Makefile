@@ -70,7 +70,7 @@ test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.in
 		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
-	CORELM_LOAD_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
+	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

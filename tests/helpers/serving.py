@@ -26,10 +26,10 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def serving(backend: Backend, sessions: SessionStore | None = None, **options: Any) -> Iterator[ServerThread]:
+def serving(backend: Backend, store: SessionStore | None = None, **options: Any) -> Iterator[ServerThread]:
     """Serve a backend, and assert that nothing of the server is left afterwards."""
     before = set(threading.enumerate())
-    with ServerThread(backend, ServerOptions(**options), sessions=sessions) as server:
+    with ServerThread(backend, ServerOptions(**options), sessions=store) as server:
         yield server
     left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
     assert not left, left

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -19,12 +18,13 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.serving import ServerThread, SessionStore
+from helpers.fleet_faults import seconds
 from helpers.processes import wait_until
 from helpers.serving import PATIENCE, Seen, serving
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CLIENTS = 64
-SECONDS = float(os.environ.get("CORELM_LOAD_SECONDS", "6"))
+SECONDS = seconds(6.0)
 #: No run sends more than this.
 MOST_REQUESTS = 60_000
 WORDS = ("the cat", "the sea", "a small bird", "the tea", "it is dark", "Où est le chat ?")

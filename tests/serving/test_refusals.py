@@ -58,6 +58,13 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         "images",
     ),
     (CHATS, {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "lone surrogate"),
+    (
+        CHATS,
+        {"messages": CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template_kwargs",
+        "leave it",
+    ),
+    (CHATS, {"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object"),
     (CHATS, {"messages": CHAT, "model": 5}, "model", "expected a text"),
     (COMPLETIONS, {}, "prompt", "expected a text"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "texts only"),

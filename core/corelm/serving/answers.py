@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm.backend.backend import Backend
-from corelm.policy.outputs import answer_texts
+from corelm.policy.messages import answer_texts
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams

@@ -24,6 +24,10 @@ KNOWN = frozenset(
 #: What a message may hold. Further keys of an assistant's message are what official clients send back of an answer.
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
+#: What is no variable of a template: a client must not bring its own template, for example.
+_SET_BY_THE_SERVER = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools"}
+)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -66,9 +70,6 @@ class ChatAsk:
         top = count("top_logprobs", given.get("top_logprobs", 0), 0)
         if top and not logprobs:
             raise invalid("top_logprobs", "they belong to logprobs; give logprobs=true as well")
-        kwargs = given.get("chat_template_kwargs", {})
-        if not isinstance(kwargs, dict):
-            raise invalid("chat_template_kwargs", f"expected an object, got {shown(kwargs)}")
         return cls(
             model=model_of(given),
             messages=_messages(given.get("messages")),
@@ -78,8 +79,17 @@ class ChatAsk:
             logprobs=logprobs,
             top_logprobs=top,
             tools=_tools(given),
-            template_kwargs=kwargs,
+            template_kwargs=_template_kwargs(given.get("chat_template_kwargs", {})),
         )
+
+
+def _template_kwargs(given: Any) -> Mapping[str, Any]:
+    field = "chat_template_kwargs"
+    if not isinstance(given, dict):
+        raise invalid(field, f"expected an object, got {shown(given)}")
+    if set_here := sorted(_SET_BY_THE_SERVER & given.keys()):
+        raise invalid(field, f"the server sets {set_here[0]} itself; leave it out")
+    return given
 
 
 def _messages(given: Any) -> Chat:

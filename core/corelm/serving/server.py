@@ -24,6 +24,9 @@ from corelm.serving.options import ServerOptions
 from corelm.serving.service import PATIENCE
 from corelm.serving.sessions import SessionStore
 
+#: Seconds that an idle connection is kept: longer than clients keep theirs, or a request may meet a connection that the
+#: server is just closing.
+KEEP_ALIVE = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -79,6 +82,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=PATIENCE,
             )
         )

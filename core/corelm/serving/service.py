@@ -16,7 +16,7 @@ from corelm.backend.check_requests import generation_mode
 from corelm.batching import DynamicBatcher
 from corelm.errors import CapabilityError, ResponseFormatError, brief
 from corelm.policy.conversations import ChatRenderer
-from corelm.policy.outputs import answer_texts
+from corelm.policy.messages import answer_texts
 from corelm.rendering.response_parsers import parser_named
 from corelm.serving.answers import Answer, answers_of
 from corelm.serving.options import ServerOptions
