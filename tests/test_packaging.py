@@ -96,6 +96,14 @@ def test_the_wheel_of_core_holds_only_the_package(built):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_other_programs_find_core_by_its_entry_points(built):
+    with wheel(built, "core") as file:
+        points = configparser.ConfigParser()
+        points.read_string(file.read(f"core-{corelm.__version__}.dist-info/entry_points.txt").decode())
+    assert dict(points["inspect_ai"]) == {"corelm": "corelm.interop.inspect_ai"}
+    assert dict(points["pytest11"]) == {"corelm": "corelm.testing.plugin"}
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_wheel_of_a_plugin_holds_only_the_plugin(built, plugin):
     name, (cls, _) = plugin.removesuffix("_backend"), PLUGINS[plugin]

@@ -49,7 +49,7 @@ class _ChatReply:
         options = service.generate_options(ask.sampling, wanted=ask.logprobs, top_logprobs=ask.top_logprobs)
         generation = self._exchange.add(Generation(service.backend, [prompt.ids], ask.sampling, **options))
         # The tokens of a stream come without the most probable ids, and a parser needs the whole answer.
-        if ask.stream and service.parser is None and not ask.top_logprobs:
+        if ask.stream and not service.parses and not ask.top_logprobs:
             await self._stream(generation, prompt)
             return
         answers, messages = await self._recorded(await generation.result(), prompt)

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol
 from corelm.backend.backend import Backend
 from corelm.backend.check_requests import generation_mode
 from corelm.batching import DynamicBatcher
-from corelm.errors import CapabilityError, ResponseFormatError, brief
+from corelm.errors import CapabilityError, spelled_out
 from corelm.policy.conversations import ChatRenderer
-from corelm.policy.messages import answer_texts
-from corelm.rendering.response_parsers import parser_named
+from corelm.policy.messages import AnswerReader
+from corelm.policy.rows import InputRows
 from corelm.serving.answers import Answer, answers_of
 from corelm.serving.options import ServerOptions
 from corelm.serving.refusals import Refusal
@@ -26,6 +26,7 @@ from corelm.serving.token_texts import TokenTexts
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +92,13 @@ class Service:
     def __post_init__(self) -> None:
         self.name = self.options.model_name or self.backend.model_name or self.backend.name
         self.texts = TokenTexts(self.backend.tokenizer)
-        name = self.options.response_parser
-        self.parser = None if name is None else parser_named(name, self.backend.tokenizer)
+        self._reader = AnswerReader.of(self.options.response_parser, None, self.backend, opened_here=False)
         self._open: set[Leaves] = set()
+
+    @property
+    def parses(self) -> bool:
+        """Whether answers are parsed, so that a client is told nothing before they are complete."""
+        return self._reader.parser is not None
 
     # Who is answered -------------------------------------------------------------------------------------------------
 
@@ -202,24 +207,28 @@ class Service:
         prompt: RenderedPrompt,
         tools: list[dict[str, Any]] | None,
     ) -> list[Message]:
-        """Return the answers of a result as messages, parsed if there is a parser."""
-        if self.parser is None:
-            return [Message("assistant", each.text, token_ids=tuple(each.ids)) for each in answers]
-        # Special tokens are marks of some formats.
-        texts = answer_texts(result, replace(sampling, skip_special_tokens=False), self.backend)
-        return [self._parsed(text, each, prompt, tools) for text, each in zip(texts, answers, strict=True)]
+        """Return the answers to one prompt as messages, as a policy with this parser makes them.
 
-    def _parsed(self, text: str, answer: Answer, prompt: RenderedPrompt, tools: list[dict[str, Any]] | None) -> Message:
-        assert self.parser is not None
-        try:
-            message = self.parser.parse(text, prefix=prompt.text, tools=tools)
-        except ResponseFormatError as error:
-            _log.debug("an answer is not in the format %s: %s", self.options.response_parser, brief(str(error)))
-            message = Message("assistant", answer.text)
-        calls = tuple(
-            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", **c} for c in message.tool_calls or ()
-        )
-        return replace(message, tool_calls=calls or None, token_ids=tuple(answer.ids))
+        Every tool call has an id.
+        """
+        rows = InputRows(
+            batch_size=(1,),
+            ids=Ragged.from_list([prompt.ids]),
+            texts=(prompt.text,),
+            tools=None if tools is None else (tools,),
+        ).repeat(len(answers))
+        said = tuple(each.text for each in answers)
+        messages, problems = self._reader.read(rows, rows.texts or (), said, result, sampling, self.backend)
+        if problems:
+            _log.debug("answers that are not in the format %s: %s", self.options.response_parser, spelled_out(problems))
+        return [_with_call_ids(each) for each in messages]
+
+
+def _with_call_ids(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = tuple({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", **call} for call in message.tool_calls)
+    return replace(message, tool_calls=calls)
 
 
 def batched(backend: Backend, options: ServerOptions) -> DynamicBatcher:
