@@ -70,6 +70,12 @@ def test_a_stream_says_what_the_completion_says(server: ServerThread) -> None:
     assert reasons == [each.finish_reason for each in whole]
 
 
+def test_one_token_has_no_log_prob_to_score(server: ServerThread) -> None:
+    with client_of(server) as client:
+        (choice,) = client.completions.create(model="m", prompt=[5], max_tokens=0, echo=True, logprobs=1).choices
+    assert choice.logprobs.token_logprobs == [None] and choice.logprobs.text_offset == [0]
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_ids_are_read_as_they_are(server: ServerThread, backend: Backend, seen: Seen, many: bool) -> None:
     row = backend.tokenize(PROMPTS[:1]).ids.tolist()[0]

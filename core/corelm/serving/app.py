@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,6 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -31,9 +31,6 @@ from corelm.serving.service import Service, batched
 from corelm.serving.sessions import SessionStore
 from corelm.serving.tokens import answer_tokens
 
-#: The names of this machine. Without a key, a page of another site could otherwise reach the server under its own name.
-_LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
-
 
 class ServingApp:
     """An ASGI application that answers the OpenAI protocol for an opened backend.
@@ -50,7 +47,7 @@ class ServingApp:
     def __init__(self, backend: Backend, options: ServerOptions, sessions: SessionStore | None = None) -> None:
         store = (sessions if sessions is not None else SessionStore()) if options.sessions else None
         self.service = Service(batched(backend, options), options, store)
-        guard = Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK, www_redirect=False)
+        guard = Middleware(_NameGuard)
         if options.api_key is not None:
             guard = Middleware(_KeyGuard, key=options.api_key)
         self._app = Starlette(
@@ -90,6 +87,36 @@ class _KeyGuard:
         # Compared in constant time, so that the time tells nothing about the key.
         same = hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), self._key)
         return same and scheme.lower() == "bearer"
+
+
+class _NameGuard:
+    """Lets requests to an address pass, and to localhost. For servers without a key.
+
+    A page of another site could otherwise let the name of that site stand for this machine, and read the replies.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_address(Headers(scope=scope).get("host", "")):
+            await self._app(scope, receive, send)
+            return
+        message = "without a key, the server answers requests to localhost or to an IP address only; use one in the URL"
+        await _response(Refusal(400, message, code="host", param="host"))(scope, receive, send)
+
+
+def _is_address(host: str) -> bool:
+    """Return whether the header names no host by another name than localhost.
+
+    >>> _is_address("127.0.0.1:8000"), _is_address("[::1]:8000"), _is_address("localhost"), _is_address("a.example")
+    (True, True, True, False)
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _routes(service: Service) -> list[Route]:

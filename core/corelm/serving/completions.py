@@ -32,10 +32,12 @@ async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
 
 def begin_turns(exchange: Exchange, prompts: Sequence[Sequence[int]], stack: ExitStack) -> list[Any]:
     """Return a turn of a session for each prompt. They end with the stack."""
-    store = exchange.service.store
-    if store is None:
-        return [UnrecordedTurn() for _ in prompts]
-    return [stack.enter_context(store.begin_tokens(ids, session=exchange.session)) for ids in prompts if ids]
+    store, session = exchange.service.store, exchange.session
+    # An empty prompt is the beginning of nothing.
+    return [
+        UnrecordedTurn() if store is None or not ids else stack.enter_context(store.begin_tokens(ids, session=session))
+        for ids in prompts
+    ]
 
 
 def _ids(exchange: Exchange, ask: CompletionAsk) -> list[list[int]]:

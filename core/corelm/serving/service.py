@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from corelm.backend.backend import Backend
 from corelm.backend.check_requests import generation_mode
-from corelm.batching import DynamicBatcher
+from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import CapabilityError, spelled_out
 from corelm.policy.conversations import ChatRenderer
 from corelm.policy.messages import AnswerReader
@@ -233,8 +233,6 @@ def _with_call_ids(message: Message) -> Message:
 
 def batched(backend: Backend, options: ServerOptions) -> DynamicBatcher:
     """Return a backend whose calls many requests share: the given one, if it does that."""
-    from corelm.batching import Limits
-
     if isinstance(backend, DynamicBatcher):
         return backend
     return DynamicBatcher(backend, Limits(max_queue=options.max_requests, on_full="raise"))
