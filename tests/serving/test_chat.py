@@ -118,6 +118,16 @@ def test_a_stop_string_and_what_follows_it_are_not_said(toy_server: ServerThread
     assert text == free[: free.index(stop)] and reason == "stop"
 
 
+def test_a_stop_string_that_is_a_special_token_is_read_as_its_id(toy_server: ServerThread) -> None:
+    with client_of(toy_server) as client:
+        asked = {"model": "m", "messages": CHAT, "max_tokens": 200, "seed": 3, "extra_body": {"ignore_eos": True}}
+        free = client.chat.completions.create(**asked, logprobs=True).choices[0].logprobs.content
+        answer = client.chat.completions.create(**asked, logprobs=True, stop=["<|im_end|>", "never said"]).choices[0]
+    tokens = [each.token for each in free]
+    assert [each.token for each in answer.logprobs.content] == tokens[: tokens.index("<|im_end|>") + 1]
+    assert answer.finish_reason == "stop" and "<|im_end|>" not in answer.message.content
+
+
 def test_the_default_limit_fills_the_context(toy_server: ServerThread) -> None:
     with client_of(toy_server) as client:
         ban = {"ignore_eos": True}

@@ -39,7 +39,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHATS, {"messages": CHAT, "temperature": -1}, "temperature", "got -1"),
     (CHATS, {"messages": CHAT, "top_p": 0.5}, "top_p", "does not honour top_p"),
     (CHATS, {"messages": CHAT, "stop": [""]}, "stop", "at least one character"),
-    (CHATS, {"messages": CHAT, "stop": "<|im_end|>"}, "stop", "special token"),
+    (CHATS, {"messages": CHAT, "stop": "a<|im_end|>"}, "stop", "special token"),
     (CHATS, {"messages": CHAT, "seed": "x"}, "seed", "a whole number"),
     (CHATS, {"messages": CHAT, "stream": "yes"}, "stream", "expected True or False"),
     (CHATS, {"messages": CHAT, "stream_options": {"include_usage": True}}, "stream_options", "give stream=true"),

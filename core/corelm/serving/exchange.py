@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -12,13 +13,19 @@ from corelm.serving.connection import ClientLeft, Connection
 from corelm.serving.fields import parsed
 from corelm.serving.refusals import Refusal, refusal
 from corelm.serving.service import Service
+from corelm.spec.sampling import SamplingParams
 
 
 class Ask(Protocol):
     """The body of a request, checked."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     @property
     def model(self) -> str | None: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
 
 
 class Work(Protocol):
@@ -91,6 +98,7 @@ class Endpoint(Generic[A]):
             with service.admitted():
                 ask = self._read(parsed(await connection.body(service.options.max_body)))
                 service.check_model(ask.model)
+                ask = replace(ask, sampling=service.with_stop_ids(ask.sampling))
                 exchange = Exchange(service, connection)
                 with service.open(exchange):
                     async with connection.watched(exchange.leave):

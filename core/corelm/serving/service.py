@@ -18,6 +18,7 @@ from corelm.errors import CapabilityError, spelled_out
 from corelm.policy.conversations import ChatRenderer
 from corelm.policy.messages import AnswerReader
 from corelm.policy.rows import InputRows
+from corelm.rendering.segments import special_tokens
 from corelm.serving.answers import Answer, answers_of
 from corelm.serving.options import ServerOptions
 from corelm.serving.refusals import Refusal
@@ -92,6 +93,7 @@ class Service:
     def __post_init__(self) -> None:
         self.name = self.options.model_name or self.backend.model_name or self.backend.name
         self.texts = TokenTexts(self.backend.tokenizer)
+        self._specials = special_tokens(self.backend.tokenizer)
         self._reader = AnswerReader.of(self.options.response_parser, None, self.backend, opened_here=False)
         self._open: set[Leaves] = set()
 
@@ -168,6 +170,21 @@ class Service:
         )
         rendered = renderer([messages], None if tools is None else [tools], [None])
         return RenderedPrompt(rendered.ids.tolist()[0], rendered.texts[0])
+
+    def with_stop_ids(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample with the ids of stop strings that are special tokens.
+
+        Special tokens are not in the text, so they could not be found there. Harnesses name the EOS so.
+        """
+        ids = [each for each, text in self._specials.items() if text in sampling.stop]
+        if not ids:
+            return sampling
+        texts = {self._specials[each] for each in ids}
+        return replace(
+            sampling,
+            stop=tuple(stop for stop in sampling.stop if stop not in texts),
+            stop_token_ids=(*sampling.stop_token_ids, *ids),
+        )
 
     def generate_options(
         self, sampling: SamplingParams, *, wanted: bool, top_logprobs: int, mode: str | None = None
