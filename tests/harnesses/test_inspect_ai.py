@@ -241,6 +241,14 @@ def test_what_tasks_put_into_a_conversation_is_rendered():
     )
 
 
+def test_arguments_are_texts_where_templates_want_texts():
+    template = HERMES.replace("call.function.arguments | tojson", "call.function.arguments")
+    model, engine = model_of("Yes.", chat_template=template, response_parser="deepseek_r1")
+    call = ToolCall(id="c1", function="add", arguments={"x": 1, "y": 2})
+    ask(model, [ChatMessageUser(content="1 + 2?"), ChatMessageAssistant(content="", tool_calls=[call])])
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in engine.tokenizer.decode(engine.requests[0].prompts.tolist()[0])
+
+
 # Settings -------------------------------------------------------------------------------------------------------------
 
 

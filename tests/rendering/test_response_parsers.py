@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -86,6 +88,19 @@ def test_any_text_is_read_or_refused(name: str, text: str) -> None:
         assert found.role == "assistant"
         if not any(mark in text for mark in form.marks):
             assert found == Message("assistant", text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unit", ["\n", " ", "}\n", "; "])
+def test_a_model_that_writes_one_thing_without_end_costs_no_more_than_its_length(name: str, unit: str) -> None:
+    form = FORMATS[name]
+    started = time.process_time()
+    for mark in {*form.marks, form.call}:
+        for text in (mark + unit * 50_000, unit * 50_000 + mark):
+            with contextlib.suppress(ResponseFormatError):
+                parser_named(name).parse(text, prefix="a prompt")
+    # If time grew with the square of the length, it would be half a minute for each text.
+    assert time.process_time() - started < 15
 
 
 MALFORMED = {

@@ -109,6 +109,7 @@ def generate(
     tokenizer_kwargs: flags.TokenizerKwargs = None,
     truncation: flags.Truncation = flags.Truncate.error,
     continue_final_message: flags.ContinueFinalMessage = False,
+    response_parser: flags.ResponseParser = None,
 ) -> None:
     """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
 
@@ -125,6 +126,10 @@ def generate(
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
     other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
+    if response_parser is not None and continue_final_message:
+        raise typer.BadParameter(
+            "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
+        )
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
@@ -140,6 +145,7 @@ def generate(
             tokenizer_kwargs,
             truncation=truncation.value,
             continue_final_message=continue_final_message,
+            response_parser=response_parser,
         )
     written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
     job: Job[Prompt] = Job(

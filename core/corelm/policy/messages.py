@@ -107,7 +107,7 @@ class AnswerReader:
             return turns, {}
         if isinstance(parser, NamedParser):
             # Some formats have special tokens for marks. The EOS is not part of what was said.
-            texts = _with_special_tokens(rows, batch, sampling, backend)
+            texts = _whole_turns(rows, batch, sampling, backend)
             prefixes = _before_turns(rows, asked, backend)
             own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
             parse: list[Callable[[], Message | Mapping[str, Any]]] = [
@@ -137,17 +137,24 @@ def _turns(
     )
 
 
-def _with_special_tokens(
-    rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend
-) -> tuple[str, ...]:
-    """Return the texts of whole turns with their special tokens, but without the EOS at their end."""
+def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
+    """Return ids, to be decoded, of answers without the EOS at their end, and nothing of their texts."""
     ended = [bool(ids) and ids[-1] in backend.eos_token_ids for ids in batch.ids.tolist()]
     lengths = batch.ids.lengths
     ids = batch.ids.slice(torch.zeros_like(lengths), lengths - torch.tensor(ended, dtype=lengths.dtype))
-    unended = replace(batch, ids=ids, texts=None)
+    return replace(batch, ids=ids, texts=None)
+
+
+def whole_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """Return the texts of answers with their special tokens, but without the EOS at their end."""
+    return answer_texts(without_eos(batch, backend), replace(sampling, skip_special_tokens=False), backend)
+
+
+def _whole_turns(rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """Return the texts of whole turns, those that answers continue included, as `whole_texts` has them."""
+    said = whole_texts(batch, sampling, backend)
     whole = replace(sampling, skip_special_tokens=False)
-    said = answer_texts(unended, whole, backend)
-    return tuple(turn.content or "" for turn in _turns(rows, said, unended, whole, backend))
+    return tuple(turn.content or "" for turn in _turns(rows, said, without_eos(batch, backend), whole, backend))
 
 
 def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> tuple[str, ...]:

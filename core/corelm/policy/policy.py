@@ -240,7 +240,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         restricted = truncates or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
-                "scores cannot reflect truncation or penalties, only a temperature; pass log_probs_mode='raw'",
+                "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
                 capability="score",
             )
         temperature = sampling.temperature if self.options.log_probs_mode == "processed" else 1.0

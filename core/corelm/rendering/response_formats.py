@@ -6,6 +6,8 @@ read (`transformers.utils.chat_parsing`). `corelm.rendering.response_parsers` ap
 - Patterns take the newlines that the family's chat template writes around a part, and no others. Parsing what the
   template has rendered then gives the same message.
 - A call ends at its closing mark after the brace that closes its JSON, so arguments may hold that mark in a text.
+- A search tries a pattern at every character, and a model may write newlines without end. So a pattern begins with a
+  mark, or with all whitespace before it (`_before`), and looks behind only from a mark.
 - Where a call is written as XML, its beginning only matches if the whole call is well formed. The parser reports a
   beginning that is left in the text.
 """
@@ -56,9 +58,36 @@ class ResponseFormat:
     think: tuple[str, str] | None = None
 
 
-def _thinking(begin: str = "<think>", end: str = "</think>", space: str = r"\n*") -> Mapping[str, Any]:
-    """Return the field of reasoning, which begins an answer."""
-    return {**_AS_IT_IS, "open_pattern": rf"\A\s*{begin}{space}", "close_pattern": rf"{space}{end}{space}"}
+def _before(space: str) -> str:
+    """Return a pattern for all characters of a kind that precede a mark, if there are any."""
+    return rf"(?:(?<!{space}){space}++)?" if space else ""
+
+
+def _thinking(begin: str = "<think>", end: str = "</think>", space: str = r"\n") -> Mapping[str, Any]:
+    """Return the field of reasoning, which begins an answer.
+
+    Args:
+        begin: the mark before it, a pattern.
+        end: the mark after it.
+        space: the characters between marks and text, such as newlines; "" for none.
+    """
+    spaces = f"{space}*+" if space else ""
+    return {
+        **_AS_IT_IS,
+        "open_pattern": rf"\A\s*+{begin}{spaces}",
+        "close_pattern": f"{_before(space)}{end}{spaces}",
+    }
+
+
+def _after_brace(mark: str, between: str = "") -> str:
+    """Return a pattern for the mark that ends a call, after the brace that ends its JSON.
+
+    Args:
+        mark: a pattern.
+        between: a pattern for what may be between the two, other than whitespace.
+    """
+    whole = f"{between}{mark}"
+    return rf"{whole}(?<=\}}\s*{whole})\s*+"
 
 
 # Hermes 2 and 3, Qwen2.5, Qwen3 ---------------------------------------------------------------------------------------
@@ -68,7 +97,7 @@ _HERMES = Dialect(
         "reasoning_content": _thinking(),
         "tool_calls": {
             "open_pattern": r"\n?<tool_call>",
-            "close_pattern": r"(?<=\}\s*)</tool_call>\s*",
+            "close_pattern": _after_brace("</tool_call>"),
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
@@ -82,16 +111,16 @@ _HERMES_MARKS = ("<tool_call>", "<think>", "</think>")
 # Qwen3-Coder, Qwen3.5: the same tags around XML -----------------------------------------------------------------------
 
 #: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends.
-_PARAMETER = r"<parameter=[^>\n]+>(?:(?!</parameter>\s*(?:<parameter=|</function>)).)*+</parameter>\s*"
+_PARAMETER = r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)).)*+</parameter>\s*+"
 _QWEN_XML = Dialect(
     where=r"<tool_call>\s*<function=",
     fields={
         "reasoning_content": _thinking(),
         "tool_calls": {
             # Their templates strip the content, and disagree about the number of newlines after it.
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>\s*"
-            rf"(?=(?:{_PARAMETER})*+</function>\s*</tool_call>)",
-            "close_pattern": r"(?:(?<=</parameter>\s*)|(?<=<function=[^>\n]+>\s*))</function>\s*</tool_call>\s*",
+            "open_pattern": _before(r"\s") + r"<tool_call>\s*+<function=(?P<name>[^>\n]+)>\s*+"
+            rf"(?=(?:{_PARAMETER})*+</function>\s*+</tool_call>)",
+            "close_pattern": r"</function>(?<=(?:</parameter>|<function=[^>\n]+>)\s*</function>)\s*+</tool_call>\s*+",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
@@ -107,15 +136,15 @@ _QWEN_XML = Dialect(
 # GLM-4.5 and newer ----------------------------------------------------------------------------------------------------
 
 _ARGUMENT = (
-    r"<arg_key>[^<]*</arg_key>\s*<arg_value>"
-    r"(?:(?!</arg_value>\s*(?:<arg_key>|</tool_call>)).)*+</arg_value>\s*"
+    r"<arg_key>[^<]*</arg_key>\s*+<arg_value>"
+    r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)).)*+</arg_value>\s*+"
 )
 _GLM = Dialect(
     fields={
-        "reasoning_content": _thinking(space=r"\s*"),
+        "reasoning_content": _thinking(space=r"\s"),
         "tool_calls": {
-            "open_pattern": rf"\s*<tool_call>\s*(?P<name>[^\s<]+)\s*(?=(?:{_ARGUMENT})*+</tool_call>)",
-            "close_pattern": r"(?:(?<=</arg_value>\s*)|(?<=<tool_call>\s*[^\s<]+\s*))</tool_call>\s*",
+            "open_pattern": _before(r"\s") + rf"<tool_call>\s*+(?P<name>[^\s<]++)\s*+(?=(?:{_ARGUMENT})*+</tool_call>)",
+            "close_pattern": r"</tool_call>(?<=(?:</arg_value>|<tool_call>\s*[^\s<]+)\s*</tool_call>)\s*+",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
@@ -138,9 +167,9 @@ _LLAMA_CALL = (
 _LLAMA = Dialect(
     fields={
         "tool_calls": {
-            "open_pattern": r"(?:\A\s*(?:<\|python_tag\|>\s*)?|<\|python_tag\|>\s*|(?<=\}\s*;\s*))"
-            + f"(?={_LLAMA_CALL})",
-            "close_pattern": rf"(?<=\}}\s*);\s*(?={_LLAMA_CALL})",
+            "open_pattern": r"(?:\A\s*+(?:<\|python_tag\|>\s*+)?|<\|python_tag\|>\s*+)"
+            rf"(?={_LLAMA_CALL})|(?={_LLAMA_CALL})(?<=\}}\s*;\s*)",
+            "close_pattern": rf";(?<=\}}\s*;)\s*+(?={_LLAMA_CALL})",
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
@@ -159,7 +188,7 @@ _DEEPSEEK = Dialect(
             # R1 and V3 write the type first and fence the JSON, V3.1 does neither.
             "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
-            "close_pattern": r"(?<=\}\s*)(?:```\s*)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>\s*)?",
+            "close_pattern": _after_brace("<｜tool▁call▁end｜>", r"(?:```\s*)?") + r"(?:<｜tool▁calls▁end｜>\s*+)?",
             "repeats": True,
             "content": "json",
             "transform": _FUNCTION,
@@ -179,7 +208,7 @@ def _mistral(call_id: str, transform: Mapping[str, Any]) -> Mapping[str, Mapping
         "reasoning_content": _MISTRAL_THINKING,
         "tool_calls": {
             "open_pattern": rf"\[TOOL_CALLS\]\s*(?P<name>[^\[\s]+){call_id}\[ARGS\]",
-            "close_pattern": r"(?<=\}\s*)(?=\[TOOL_CALLS\])",
+            "close_pattern": r"(?=\[TOOL_CALLS\])(?<=\}\s*)",
             "repeats": True,
             "content": "json",
             "transform": transform,
@@ -210,7 +239,7 @@ _KIMI = Dialect(
         "tool_calls": {
             "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
             r"(?P<id>(?:functions\.)?(?P<name>[^:\s<]+):\d+)\s*<\|tool_call_argument_begin\|>",
-            "close_pattern": r"(?<=\}\s*)<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>\s*)?",
+            "close_pattern": _after_brace(r"<\|tool_call_end\|>") + r"(?:<\|tool_calls_section_end\|>\s*+)?",
             "repeats": True,
             "content": "json",
             "transform": {**_FUNCTION, "id": "{id}"},
@@ -232,9 +261,12 @@ _HARMONY = Dialect(
         },
         "tool_calls": {
             # The recipient is before the channel in the family's chat template, and after it in answers.
-            "open_pattern": _START + r"(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.(?P<name>[^\s<]+)[^<]*"
+            "open_pattern": _START
+            + r"(?:<\|channel\|>(?:commentary|analysis))?"
+            + _before(r"\s")
+            + r"to=functions\.(?P<name>[^\s<]++)[^<]*"
             r"(?:<\|channel\|>(?:commentary|analysis)[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
-            "close_pattern": r"(?<=\}\s*)<\|(?:call|end)\|>",
+            "close_pattern": _after_brace(r"<\|(?:call|end)\|>"),
             "repeats": True,
             "content": "json",
             "transform": _FUNCTION,

@@ -98,8 +98,9 @@ def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Se
 
 
 def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
-    """Return what decodes the replies to `payloads`. With the most probable ids, that is the plain decoder."""
-    ranked = any(payload.get("prompt_logprobs") or payload.get("logprobs") for payload in payloads)
+    """Return what decodes the replies to `payloads`: the plain decoder, where there is more than one number a token."""
+    more = ("prompt_logprobs", "logprobs", "sampling_params")
+    ranked = any(payload.get(name) for payload in payloads for name in more)
     return decoded if ranked else decode
 
 
