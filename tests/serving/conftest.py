@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="the server needs the extra serve")
-pytest.importorskip("openai", reason="the official client is not installed")
-
 import corelm
 from corelm import Backend
 from corelm.serving import ServerThread
