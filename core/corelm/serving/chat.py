@@ -24,7 +24,7 @@ async def answer_chat(exchange: Exchange, ask: ChatAsk) -> None:
 
     Raises:
         CoreLMError: the conversation cannot be rendered, or the engine cannot do what was asked, or fails.
-        ClientLeft: there is no one to answer.
+        ClientLeft: the client has hung up, or the server ends.
     """
     store = exchange.service.store
     if store is None:

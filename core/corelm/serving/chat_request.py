@@ -24,7 +24,7 @@ KNOWN = frozenset(
 #: What a message may hold. Further keys of an assistant's message are what official clients send back of an answer.
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
-#: What is no variable of a template: a client must not bring its own template, for example.
+#: Names that the server gives the template itself. A client must not bring its own template, for example.
 _SET_BY_THE_SERVER = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools"}
 )

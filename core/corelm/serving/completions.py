@@ -22,7 +22,7 @@ async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
 
     Raises:
         CoreLMError: the engine cannot do what was asked, or fails.
-        ClientLeft: there is no one to answer.
+        ClientLeft: the client has hung up, or the server ends.
     """
     prompts = await asyncio.to_thread(_ids, exchange, ask)
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ _DRAINED, _DRAIN_PATIENCE = 64 * 2**20, 5.0
 
 
 class ClientLeft(Exception):
-    """The client has hung up, so there is no one to answer."""
+    """The client has hung up, or its request was dropped, so nothing is sent."""
 
 
 class Connection:

@@ -29,7 +29,7 @@ class Ask(Protocol):
 
 
 class Work(Protocol):
-    """A call to the engine that ends early when nobody waits for it."""
+    """A call to the engine that can be ended early."""
 
     async def leave(self, *, at_once: bool = False) -> None: ...
 

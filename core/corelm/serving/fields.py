@@ -43,7 +43,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body, without the fields that are null: the protocol takes null for "not given".
 
     Raises:
-        InvalidRequestError: the body is not JSON, or is no object.
+        InvalidRequestError: the body is not a JSON object.
     """
     try:
         found = json.loads(body, parse_constant=_refuse_constant)

@@ -37,7 +37,7 @@ _OF_PROMPTS = re.compile(r"^(history: row 0|prompts|sequences|texts|history): ")
 
 
 class Refusal(Exception):
-    """An answer that says why there is none.
+    """A reply that says why a request is not answered.
 
     Attributes:
         status: the HTTP status.

@@ -50,7 +50,7 @@ def session_header(session_id: str | None) -> dict[str, str]:
 
 
 def record(turn: Any, prompt: Sequence[int], answers: Sequence[Answer], messages: Sequence[Any] = ()) -> None:
-    """Record the answers to one prompt. One that the engine has not begun is no answer.
+    """Record the answers to one prompt, but not those that were aborted before the first token.
 
     Args:
         turn: the turn of the session.

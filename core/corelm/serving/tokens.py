@@ -19,7 +19,7 @@ async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
 
     Raises:
         CoreLMError: the engine cannot do what was asked, or fails.
-        ClientLeft: there is no one to answer.
+        ClientLeft: the client has hung up, or the server ends.
     """
     service, prompts = exchange.service, [list(row) for row in ask.prompts]
     samples = ask.sampling.num_samples or 1
