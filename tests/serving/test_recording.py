@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from corelm import Backend
 from corelm.serving import ServerThread, SessionStore
+from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
 from helpers.serving import CHAT, Seen, chat_ids, client_of, http_of, serving
 
 THEN = {"role": "user", "content": "And the sea?"}
@@ -89,3 +92,16 @@ def test_a_store_of_the_program_is_used(toy: Backend) -> None:
         for name in ("a", "b"):
             client.chat.completions.create(model="m", messages=CHAT, max_tokens=3, extra_headers={"x-session-id": name})
     assert store.ids() == ("b",) and store.dropped == 1
+
+
+def test_the_adapter_of_the_server_answers() -> None:
+    with Backend.from_plugin(AdapterToy.of_table(), "adapted") as backend:
+        backend.load_adapter("policy", {"added": ADD}, config=CONFIG)
+        with serving(backend, model_name="m", adapter="policy") as server, http_of(server) as client:
+            chat(client, CHAT, "a")
+            nodes = client.get("/sessions/a").json()["nodes"]
+            asked = {"prompt": "The", "max_tokens": 0, "echo": True, "logprobs": 1}
+            scored = client.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["token_logprobs"]
+        (ids,) = backend.tokenize("The").ids.tolist()
+    assert nodes[-1]["provenance"]["adapter"] == "policy"
+    assert scored[1:] == pytest.approx(true_scores(ids, ADD), abs=1e-4)

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
 from corelm.cli.conformance import conformance
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
@@ -90,6 +90,7 @@ def generate(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
         LogProbsOption,
@@ -130,7 +131,7 @@ def generate(
         raise typer.BadParameter(
             "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
         )
-    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
@@ -146,6 +147,7 @@ def generate(
             truncation=truncation.value,
             continue_final_message=continue_final_message,
             response_parser=response_parser,
+            adapter=engine.adapter_name,
         )
     written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
     job: Job[Prompt] = Job(
@@ -186,6 +188,7 @@ def score(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     batch_size: flags.BatchSize = 16,
     temperature: Annotated[
         float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
@@ -225,7 +228,7 @@ def score(
     """
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
-    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
@@ -234,7 +237,11 @@ def score(
 
     with typed_exits():
         options = flags.policy_options(
-            chat_template, template_kwargs, tokenizer_kwargs, completion_boundary=completion_boundary.value
+            chat_template,
+            template_kwargs,
+            tokenizer_kwargs,
+            completion_boundary=completion_boundary.value,
+            adapter=engine.adapter_name,
         )
     written = {
         "per_token": per_token,
@@ -275,6 +282,7 @@ def chat(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     system: Annotated[
         str | None,
         typer.Option(help="System prompt: the first message of the conversation.", rich_help_panel=flags.PROMPTS),
@@ -295,7 +303,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
-    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy
@@ -303,7 +311,9 @@ def chat(
     with typed_exits(), standard_output() as stdout:
         try:
             params = SamplingParams.make(sampling)
-            options = flags.policy_options(chat_template, template_kwargs, truncation=truncation.value)
+            options = flags.policy_options(
+                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter_name
+            )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
                 complete = run(Conversation(policy=policy, system=system, seed=params.seed), stdout)
@@ -321,7 +331,8 @@ def _recorded(engine: EngineChoice) -> dict[str, Any]:
     """Return the settings that say which engine made the answers."""
     from corelm.cli.settings import recorded_options
 
-    return {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+    settings = {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+    return settings if engine.adapter is None else {**settings, "adapter": str(engine.adapter)}
 
 
 def _file(path: Path) -> Path | None:

@@ -81,7 +81,7 @@ def conformance(
 
     Choose a small model whose distributions are far from flat, such as the one that
     `python -m corelm.examples.tiny tiny-model` makes. New weights, for a backend that takes them, are that model's with
-    some noise.
+    some noise. Adapters, likewise, are random LoRAs of its q_proj and v_proj.
 
     Exit code 1: a test failed. 2: the command was refused. 3: the engine failed. 130: interrupted.
     """

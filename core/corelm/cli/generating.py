@@ -88,6 +88,7 @@ class Generator(Worker[Prompt]):
             on_error="skip",
             return_support=self.return_support,
             top_logprobs=self.top_logprobs,
+            adapter=self.options.adapter,
         )
         texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)

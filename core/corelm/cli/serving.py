@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from corelm.cli import flags, interrupt_ends_process
+from corelm.cli import adapters, flags, interrupt_ends_process
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import INTERRUPTED, REFUSED, typed_exits
 from corelm.cli.streams import tell
@@ -40,6 +40,7 @@ def serve(
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
+    adapter: adapters.Adapter = None,
     timeout: Annotated[
         float,
         typer.Option(
@@ -138,7 +139,7 @@ def serve(
         raise typer.BadParameter(
             f"a key is given, here or in {KEY_VARIABLE}; leave one of them out", param_hint="--no-api-key"
         )
-    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, adapter=adapter)
     with interrupt_ends_process():
         from corelm.serving.app import ServingApp
         from corelm.serving.options import ServerOptions
@@ -155,6 +156,7 @@ def serve(
             template_kwargs=flags.key_values(template_kwargs or [], "--template-kwargs"),
             response_parser=response_parser,
             log_probs=log_probs.value,
+            adapter=engine.adapter_name,
             sessions=not no_sessions,
             max_body=max_body,
             max_requests=max_requests,

@@ -88,7 +88,7 @@ class _CompletionReply:
             self._echoed = await asyncio.to_thread(backend.detokenize, self._prompts, skip_special_tokens=False)
         if ask.logprobs is not None:
             scoring = self._exchange.add(
-                Scoring(backend, self._prompts, top_k=ask.logprobs, timeout=self._service.options.timeout)
+                Scoring(backend, self._prompts, top_k=ask.logprobs, **self._service.call_options)
             )
             self._scored = scored_prompts(self._prompts, await scoring.result())
 

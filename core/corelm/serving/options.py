@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corelm import validate
+from corelm.spec.provenance import Adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class ServerOptions:
             text.
         log_probs: which log-probs are recorded and returned: `raw`, the model's own, or `processed`, of the
             distribution that was sampled from.
+        adapter: the adapter that answers, see `Backend.load_adapter`.
         sessions: whether to record what clients said and were told.
         max_body: the largest number of bytes of a request.
         max_requests: the largest number of requests that are read, wait or are answered at a time; a further one is
@@ -38,6 +40,7 @@ class ServerOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_parser: str | None = None
     log_probs: Literal["raw", "processed"] = "raw"
+    adapter: Adapter = None
     sessions: bool = True
     max_body: int = 16 * 2**20
     max_requests: int = 1024

@@ -199,7 +199,12 @@ class Service:
         logprobs = mode or self.options.log_probs
         if not wanted:
             logprobs = self._recorded_mode(sampling)
-        return {"logprobs": logprobs, "top_logprobs": top_logprobs, "timeout": self.options.timeout}
+        return {"logprobs": logprobs, "top_logprobs": top_logprobs, **self.call_options}
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """The arguments of every call."""
+        return {"timeout": self.options.timeout, "adapter": self.options.adapter}
 
     def _recorded_mode(self, sampling: SamplingParams) -> Literal["none", "raw", "processed"]:
         if self.store is None:

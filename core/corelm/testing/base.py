@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -137,6 +137,17 @@ class ConformanceBase:
         self.declared_and_not_shown(
             "update_weights",
             "define `new_weights(self)`: it returns other weights for the same model, and their oracle",
+        )
+
+    def new_adapters(self) -> Sequence[tuple[Mapping[str, Any], Oracle]]:
+        """Return two adapters for the same model that differ, each with the oracle of the model that it makes.
+
+        An adapter is given as the arguments of ``Backend.load_adapter`` after its name: ``{"weights": state_dict,
+        "config": lora_config}`` or ``{"weights": folder}``. A backend that declares `adapters` must define it.
+        """
+        self.declared_and_not_shown(
+            "adapters",
+            "define `new_adapters(self)`: it returns two adapters for the same model, each with its oracle",
         )
 
     def engine_sampling(self) -> Mapping[str, Any]:

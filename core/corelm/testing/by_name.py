@@ -117,6 +117,16 @@ class Kit(BackendConformance):
         other = self._subject.oracle.with_other_weights()
         return other.state_dict(), other.logprobs
 
+    def new_adapters(self) -> Sequence[tuple[Mapping[str, Any], Oracle]]:
+        adapters: list[tuple[Mapping[str, Any], Oracle]] = []
+        for seed in range(2):
+            made = self._subject.oracle.with_adapter(seed)
+            if made is None:
+                self.declared_and_not_shown("adapters", "choose a model with layers called q_proj or v_proj")
+            state, config, other = made
+            adapters.append(({"weights": state, "config": config}, other.logprobs))
+        return adapters
+
     def engine_sampling(self) -> Mapping[str, Any]:
         if self._subject.engine_sampling is None:
             self.declared_and_not_shown("engine_kwargs", "pass --engine-sampling")

@@ -17,6 +17,8 @@ from corelm.validate import invalid
 
 #: The noise of other weights, relative to the spread of each parameter: the distributions change, and stay as wide.
 _NOISE = 0.1
+#: The layers that an adapter changes, which every engine with adapters takes, and its rank.
+_ADAPTED, _RANK = ("q_proj", "v_proj"), 4
 
 
 class PlainOracle:
@@ -66,6 +68,25 @@ class PlainOracle:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data += _NOISE * parameter.data.std(correction=0).clamp(min=1e-3) * noise
         return PlainOracle(other)
+
+    def with_adapter(self, seed: int) -> tuple[dict[str, Tensor], dict[str, Any], PlainOracle] | None:
+        """Return a LoRA adapter as PEFT saves it, its configuration, and an oracle of a copy with the adapter added.
+
+        None if the model has no linear layers with the names that adapters usually change.
+        """
+        other = copy.deepcopy(self._model)
+        generator = torch.Generator().manual_seed(seed)
+        state: dict[str, Tensor] = {}
+        for name, layer in other.named_modules():
+            if name.rpartition(".")[2] in _ADAPTED and isinstance(layer, nn.Linear):
+                down = torch.randn(_RANK, layer.in_features, generator=generator)
+                up = torch.randn(layer.out_features, _RANK, generator=generator)
+                # So that what is added spreads about as far as the weight itself.
+                up *= layer.weight.data.std(correction=0).clamp(min=1e-3) / _RANK**0.5
+                layer.weight.data += up @ down
+                state |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": _RANK, "lora_alpha": _RANK}
+        return (state, {**config, "target_modules": [*_ADAPTED]}, PlainOracle(other)) if state else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights."""
