@@ -66,11 +66,12 @@ test-hosts: install .venv-vllm/.installed .venv-sglang/.installed .venv-harnesse
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py
 
-test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine
+test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
 	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
 		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
+	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

@@ -35,6 +35,7 @@ PARTS = (
     "callers",
     "in_flight",
     "client_time",
+    "serving",
     "hosting",
     "weights",
     "fleet",

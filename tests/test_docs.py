@@ -37,6 +37,9 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         skip_without_torchrl()
     if page.path.name == "trl.md":
         pytest.importorskip("trl", reason="TRL is not installed; make test-harnesses runs the page")
+    if page.path.name == "serving.md":
+        pytest.importorskip("openai", reason="the official client is not installed")
+        pytest.importorskip("uvicorn", reason="the server needs the extra serve")
     if page.path.name == "inspect.md":
         pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; make test-harnesses runs the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)

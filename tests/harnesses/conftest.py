@@ -8,6 +8,11 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-NEEDED = {"test_lm_eval*.py": "lm_eval", "test_trl*.py": "trl", "test_inspect*.py": "inspect_ai"}
+NEEDED = {
+    "test_lm_eval*.py": "lm_eval",
+    "test_local_completions.py": "lm_eval",
+    "test_trl*.py": "trl",
+    "test_inspect*.py": "inspect_ai",
+}
 collect_ignore_glob = [files for files, library in NEEDED.items() if find_spec(library) is None]
 collect_ignore_glob += [] if os.environ.get("CORELM_TEST_HOSTS") else ["test_*_hosted.py"]

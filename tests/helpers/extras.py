@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 #: By the beginning of their names.
-NEEDED = {"corelm.interop.torchrl": "torchrl", "corelm.interop.inspect_": "inspect_ai"}
+NEEDED = {
+    "corelm.interop.torchrl": "torchrl",
+    "corelm.interop.inspect_": "inspect_ai",
+    **dict.fromkeys(("corelm.serving.app", "corelm.serving.connection", "corelm.serving.exchange"), "starlette"),
+    **dict.fromkeys(("corelm.serving.chat", "corelm.serving.completions", "corelm.serving.generation"), "starlette"),
+    **dict.fromkeys(("corelm.serving.server", "corelm.serving.tokens"), "uvicorn"),
+}
 
 
 def missing_for(module: str) -> str | None:

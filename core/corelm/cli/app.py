@@ -1,4 +1,4 @@
-"""The commands. What they do is in `listing`, `fleets`, `job` and `chat`; the flags that several have are in `flags`.
+"""The commands. What they do is in `listing`, `fleets`, `job`, `chat` and `serving`; shared flags are in `flags`.
 
 This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
 """
@@ -22,6 +22,7 @@ from corelm.cli.conformance import conformance
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.new_backend import new_backend
+from corelm.cli.serving import serve
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.add_typer(fleets.app, name="fleet")
 app.command(cls=flags.GroupedCommand)(conformance)
+app.command(cls=flags.GroupedCommand)(serve)
 app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 

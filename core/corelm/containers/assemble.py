@@ -235,7 +235,8 @@ def _log_probs(request: ContainerRequest, builder: _Builder) -> Fields:
         fields["provenance"] = builder.objects([provenance.to_dict()] * len(logprobs))
     elif provenance is not None:
         # Keyed by identity, because hashing the provenance of every row would take longer than everything else.
-        data = {key: one.to_dict() for key, one in {id(one): one for one in provenance}.items()}
+        distinct = {id(one): one for one in provenance}
+        data = {key: None if one is None else one.to_dict() for key, one in distinct.items()}
         fields["provenance"] = builder.objects([data[id(one)] for one in provenance])
     return fields
 

@@ -16,8 +16,9 @@ from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows, ragg
 from corelm.containers.field_shapes import SETS
 from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import list_keys
+from corelm.containers.turn_provenance import SampledPart, disagreement, provenance_of_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
-from corelm.spec.provenance import Provenance, VersionRuns
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
@@ -160,9 +161,9 @@ class _Turn:
         """bool, like the values of `full`: True where a token of the response is."""
         return self.full.positions >= self.prompt_lengths[self.full.row_index]
 
-    def is_empty(self, row: int) -> bool:
-        """Return whether the response of a row has no tokens."""
-        return bool(self.full.lengths[row] == self.prompt_lengths[row])
+    def part(self, row: int) -> SampledPart:
+        """Return where the response of a row is, and where its log-probs came from."""
+        return SampledPart(self.provenances[row], int(self.prompt_lengths[row]), int(self.full.lengths[row]))
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -242,44 +243,19 @@ def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
         )
 
 
-def _merged_runs(turns: Sequence[_Turn], known: Sequence[Provenance], row: int) -> VersionRuns:
-    """Return which weights sampled the tokens of a row, from the first token of its first answer on; () if all one."""
-    found: list[tuple[str, int]] = []
-    start = int(turns[0].prompt_lengths[row])
-    for turn, one in zip(turns, known, strict=True):
-        if turn.is_empty(row):
-            continue
-        before = int(turn.prompt_lengths[row]) - start
-        for version, first in one.version_runs or ((one.weight_version, 0),):
-            if not found or found[-1][0] != version:
-                # Runs begin at 0: what is before the first sampled token belongs to no weights, and is counted with it.
-                found.append((version, before + first if found else 0))
-    return tuple(found) if len(found) > 1 else ()
-
-
 def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance, ...] | None:
     """Return the provenance of every row, or one for all rows; None if that of a turn is not known.
 
     All turns of a row whose provenance is known must be of one distribution.
     """
-    by_row = list(zip(*(turn.provenances for turn in turns), strict=True))
-    problems = {}
-    merged = []
-    for row, found in enumerate(by_row):
-        known = [one for one in found if one is not None]
-        if not all(one.matches(known[0]) for one in known):
-            problems[row] = ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
-        if len(known) == len(found):
-            # An answer that was aborted before its first token is of no weights.
-            sampled = [one for turn, one in zip(turns, known, strict=True) if not turn.is_empty(row)] or known[-1:]
-            versions = dict.fromkeys(one.weight_version for one in sampled)
-            runs = _merged_runs(turns, known, row)
-            merged.append(replace(known[-1], weight_version=", ".join(versions), version_runs=runs))
+    rows = [[turn.part(row) for turn in turns] for row in range(len(turns[0].full))]
+    problems = {row: what for row, parts in enumerate(rows) if (what := disagreement(parts))}
     if problems:
         raise ProvenanceMismatchError(
             f"the log-probs of the turns are of different distributions: {spelled_out(problems)}; sample every turn "
             'with the same sampling parameters, or with log_probs_mode="raw"'
         )
-    if len(merged) < len(by_row):
+    merged = [one for parts in rows if (one := provenance_of_parts(parts)) is not None]
+    if len(merged) < len(rows):
         return None
     return tuple(merged) if len({*merged}) > 1 else next(iter(merged), None)

@@ -103,7 +103,7 @@ class ContainerRequest:
             0.0 where `scored` is False.
         argmax: int64, as long as ``tokens.full``: the most probable id at each position, -1 where `scored` is False.
         greedy: one per row: whether every token that counts is the most probable one.
-        provenance: one per row, or one for all rows.
+        provenance: one per row, None for a row of unknown origin; or one for all rows.
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
         finish_reasons: one per row.
         errors: one message per row, "" for a row without an error.
@@ -128,7 +128,7 @@ class ContainerRequest:
     tail_log_mass: Ragged | None = None
     argmax: Ragged | None = None
     greedy: tuple[bool, ...] | None = None
-    provenance: Provenance | tuple[Provenance, ...] | None = None
+    provenance: Provenance | tuple[Provenance | None, ...] | None = None
     assistant: Ragged | None = None
     finish_reasons: tuple[str, ...] | None = None
     errors: tuple[str, ...] | None = None

@@ -1,0 +1,131 @@
+"""Errors as a client of the OpenAI protocol reads them: a status, a body with `error`, and headers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from corelm.errors import (
+    BackendAsleepError,
+    BackendClosedError,
+    BackendTimeoutError,
+    CapabilityError,
+    CoreLMError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+    TemplateError,
+    brief,
+    described,
+)
+
+_log = logging.getLogger(__name__)
+
+#: Core's names of what the protocol calls otherwise, and what its messages advise that a client cannot do.
+_WORDING: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r", or give the policy truncation='left', which drops its first tokens"), ""),
+    (re.compile(r"\bmax_new_tokens\b"), "max_tokens"),
+    (re.compile(r"\bmin_new_tokens\b"), "min_tokens"),
+    (re.compile(r"\bnum_samples\b"), "n"),
+)
+#: Core's names of what a request calls its prompt, and how its messages begin. One conversation has no rows.
+_PROMPTS = ("prompts", "sequences", "texts", "history")
+_OF_PROMPTS = re.compile(r"^(history: row 0|prompts|sequences|texts|history): ")
+
+
+class Refusal(Exception):
+    """A reply that says why a request is not answered.
+
+    Attributes:
+        status: the HTTP status.
+        message: what was wrong and what to type.
+        type: the protocol's name of the kind of error.
+        code: a word for programs; None if the status says enough.
+        param: the field of the request at fault.
+        headers: headers of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+#: The official client repeats a request after 429 and 5xx. A request that took too long would only take as long again.
+_NOT_AGAIN = {"x-should-retry": "false"}
+#: The first class that an error belongs to says what it is.
+_KINDS: tuple[tuple[type[Exception], _Kind], ...] = (
+    (InvalidRequestError, _Kind(400, "invalid_request_error")),
+    (TemplateError, _Kind(400, "invalid_request_error", "chat_template")),
+    (CapabilityError, _Kind(400, "invalid_request_error", "unsupported")),
+    (QueueFullError, _Kind(429, "rate_limit_error", "queue_full", {"retry-after": "1"})),
+    (BackendTimeoutError, _Kind(503, "server_error", "timeout", _NOT_AGAIN)),
+    (BackendClosedError, _Kind(503, "server_error", "closed")),
+    (BackendAsleepError, _Kind(503, "server_error", "asleep", {"retry-after": "1"})),
+)
+
+
+def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
+    """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown.
+
+    Args:
+        prompt: what the request calls its prompt.
+    """
+    if isinstance(error, Refusal):
+        return error
+    for kind, found in _KINDS:
+        if isinstance(error, kind):
+            param = getattr(error, "field", None) or getattr(error, "capability", None)
+            message = as_asked(str(error))
+            if param in _PROMPTS:
+                message, param = _OF_PROMPTS.sub(f"{prompt}: ", message), prompt
+            return Refusal(
+                found.status,
+                message,
+                type=found.type,
+                code=found.code,
+                param=None if param is None else as_asked(param),
+                headers=found.headers,
+            )
+    if isinstance(error, CoreLMError):
+        gone = isinstance(error, EngineError) and error.usable is False
+        headers = _NOT_AGAIN if gone else {}
+        return Refusal(503 if gone else 500, str(error), type="server_error", code="engine", headers=headers)
+    _log.error("a request failed: %s", brief(described(error)), exc_info=error)
+    return Refusal(500, "the server failed; its log says why", type="server_error", code="internal")
+
+
+def as_asked(message: str) -> str:
+    """Return a message of core with the protocol's names.
+
+    >>> as_asked("give max_new_tokens=7 or less")
+    'give max_tokens=7 or less'
+    """
+    for phrase, said in _WORDING:
+        message = phrase.sub(said, message)
+    return message
