@@ -1,0 +1,275 @@
+"""Find out by trying what a server does not say, step by step: how it takes prompts, whether it says which ids it has
+sampled, how answers can end, what it honours, and which log-probs it returns.
+
+What cannot be shown is not declared. Each function takes what is known so far and returns it with what it has found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from corelm.errors import CoreLMError, EngineError
+from corelm.spec import SamplingParams
+from corelm.support import RowError, StopStrings
+from openai_backend.capabilities import ServerInfo, no_completions
+from openai_backend.probing_logprobs import with_logprobs, with_penalties, with_scores
+from openai_backend.replies import BY_ID, count, only_choice
+from openai_backend.sampling import COLDEST, HOTTEST, NEUTRAL
+from openai_backend.trials import TEXTS, Answer, Trials, is_completion
+from openai_backend.vocabulary import Naming
+
+if TYPE_CHECKING:
+    from corelm.support import Deadline, HttpClient
+
+_log = logging.getLogger(__name__)
+
+#: Fields by which servers say which ids they have sampled.
+_ASK_FOR_IDS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+#: The tokens of an answer. Two seeds hardly ever agree on so many by chance.
+_LENGTH = 12
+#: A bias with which a token is always the most probable one.
+_CERTAIN = 100
+#: A top_p that only the most probable token passes.
+_TIGHT = 1e-6
+
+
+def probe_server(client: HttpClient, info: ServerInfo, deadline: Deadline) -> ServerInfo:
+    """Return `info` with what the server is seen to do.
+
+    Raises:
+        EngineError: the server has no completions, or reads prompts in no way that is known.
+        InvalidRequestError: it refuses the plainest request, for example because of the model's name.
+        TimeoutError: the deadline has passed.
+    """
+    trials = Trials(client, deadline)
+    for step in (
+        with_prompts,
+        with_ids,
+        with_ends,
+        with_sampling,
+        with_seeds,
+        with_logprobs,
+        with_penalties,
+        with_scores,
+    ):
+        info = step(trials, info)
+    _log.info("%s: %s", client.base_url, _summary(info))
+    return info
+
+
+def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
+    """Find out whether the server takes ids, and which fields it does not refuse."""
+    vocabulary, optional = info.vocabulary, {**NEUTRAL, **_ASK_FOR_IDS}
+    prompts = [vocabulary.encode(text) for text in TEXTS]
+    plain = {**info.fields, "max_tokens": 1, "temperature": 0.0}
+    requests = [{**plain, "prompt": TEXTS[0]}, *({**plain, "prompt": prompt} for prompt in prompts)]
+    requests += [{**plain, name: value, "prompt": TEXTS[0]} for name, value in optional.items()]
+    by_text, *replies = trials.post(requests)
+    if isinstance(by_text, CoreLMError):
+        raise _refusal(trials, by_text)
+    if not is_completion(by_text):
+        raise EngineError(f"{trials.client.base_url}: what it answers is not a completion with one choice", usable=False)
+    by_ids, others = replies[: len(prompts)], replies[len(prompts) :]
+    accepted = {
+        name: value
+        for (name, value), reply in zip(optional.items(), others, strict=True)
+        if not isinstance(reply, CoreLMError)
+    }
+    info = replace(info, fields={**accepted, **info.fields})
+    if all(_reads(reply, ids) for reply, ids in zip(by_ids, prompts, strict=True)):
+        return replace(info, takes_ids=True, counts_prompts=True)
+    counts = [count(by_text, "prompt_tokens"), *(
+        count(reply, "prompt_tokens")
+        for reply in trials.post([{**plain, "prompt": text} for text in TEXTS[1:]])
+    )]
+    for adds in (False, True):
+        if counts == [len(vocabulary.encode(text, add_special_tokens=adds)) for text in TEXTS]:
+            return replace(info, adds_special_tokens=adds, counts_prompts=True)
+    if None not in counts:
+        raise EngineError(
+            f"the server reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])} of it; pass "
+            "the server's own tokenizer as tokenizer=",
+            usable=True,
+        )
+    if vocabulary.encode("", add_special_tokens=True):
+        raise EngineError(
+            "the server takes prompts as text only and does not count their tokens, so it cannot be found out whether "
+            "it adds the tokenizer's special tokens to them",
+            usable=True,
+        )
+    return info
+
+
+def with_ids(trials: Trials, info: ServerInfo) -> ServerInfo:
+    """Find out whether replies say which ids were sampled, and how they name tokens."""
+    requests = [{"max_tokens": _LENGTH, "temperature": heat, "logprobs": 1} for heat in (0.0, 1.0, HOTTEST)]
+    answers = [each for each in trials.ask(info, *requests, *requests) if each is not None]
+    stating = replace(info, states_ids=True)
+    found = [Answer(each.reply, stating) for each in answers]
+    # An id stands for a text: a server with another tokenizer would be found here.
+    states_ids = bool(found) and all(each.ids is not None and _spells(each, each.ids, info) for each in found)
+    naming = next((each for each in _possible_names(answers) if _is_naming(answers, each, info, states_ids)), None)
+    return replace(info, states_ids=states_ids, naming=naming)
+
+
+def with_ends(trials: Trials, info: ServerInfo) -> ServerInfo:
+    """Find out how answers can be ended, and kept from ending."""
+    if not info.knows_ids:
+        return info
+    eos = min(info.eos_token_ids, default=None)
+    if eos is not None:
+        # With a bias, the first token is EOS, whatever the model.
+        certain = {"max_tokens": 3, "logit_bias": {str(eos): _CERTAIN}}
+        plain, ignoring = trials.ask(info, certain, {**certain, "ignore_eos": True})
+        if plain is not None and plain.reason == "stop" and plain.ids in ([], [eos]):
+            says, ignores = plain.ids == [eos], ignoring is not None and ignoring.ids == [eos] * 3
+            info = replace(info, says_eos=says, ignores_eos=ignores and says)
+    goes_on = {"max_tokens": _LENGTH, **({"ignore_eos": True} if info.ignores_eos else {})}
+    (free,) = trials.ask(info, goes_on)
+    if free is None or not free.ids:
+        return info
+    # The last token that is new, so that an answer has to go on for a while before it ends, and would go on.
+    at = max(at for at, token in enumerate(free.ids[:-1] or free.ids) if token not in free.ids[:at])
+    stop, end = _stop_string(free.ids, info)
+    # The bias of the trial above is not known to work everywhere, so EOS has to be the same token for this field.
+    by_id, by_string = trials.ask(
+        info, {**goes_on, "stop_token_ids": [free.ids[at]]}, {**goes_on, "stop": [stop or "\x00\x00"]}
+    )
+    stops_at_ids = (
+        info.ignores_eos
+        and at + 1 < len(free.ids)
+        and by_id is not None
+        and by_id.ids == free.ids[: at + 1]
+        and by_id.reason == "stop"
+    )
+    stops_at_strings = (
+        stop is not None and by_string is not None and by_string.ids == free.ids[:end] and by_string.reason == "stop"
+    )
+    return replace(info, stops_at_ids=stops_at_ids, stops_at_strings=stops_at_strings)
+
+
+def with_sampling(trials: Trials, info: ServerInfo) -> ServerInfo:
+    """Find out whether temperature and top_p do what they should."""
+    draw = {"max_tokens": _LENGTH}
+    hot, tight = {**draw, "temperature": HOTTEST}, {**draw, "temperature": HOTTEST, "top_p": _TIGHT}
+    greedy, *others = trials.ask(info, draw, *[hot] * 4, *[tight] * 4)
+    drawn, cut = others[:4], others[4:]
+    sampling = dict(info.capabilities.sampling)
+    samples = any(each is not None and (greedy is None or each.key != greedy.key) for each in drawn)
+    if not samples:
+        _log.warning("the server answers greedily at every temperature, so it is only asked for greedy answers")
+    sampling["temperature"] = ((0.0 if greedy is not None else COLDEST), HOTTEST) if samples else (0.0, 0.0)
+    if samples and greedy is not None and all(each is not None and each.key == greedy.key for each in cut):
+        sampling["top_p"] = None
+    # The plugin finds stop strings itself, in ids that were sampled and in those that the text is encoded to.
+    sampling["stop"] = None
+    return replace(info, samples=samples, capabilities=replace(info.capabilities, sampling=sampling))
+
+
+def with_seeds(trials: Trials, info: ServerInfo) -> ServerInfo:
+    """Find out whether equal seeds give equal answers, no matter what else the server works on."""
+    if not info.samples:
+        return info
+    seeds = (1, 2, 3, 4)
+    rows = [{"max_tokens": _LENGTH, "temperature": HOTTEST, "seed": seed} for seed in seeds]
+    together = trials.ask(info, *rows)
+    again = trials.ask(info, *rows[::-1], *rows[::-1])
+    alone = trials.ask(info, rows[1])
+    keys = [each and each.key for each in together]
+    honoured = (
+        [each and each.key for each in again] == [*keys[::-1], *keys[::-1]]
+        and [each and each.key for each in alone] == keys[1:2]
+        and None not in keys
+        and len({*keys}) > 1
+    )
+    # A server does not say whether it is slower with seeds, and some are.
+    capabilities = replace(info.capabilities, per_answer_seeds=honoured, seeds_are_costly=honoured)
+    return replace(info, capabilities=capabilities)
+
+
+# Helpers --------------------------------------------------------------------------------------------------------------
+
+
+def _refusal(trials: Trials, error: CoreLMError) -> CoreLMError:
+    said = str(error)
+    return no_completions(trials.client, said) if "status 404" in said or "status 405" in said else error
+
+
+def _reads(reply: Any, ids: list[int]) -> bool:
+    """Return whether a reply says that the server has read these ids."""
+    if isinstance(reply, CoreLMError) or not is_completion(reply):
+        return False
+    stated = only_choice(reply).get("prompt_token_ids")
+    return stated == ids if isinstance(stated, list) and stated else count(reply, "prompt_tokens") == len(ids)
+
+
+def _spells(answer: Answer, ids: list[int], info: ServerInfo) -> bool:
+    """Return whether ids decode to the text of an answer, of which a server may hold half a character back."""
+    if not ids or max(ids) >= info.vocabulary.size:
+        return False
+    text = info.vocabulary.text(ids, skip_special_tokens=True)
+    return text.rstrip("\ufffd") == answer.text.rstrip("\ufffd")
+
+
+def _possible_names(answers: list[Answer]) -> tuple[Naming, ...]:
+    """Return the ways in which the tokens of these answers may be named."""
+    names = [name for each in answers for name in (each.told.names if each.told else ())]
+    if not names or any(each.told is None for each in answers):
+        return ()
+    return ("id",) if all(name.startswith(BY_ID) for name in names) else ("text", "entry")
+
+
+def _is_naming(answers: list[Answer], naming: Naming, info: ServerInfo, states_ids: bool) -> bool:
+    """Return whether the names of all tokens are those of ids that spell the text of their answer.
+
+    A name may stand for several ids: then the server does not say which one was sampled, and nothing follows from the
+    answer. At least one answer has to show it.
+    """
+    shown = 0
+    for answer in answers:
+        assert answer.told is not None
+        names = answer.told.names
+        if states_ids:
+            ids = Answer(answer.reply, replace(info, states_ids=True)).ids
+            if ids is None or len(ids) != len(names) or info.vocabulary.are_names(names, ids, naming) is not None:
+                return False
+            shown += 1
+            continue
+        try:
+            ids = info.vocabulary.ids_of(names, naming)
+        except RowError:
+            continue
+        if not _spells(answer, ids, info):
+            return False
+        shown += 1
+    return shown > 0
+
+
+def _stop_string(ids: list[int], info: ServerInfo) -> tuple[str | None, int]:
+    """Return a string that the answer with these ids has, and the number of ids that complete it; None if none fits."""
+    for at in range(1, len(ids) - 1):
+        before, whole = (info.vocabulary.text(ids[: at + more], skip_special_tokens=True) for more in (0, 1))
+        new = whole[len(before) :] if whole.startswith(before) else ""
+        # Servers hold back text that ends in the middle of a character.
+        if new.strip() and "\ufffd" not in new and not before.endswith("\ufffd"):
+            stops = StopStrings.of(SamplingParams(stop=(new,)), info.tokenizer)
+            if stops.first_end(ids) == at + 1:
+                return new, at + 1
+    return None, 0
+
+
+def _summary(info: ServerInfo) -> str:
+    prompts = "takes ids" if info.takes_ids else "takes text"
+    ids = "states ids" if info.states_ids else f"names tokens by {info.naming}" if info.naming else "states no ids"
+    facts: Mapping[str, bool] = {
+        "ignores EOS": info.ignores_eos,
+        "stops at ids": info.stops_at_ids,
+        "stops at strings": info.stops_at_strings,
+        "honours seeds": info.capabilities.per_answer_seeds,
+        "scores": info.echo is not None,
+    }
+    said = ", ".join(name for name, shown in facts.items() if shown)
+    return f"{prompts}, {ids}, log-probs: {info.logprobs}; {said or 'nothing else'}"
