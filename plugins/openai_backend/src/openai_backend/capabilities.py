@@ -85,6 +85,7 @@ class ServerInfo:
         samples: answers at a temperature above 0 differ from greedy ones.
         logprobs: which log-probs sampled tokens have.
         tried: the penalties of which it is known that log-probs include them as `logprobs` says.
+        misnames_last: a score of the vocabulary's last id has the name of id 0, as those of SGLang do.
         echo: the ``max_tokens`` with which the server scores a prompt; None if it does not score.
     """
 
@@ -107,6 +108,7 @@ class ServerInfo:
     samples: bool = False
     logprobs: LogprobsMode = "none"
     tried: frozenset[str] = frozenset()
+    misnames_last: bool = False
     echo: int | None = None
 
     @cached_property
@@ -149,7 +151,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         eos_token_ids=eos_token_ids(*sources, vocab_size=vocab_size),
         sampling={parameter: VOUCHED[parameter][0] for parameter in vouched},
         concurrent_calls=True,
-        stops_at_timeout=True,
+        # Not `stops_at_timeout`: some servers go on with an answer whose connection was closed.
         abort=True,
     )
     health = HEALTH if client.answers(HEALTH) else MODELS

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _ASK_FOR_IDS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 #: The tokens of an answer. Two seeds hardly ever agree on so many by chance.
 _LENGTH = 12
+#: The tokens of answers that are compared where they need not be equal for certain.
+_COMPARED = 4
 #: A bias with which a token is always the most probable one.
 _CERTAIN = 100
 #: A top_p that only the most probable token passes.
@@ -80,6 +82,7 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
     }
     info = replace(info, fields={**accepted, **info.fields})
     if all(_reads(reply, ids) for reply, ids in zip(by_ids, prompts, strict=True)):
+        _check_tokenizer(trials, info)
         return replace(info, takes_ids=True, counts_prompts=True)
     counts = [count(by_text, "prompt_tokens"), *(
         count(reply, "prompt_tokens")
@@ -89,11 +92,7 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
         if counts == [len(vocabulary.encode(text, add_special_tokens=adds)) for text in TEXTS]:
             return replace(info, adds_special_tokens=adds, counts_prompts=True)
     if None not in counts:
-        raise EngineError(
-            f"the server reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])} of it; pass "
-            "the server's own tokenizer as tokenizer=",
-            usable=True,
-        )
+        raise _other_tokenizer(f"it reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])}")
     if vocabulary.encode("", add_special_tokens=True):
         raise EngineError(
             "the server takes prompts as text only and does not count their tokens, so it cannot be found out whether "
@@ -111,8 +110,9 @@ def with_ids(trials: Trials, info: ServerInfo) -> ServerInfo:
     found = [Answer(each.reply, stating) for each in answers]
     # An id stands for a text: a server with another tokenizer would be found here.
     states_ids = bool(found) and all(each.ids is not None and _spells(each, each.ids, info) for each in found)
-    naming = next((each for each in _possible_names(answers) if _is_naming(answers, each, info, states_ids)), None)
-    return replace(info, states_ids=states_ids, naming=naming)
+    shown = {naming: _shown(answers, naming, info, states_ids) for naming in _possible_names(answers)}
+    naming = max(shown, key=lambda each: shown[each], default=None)
+    return replace(info, states_ids=states_ids, naming=naming if naming and shown[naming] else None)
 
 
 def with_ends(trials: Trials, info: ServerInfo) -> ServerInfo:
@@ -155,15 +155,22 @@ def with_sampling(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether temperature and top_p do what they should."""
     draw = {"max_tokens": _LENGTH}
     hot, tight = {**draw, "temperature": HOTTEST}, {**draw, "temperature": HOTTEST, "top_p": _TIGHT}
-    greedy, *others = trials.ask(info, draw, *[hot] * 4, *[tight] * 4)
-    drawn, cut = others[:4], others[4:]
+    found = trials.ask(info, *[draw] * 4, *[hot] * 4, *[tight] * 4)
+    (greedy, *again), drawn, cut = found[:4], found[4:8], found[8:]
     sampling = dict(info.capabilities.sampling)
     samples = any(each is not None and (greedy is None or each.key != greedy.key) for each in drawn)
     if not samples:
         _log.warning("the server answers greedily at every temperature, so it is only asked for greedy answers")
-    sampling["temperature"] = ((0.0 if greedy is not None else COLDEST), HOTTEST) if samples else (0.0, 0.0)
-    if samples and greedy is not None and all(each is not None and each.key == greedy.key for each in cut):
-        sampling["top_p"] = None
+        sampling["temperature"] = (0.0, 0.0)
+    elif greedy is None:
+        sampling["temperature"] = (COLDEST, HOTTEST)
+    elif any(_equal(each, greedy) for each in again):
+        # A 16-bit engine may answer in two ways if two tokens are equally likely, but not in another one each time.
+        sampling["temperature"] = (0.0, HOTTEST)
+        if all(_equal(each, greedy) for each in cut):
+            sampling["top_p"] = None
+    else:
+        _log.warning("the server samples at temperature 0 as well, so it is not asked for temperatures")
     # The plugin finds stop strings itself, in ids that were sampled and in those that the text is encoded to.
     sampling["stop"] = None
     return replace(info, samples=samples, capabilities=replace(info.capabilities, sampling=sampling))
@@ -190,12 +197,38 @@ def with_seeds(trials: Trials, info: ServerInfo) -> ServerInfo:
     return replace(info, capabilities=capabilities)
 
 
+def _check_tokenizer(trials: Trials, info: ServerInfo) -> None:
+    """Refuse a tokenizer whose ids are not the server's: it reads other texts in them, and answers otherwise.
+
+    Only greedy answers can be compared, and those of a 16-bit engine may differ by chance: so all have to.
+    """
+    forms = [
+        [text, info.vocabulary.encode(text), info.vocabulary.encode(text, add_special_tokens=True)] for text in TEXTS
+    ]
+    plain = {**info.fields, "max_tokens": _COMPARED, "temperature": 0.0}
+    replies = trials.post([{**plain, "prompt": prompt} for prompts in forms for prompt in prompts])
+    texts = [only_choice(each).get("text") if is_completion(each) else None for each in replies]
+    rows = [texts[at : at + 3] for at in range(0, len(texts), 3)]
+    if all(None not in row and row[0] not in row[1:] for row in rows):
+        raise _other_tokenizer(f"after {TEXTS[0]!r} it goes on with {rows[0][0]!r}, and after its ids with {rows[0][1]!r}")
+
+
+def _other_tokenizer(why: str) -> EngineError:
+    return EngineError(
+        f"the server has another tokenizer: {why}; pass the server's own as tokenizer=", usable=True
+    )
+
+
 # Helpers --------------------------------------------------------------------------------------------------------------
 
 
 def _refusal(trials: Trials, error: CoreLMError) -> CoreLMError:
     said = str(error)
     return no_completions(trials.client, said) if "status 404" in said or "status 405" in said else error
+
+
+def _equal(one: Answer | None, other: Answer) -> bool:
+    return one is not None and one.key == other.key
 
 
 def _reads(reply: Any, ids: list[int]) -> bool:
@@ -222,11 +255,11 @@ def _possible_names(answers: list[Answer]) -> tuple[Naming, ...]:
     return ("id",) if all(name.startswith(BY_ID) for name in names) else ("text", "entry")
 
 
-def _is_naming(answers: list[Answer], naming: Naming, info: ServerInfo, states_ids: bool) -> bool:
-    """Return whether the names of all tokens are those of ids that spell the text of their answer.
+def _shown(answers: list[Answer], naming: Naming, info: ServerInfo, states_ids: bool) -> int:
+    """Return how many answers show that their tokens are named in this way; 0 if one shows that they are not.
 
     A name may stand for several ids: then the server does not say which one was sampled, and nothing follows from the
-    answer. At least one answer has to show it.
+    answer.
     """
     shown = 0
     for answer in answers:
@@ -235,7 +268,7 @@ def _is_naming(answers: list[Answer], naming: Naming, info: ServerInfo, states_i
         if states_ids:
             ids = Answer(answer.reply, replace(info, states_ids=True)).ids
             if ids is None or len(ids) != len(names) or info.vocabulary.are_names(names, ids, naming) is not None:
-                return False
+                return 0
             shown += 1
             continue
         try:
@@ -243,9 +276,9 @@ def _is_naming(answers: list[Answer], naming: Naming, info: ServerInfo, states_i
         except RowError:
             continue
         if not _spells(answer, ids, info):
-            return False
+            return 0
         shown += 1
-    return shown > 0
+    return shown
 
 
 def _stop_string(ids: list[int], info: ServerInfo) -> tuple[str | None, int]:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from corelm.errors import CoreLMError
@@ -86,9 +87,26 @@ def with_scores(trials: Trials, info: ServerInfo) -> ServerInfo:
             # To score, a server samples a token, even if it does not return it.
             context = info.capabilities.max_context
             context = None if context is None else context - 1
+            trying = replace(trying, misnames_last=_misnames_last(trials, trying))
             return replace(trying, capabilities=replace(info.capabilities, score=True, max_context=context))
         _log.warning("the server's scores of an echoed prompt are not those of the same tokens when sampled")
     return info
+
+
+def _misnames_last(trials: Trials, info: ServerInfo) -> bool:
+    """Return whether the server scores the vocabulary's last id under the name of id 0."""
+    prompt = info.vocabulary.encode(TEXTS[0])
+    ids = [*prompt, info.vocabulary.size - 1, *prompt]
+    (reply,) = trials.post([echo_request(ids, info)])
+    if isinstance(reply, CoreLMError):
+        return False
+    with suppress(RowError):
+        row_scores(reply, ids, info)
+        return False
+    with suppress(RowError):
+        row_scores(reply, ids, replace(info, misnames_last=True))
+        return True
+    return False
 
 
 # The distribution -----------------------------------------------------------------------------------------------------

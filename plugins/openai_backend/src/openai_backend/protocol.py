@@ -255,7 +255,9 @@ def row_scores(reply: Any, ids: list[int], info: ServerInfo) -> RowScores:
     assert info.naming is not None
     if not len(ids) <= len(told) <= len(ids) + 1:
         raise RowError(f"it has log-probs of {len(told)} tokens for a prompt of {len(ids)}")
-    if (at := info.vocabulary.are_names(told.names[: len(ids)], ids, info.naming)) is not None:
+    last = info.vocabulary.size - 1
+    named = [0 if token == last else token for token in ids] if info.misnames_last else ids
+    if (at := info.vocabulary.are_names(told.names[: len(ids)], named, info.naming)) is not None:
         raise RowError(f"it scores {told.names[at][:40]!r} at position {at}, where the prompt has id {ids[at]}")
     if told.logprobs[0] is not None:
         raise RowError("it gives a log-prob to the first token, which has none: it counts positions differently")
