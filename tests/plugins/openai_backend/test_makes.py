@@ -52,7 +52,8 @@ def test_what_a_server_does_is_found_out(make):
     assert found.max_context == (255 if found.score else 256)
     assert found.per_answer_seeds and found.seeds_are_costly
     assert found.sampling.keys() >= {"temperature", "top_p", "stop"}
-    assert (found.sampling.keys() >= PENALTIES) == (name in ("hosted", "llama.cpp"))
+    # What the answers of a server that ends them early do not show is not declared either.
+    assert name == "hosted" or (found.sampling.keys() >= PENALTIES) == (name == "llama.cpp")
     assert not found.update_weights and not found.streaming and not found.top_logprobs
 
 
@@ -61,11 +62,13 @@ def test_what_a_server_does_is_found_out(make):
 def test_log_probs_are_those_of_a_plain_forward_pass(make, mode, sampling):
     _, backend = make
     try:
-        batch = backend.generate(PROMPTS, {"max_new_tokens": 6, **sampling}, logprobs=mode)
+        # Some makes give no log-prob of EOS.
+        batch = backend.generate(PROMPTS, {"max_new_tokens": 6, **sampling}, logprobs=mode, on_error="skip")
     except CapabilityError as error:
         # Each make lacks some of them: that is what the tests of the modes are about.
         assert error.capability == "generation_modes" and sampling
         return
+    assert batch.errors is None or make[0] == "hosted"
     for prompt, ids, found in zip(PROMPTS, batch.ids.tolist(), batch.logprobs.split(), strict=True):
         if batch.mode == "raw" or not sampling:
             expected = oracle.answer_logprobs(letter_model(), prompt, ids)

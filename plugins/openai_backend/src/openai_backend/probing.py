@@ -15,7 +15,7 @@ from corelm.errors import CoreLMError, EngineError
 from corelm.spec import SamplingParams
 from corelm.support import RowError, StopStrings
 from openai_backend.capabilities import ServerInfo, no_completions
-from openai_backend.probing_logprobs import with_logprobs, with_penalties, with_scores
+from openai_backend.probing_logprobs import CANDIDATES, with_logprobs, with_penalties, with_scores
 from openai_backend.replies import BY_ID, count, only_choice
 from openai_backend.sampling import COLDEST, HOTTEST, NEUTRAL
 from openai_backend.trials import TEXTS, Answer, Trials, is_completion
@@ -32,6 +32,8 @@ _ASK_FOR_IDS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_toke
 _LENGTH = 12
 #: The tokens of answers that are compared where they need not be equal for certain.
 _COMPARED = 4
+#: More prompts for that.
+_MORE_TEXTS = ("My name is", "It was a dark and stormy night, and", "def add(a, b):")
 #: A bias with which a token is always the most probable one.
 _CERTAIN = 100
 #: A top_p that only the most probable token passes.
@@ -104,15 +106,20 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
 
 def with_ids(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether replies say which ids were sampled, and how they name tokens."""
-    requests = [{"max_tokens": _LENGTH, "temperature": heat, "logprobs": 1} for heat in (0.0, 1.0, HOTTEST)]
-    answers = [each for each in trials.ask(info, *requests, *requests) if each is not None]
+    requests = [{"max_tokens": _LENGTH, "temperature": heat, "logprobs": CANDIDATES} for heat in (0.0, 1.0, HOTTEST)]
+    forced = [
+        {"max_tokens": 1, "logprobs": CANDIDATES, "logit_bias": {str(token): _CERTAIN}} for token in _telling(info)
+    ]
+    answers = [each for each in trials.ask(info, *requests, *requests, *forced) if each is not None]
     stating = replace(info, states_ids=True)
     found = [Answer(each.reply, stating) for each in answers]
     # An id stands for a text: a server with another tokenizer would be found here.
     states_ids = bool(found) and all(each.ids is not None and _spells(each, each.ids, info) for each in found)
-    shown = {naming: _shown(answers, naming, info, states_ids) for naming in _possible_names(answers)}
-    naming = max(shown, key=lambda each: shown[each], default=None)
-    return replace(info, states_ids=states_ids, naming=naming if naming and shown[naming] else None)
+    # Most entries of a vocabulary are the same as their texts, so what more names stand for is what is meant.
+    known = {each: info.vocabulary.known(_all_names(answers), each) for each in _possible_names(answers)}
+    shown = [each for each in known if _is_shown(answers, each, info, states_ids)]
+    naming = max(shown, key=lambda each: known[each], default=None)
+    return replace(info, states_ids=states_ids, naming=naming)
 
 
 def with_ends(trials: Trials, info: ServerInfo) -> ServerInfo:
@@ -200,17 +207,20 @@ def with_seeds(trials: Trials, info: ServerInfo) -> ServerInfo:
 def _check_tokenizer(trials: Trials, info: ServerInfo) -> None:
     """Refuse a tokenizer whose ids are not the server's: it reads other texts in them, and answers otherwise.
 
-    Only greedy answers can be compared, and those of a 16-bit engine may differ by chance: so all have to.
+    Greedy answers are compared, where they are the same twice. Those of a 16-bit engine may still differ by chance, and
+    those to different prompts may be equal by chance, so most of them decide.
     """
-    forms = [
-        [text, info.vocabulary.encode(text), info.vocabulary.encode(text, add_special_tokens=True)] for text in TEXTS
-    ]
+    encode = info.vocabulary.encode
+    forms = [[text, text, encode(text), encode(text, add_special_tokens=True)] for text in (*TEXTS, *_MORE_TEXTS)]
     plain = {**info.fields, "max_tokens": _COMPARED, "temperature": 0.0}
     replies = trials.post([{**plain, "prompt": prompt} for prompts in forms for prompt in prompts])
     texts = [only_choice(each).get("text") if is_completion(each) else None for each in replies]
-    rows = [texts[at : at + 3] for at in range(0, len(texts), 3)]
-    if all(None not in row and row[0] not in row[1:] for row in rows):
-        raise _other_tokenizer(f"after {TEXTS[0]!r} it goes on with {rows[0][0]!r}, and after its ids with {rows[0][1]!r}")
+    rows = [texts[at : at + 4] for at in range(0, len(texts), 4)]
+    telling = [row for row in rows if row[0] and row[0] == row[1]]
+    others = [row for row in telling if row[0] not in row[2:]]
+    if len(others) > len(telling) / 2:
+        said, _, by_ids, _ = others[0]
+        raise _other_tokenizer(f"it answers {said!r} to a text, and {by_ids!r} to its ids")
 
 
 def _other_tokenizer(why: str) -> EngineError:
@@ -247,37 +257,49 @@ def _spells(answer: Answer, ids: list[int], info: ServerInfo) -> bool:
     return text.rstrip("\ufffd") == answer.text.rstrip("\ufffd")
 
 
+def _telling(info: ServerInfo) -> list[int]:
+    """Return a few ids whose entries in the vocabulary are not what they decode to: an answer may have none of them."""
+    vocabulary = info.vocabulary
+    ids = sorted({token for text in TEXTS for token in vocabulary.encode(text)})
+    return [token for token in ids if vocabulary.name(token, "text") != vocabulary.name(token, "entry")][:4]
+
+
+def _all_names(answers: list[Answer]) -> set[str]:
+    """Return the names of all tokens of these answers, and of those that were likely instead."""
+    told = [each.told for each in answers if each.told is not None]
+    return {name for each in told for names in (each.names, *each.top) for name in names}
+
+
 def _possible_names(answers: list[Answer]) -> tuple[Naming, ...]:
     """Return the ways in which the tokens of these answers may be named."""
-    names = [name for each in answers for name in (each.told.names if each.told else ())]
+    names = _all_names(answers)
     if not names or any(each.told is None for each in answers):
         return ()
     return ("id",) if all(name.startswith(BY_ID) for name in names) else ("text", "entry")
 
 
-def _shown(answers: list[Answer], naming: Naming, info: ServerInfo, states_ids: bool) -> int:
-    """Return how many answers show that their tokens are named in this way; 0 if one shows that they are not.
+def _is_shown(answers: list[Answer], naming: Naming, info: ServerInfo, states_ids: bool) -> bool:
+    """Return whether an answer shows that its tokens are named in this way, and no answer shows that they are not.
 
     A name may stand for several ids: then the server does not say which one was sampled, and nothing follows from the
     answer.
     """
-    shown = 0
+    shown = False
     for answer in answers:
         assert answer.told is not None
         names = answer.told.names
         if states_ids:
             ids = Answer(answer.reply, replace(info, states_ids=True)).ids
             if ids is None or len(ids) != len(names) or info.vocabulary.are_names(names, ids, naming) is not None:
-                return 0
-            shown += 1
-            continue
-        try:
-            ids = info.vocabulary.ids_of(names, naming)
-        except RowError:
-            continue
-        if not _spells(answer, ids, info):
-            return 0
-        shown += 1
+                return False
+        else:
+            try:
+                ids = info.vocabulary.ids_of(names, naming)
+            except RowError:
+                continue
+            if not _spells(answer, ids, info):
+                return False
+        shown = True
     return shown
 
 

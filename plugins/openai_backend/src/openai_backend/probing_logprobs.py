@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 #: The two temperatures to compare, and how many tokens to draw at each.
 _COLD, _HOT, _DRAWS = 1.0, 2.0, 8
 #: How many of the most probable tokens to ask for: the most that OpenAI's servers allow.
-_CANDIDATES = 5
+CANDIDATES = 5
 #: The least distance in nats between the likeliest and the least likely token. Below it, rounding could decide.
 _SPREAD = 0.1
 #: How far the quotient of two spreads may be from its ideal value.
@@ -143,7 +143,7 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
 
 def _by_name(trials: Trials, info: ServerInfo, **fields: float) -> dict[str, float] | None:
     """Return the log-probs of the token after a prompt by name, as far as several replies give them; None if none do."""
-    requests = [{"max_tokens": 1, "logprobs": most, **fields} for most in (_CANDIDATES, 1) for _ in range(_DRAWS)]
+    requests = [{"max_tokens": 1, "logprobs": most, **fields} for most in (CANDIDATES, 1) for _ in range(_DRAWS)]
     found: dict[str, float] = {}
     for answer in trials.ask(info, *requests):
         if answer is not None and answer.told is not None and len(answer.told) == 1:
@@ -174,7 +174,7 @@ def _undecided(why: str) -> LogprobsMode:
 
 def _is_penalised(trials: Trials, info: ServerInfo, name: str) -> bool:
     """Return whether each greedy token is the likeliest one after the penalty, and some are others without it."""
-    asked = {"max_tokens": _LENGTH, "logprobs": _CANDIDATES, name: _PENALTY}
+    asked = {"max_tokens": _LENGTH, "logprobs": CANDIDATES, name: _PENALTY}
     asked |= {"ignore_eos": True} if info.ignores_eos else {}
     changed = False
     for text in TEXTS:
@@ -183,7 +183,7 @@ def _is_penalised(trials: Trials, info: ServerInfo, name: str) -> bool:
             return False
         prompt = info.vocabulary.encode(text)
         places = [[*prompt, *answer.ids[:at]] for at in range(len(answer.ids))]
-        one = {"max_tokens": 1, "temperature": 1.0, "logprobs": _CANDIDATES}
+        one = {"max_tokens": 1, "temperature": 1.0, "logprobs": CANDIDATES}
         own = trials.ask(info, *({**one, "ids": ids} for ids in places))
         here = _explains(answer, own, name, in_logprobs=info.logprobs == "raw")
         if here is None:

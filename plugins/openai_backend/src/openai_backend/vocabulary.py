@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -73,23 +73,30 @@ class Vocabulary:
             ids.append(found)
         return ids
 
+    def known(self, names: Iterable[str], naming: Naming) -> int:
+        """Return how many of these names stand for an id."""
+        table = self._by_text if naming == "text" else self._by_entry
+        return sum(naming == "id" or name in table for name in names)
+
     def are_names(self, names: Sequence[str], ids: Sequence[int], naming: Naming) -> int | None:
         """Return the first position where a server's name is not that of the id; None if all are.
 
         Servers show a token that is not whole characters in different ways, so such a name says nothing.
         """
         for position, (name, token) in enumerate(zip(names, ids, strict=True)):
-            if name == self._name(token, naming):
+            if name == self.name(token, naming):
                 continue
             if naming == "text" and _HALF_CHARACTER in self.text([token]):
                 continue
             return position
         return None
 
-    def _name(self, token: int, naming: Naming) -> str:
+    def name(self, token: int, naming: Naming) -> str:
+        """Return how a server names an id."""
         if naming == "id":
             return f"{BY_ID}{token}"
-        return self.text([token]) if naming == "text" else str(self.tokenizer.convert_ids_to_tokens(token))
+        entry = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        return self.text([token]) if naming == "text" or entry is None else str(entry(token))
 
     @cached_property
     def _by_text(self) -> dict[str, int | None]:
