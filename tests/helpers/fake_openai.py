@@ -22,7 +22,9 @@ from helpers.letters import EOS, VOCAB, letter_model, letter_tokenizer
 
 MODEL = "letters"
 #: What every server of the protocol knows.
-PROTOCOL = frozenset({"model", "prompt", "max_tokens", "temperature", "top_p", "logprobs", "stop", "logit_bias", "seed"})
+PROTOCOL = frozenset(
+    {"model", "prompt", "max_tokens", "temperature", "top_p", "logprobs", "stop", "logit_bias", "seed"}
+)
 PENALTIES = frozenset({"presence_penalty", "frequency_penalty"})
 
 

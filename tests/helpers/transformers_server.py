@@ -22,7 +22,7 @@ ENDLESS: dict[str, Any] = {"generation_config": '{"do_sample": true, "top_k": 0,
 
 
 class TransformersServer:
-    """``with TransformersServer(log) as server:`` serves every model that a request names, at ``server.url``, in float32.
+    """``with TransformersServer(log) as server:`` serves every model that a request names, at ``server.url``.
 
     Args:
         log: the file that gets the server's output.

@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "two choices": (lambda reply: reply["choices"].append(reply["choices"][0]), "not a completion with one choice"),
     "another prompt": (put(*CHOICE, "prompt_token_ids", [1, 2]), "it answers another prompt"),
     "another length": (put("usage", "prompt_tokens", 7), "it read 7 tokens, but the prompt has 4"),
-    "a foreign id": (put(*CHOICE, "token_ids", 0, 9999), "outside the vocabulary"),
+    "a foreign id": (put(*CHOICE, "token_ids", 0, 9999), "its token has id 9999"),
     "no ids": (put(*CHOICE, "token_ids", None), "not a list of integers"),
     "too many": (lambda reply: reply["choices"][0]["token_ids"].append(70), "log-probs for 5 tokens"),
     "another token": (put(*CHOICE, "logprobs", "tokens", 1, "~~"), "log-prob 1 is that of '~~'"),
@@ -200,10 +200,12 @@ def test_without_a_context_an_answer_cannot_fill_it(fake):
     def without_limit(request: Any) -> Any:
         return json_reply({"data": [{"id": "letters"}]}) if request.path == "/v1/models" else fake(request)
 
-    with FaultServer(without_limit) as server:
-        with corelm.get_backend("openai", base_url=server.url, tokenizer=letter_tokenizer()) as backend:
-            assert backend.capabilities.max_context is None
-            with pytest.raises(CapabilityError, match="max_context"):
-                backend.generate(PROMPTS, {"max_new_tokens": None}, logprobs="none")
-            with pytest.raises(InvalidRequestError, match="lowest|raise"):
-                backend.generate(PROMPTS, {**FOUR, "temperature": 0.001}, logprobs="none")
+    with ExitStack() as stack:
+        server = stack.enter_context(FaultServer(without_limit))
+        options = {"base_url": server.url, "tokenizer": letter_tokenizer()}
+        backend = stack.enter_context(corelm.get_backend("openai", **options))
+        assert backend.capabilities.max_context is None
+        with pytest.raises(CapabilityError, match="max_context"):
+            backend.generate(PROMPTS, {"max_new_tokens": None}, logprobs="none")
+        with pytest.raises(InvalidRequestError, match="servers raise"):
+            backend.generate(PROMPTS, {**FOUR, "temperature": 0.001}, logprobs="none")

@@ -81,7 +81,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(make, mode, sampling):
 
 
 def test_scores_are_those_of_a_plain_forward_pass(make):
-    name, backend = make
+    _, backend = make
     rows = [*PROMPTS, [letters()[0], EOS, letters()[1], 0, 200]]
     if not backend.capabilities.score:
         with pytest.raises(CapabilityError):
@@ -142,17 +142,21 @@ def test_a_stop_string_ends_text_and_ids_together(make):
 
 
 def test_a_server_that_only_chats_is_refused():
-    with pytest.raises(EngineError, match=r"does not answer /v1/completions .* renders conversations by itself"):
-        with opened(FakeOpenAI(chats_only=True)):
-            pass
+    with (
+        pytest.raises(EngineError, match=r"does not answer /v1/completions for.* renders conversations by itself"),
+        opened(FakeOpenAI(chats_only=True)),
+    ):
+        pass
 
 
 def test_another_tokenizer_than_the_servers_is_refused():
     from helpers.tiny_models import tiny_tokenizer
 
-    with pytest.raises(EngineError, match="pass the server's own"):
-        with opened(FakeOpenAI(takes_ids=False), tokenizer=tiny_tokenizer()):
-            pass
+    with (
+        pytest.raises(EngineError, match="pass the server's own"),
+        opened(FakeOpenAI(takes_ids=False), tokenizer=tiny_tokenizer()),
+    ):
+        pass
 
 
 class Rotated:
@@ -181,9 +185,11 @@ def _moved(token: int, by: int) -> int:
 
 @pytest.mark.parametrize("states_ids", [True, False])
 def test_ids_of_another_tokenizer_are_not_believed(states_ids):
-    with pytest.raises(EngineError, match=r"another tokenizer.*pass the server's own"):
-        with opened(FakeOpenAI(states_ids=states_ids), tokenizer=Rotated()):
-            pass
+    with (
+        pytest.raises(EngineError, match=r"another tokenizer.*pass the server's own"),
+        opened(FakeOpenAI(states_ids=states_ids), tokenizer=Rotated()),
+    ):
+        pass
 
 
 def test_a_parameter_that_is_ignored_is_not_declared():

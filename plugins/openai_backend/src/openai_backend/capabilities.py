@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm.support import did_you_mean, eos_token_ids, why_unreadable
 from corelm.validate import count, invalid
 from openai_backend.sampling import VOUCHED
-from openai_backend.vocabulary import Naming, Vocabulary
+from openai_backend.server_info import ServerInfo
 
 if TYPE_CHECKING:
     from corelm.support import Deadline, HttpClient
@@ -32,8 +31,6 @@ SETTLED = frozenset(
         *("return_token_ids", "return_tokens_as_token_ids", *(name for _, name in VOUCHED.values())),
     }
 )
-#: Which distribution the log-probs of sampled tokens are of. `untouched`: known only where nothing reshapes it.
-LogprobsMode = Literal["none", "raw", "processed", "scaled", "untouched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,70 +56,6 @@ class ModelHints:
     trust_remote_code: bool = False
     honours: Iterable[str] = ()
     extra_body: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """What is known about one model of a server. `probing` fills in what follows `health`.
-
-    Attributes:
-        capabilities: what the backend declares.
-        tokenizer: the caller's tokenizer.
-        name: the model's name in requests.
-        health: the page that answers while the server is healthy.
-        fields: the fields that every request carries.
-        has_extra: some of them are the caller's.
-        takes_ids: prompts are sent as ids; else as texts.
-        adds_special_tokens: the server adds the tokenizer's special tokens to a text.
-        counts_prompts: ``usage.prompt_tokens`` is the number of ids of a prompt.
-        states_ids: replies have ``token_ids``.
-        naming: how log-probs name their tokens; None if there are no log-probs, or their names say nothing.
-        says_eos: EOS is among the tokens of an answer that it ends.
-        ignores_eos: the server honours ``ignore_eos``.
-        stops_at_ids: it honours ``stop_token_ids``.
-        stops_at_strings: it honours ``stop``, and returns the tokens of the stop string.
-        most_stops: the most stop strings of a request.
-        samples: answers at a temperature above 0 differ from greedy ones.
-        logprobs: which log-probs sampled tokens have.
-        tried: the penalties of which it is known that log-probs include them as `logprobs` says.
-        misnames_last: a score of the vocabulary's last id has the name of id 0, as those of SGLang do.
-        echo: the ``max_tokens`` with which the server scores a prompt; None if it does not score.
-    """
-
-    capabilities: Capabilities
-    tokenizer: Any
-    name: str
-    health: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    has_extra: bool = False
-    takes_ids: bool = False
-    adds_special_tokens: bool = False
-    counts_prompts: bool = False
-    states_ids: bool = False
-    naming: Naming | None = None
-    says_eos: bool | None = None
-    ignores_eos: bool = False
-    stops_at_ids: bool = False
-    stops_at_strings: bool = False
-    most_stops: int = 4
-    samples: bool = False
-    logprobs: LogprobsMode = "none"
-    tried: frozenset[str] = frozenset()
-    misnames_last: bool = False
-    echo: int | None = None
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer, self.capabilities.vocab_size)
-
-    @property
-    def knows_ids(self) -> bool:
-        """Whether the ids that were sampled are known. Otherwise they are the encoding of the answer's text."""
-        return self.states_ids or self.naming is not None
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.capabilities.eos_token_ids or frozenset()
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
@@ -154,7 +87,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # Not `stops_at_timeout`: some servers go on with an answer whose connection was closed.
         abort=True,
     )
-    health = HEALTH if client.answers(HEALTH) else MODELS
+    health = HEALTH if client.answers(HEALTH, min(5.0, deadline.left() or 5.0)) else MODELS
     return ServerInfo(capabilities, tokenizer, name, health, {"model": name, **extra}, has_extra=bool(extra))
 
 
@@ -238,12 +171,12 @@ def _generation_config(folder: Any) -> Any:
         return None
 
 
-def no_completions(client: HttpClient, why: str) -> EngineError:
+def no_completions(client: HttpClient, name: str, why: str) -> EngineError:
     """Return the error for a server without completions, such as one that only chats."""
     return EngineError(
-        f"{client.base_url} does not answer /v1/completions ({why}). The ids that corelm reads and records are those of "
-        "a conversation that it has rendered; a server that only chats renders conversations by itself, so it would "
-        "read other ids. Use a server that has /v1/completions: llama.cpp, vLLM, SGLang, LM Studio and `transformers "
-        "serve` do",
+        f"{client.base_url} does not answer /v1/completions for the model {name!r} ({why}). The ids that corelm reads and "
+        "records are those of a conversation that it has rendered; a server that only chats renders conversations by "
+        "itself, so it would read other ids. Use a server that has /v1/completions: llama.cpp, vLLM, SGLang, LM Studio "
+        "and `transformers serve` do",
         usable=False,
     )

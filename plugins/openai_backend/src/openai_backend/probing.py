@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import SamplingParams
 from corelm.support import RowError, StopStrings
-from openai_backend.capabilities import ServerInfo, no_completions
+from openai_backend.capabilities import no_completions
 from openai_backend.probing_logprobs import CANDIDATES, with_logprobs, with_penalties, with_scores
 from openai_backend.replies import BY_ID, count, only_choice
 from openai_backend.sampling import COLDEST, HOTTEST, NEUTRAL
+from openai_backend.server_info import ServerInfo
 from openai_backend.trials import TEXTS, Answer, Trials, is_completion
 from openai_backend.vocabulary import Naming
 
@@ -73,9 +74,11 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
     requests += [{**plain, name: value, "prompt": TEXTS[0]} for name, value in optional.items()]
     by_text, *replies = trials.post(requests)
     if isinstance(by_text, CoreLMError):
-        raise _refusal(trials, by_text)
+        raise _refusal(trials, info, by_text)
     if not is_completion(by_text):
-        raise EngineError(f"{trials.client.base_url}: what it answers is not a completion with one choice", usable=False)
+        raise EngineError(
+            f"{trials.client.base_url}: what it answers is not a completion with one choice", usable=False
+        )
     by_ids, others = replies[: len(prompts)], replies[len(prompts) :]
     accepted = {
         name: value
@@ -86,15 +89,17 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
     if all(_reads(reply, ids) for reply, ids in zip(by_ids, prompts, strict=True)):
         _check_tokenizer(trials, info)
         return replace(info, takes_ids=True, counts_prompts=True)
-    counts = [count(by_text, "prompt_tokens"), *(
-        count(reply, "prompt_tokens")
-        for reply in trials.post([{**plain, "prompt": text} for text in TEXTS[1:]])
-    )]
+    counts = [
+        count(by_text, "prompt_tokens"),
+        *(count(reply, "prompt_tokens") for reply in trials.post([{**plain, "prompt": text} for text in TEXTS[1:]])),
+    ]
     for adds in (False, True):
         if counts == [len(vocabulary.encode(text, add_special_tokens=adds)) for text in TEXTS]:
             return replace(info, adds_special_tokens=adds, counts_prompts=True)
     if None not in counts:
-        raise _other_tokenizer(f"it reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])}")
+        raise _other_tokenizer(
+            f"it reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])}"
+        )
     if vocabulary.encode("", add_special_tokens=True):
         raise EngineError(
             "the server takes prompts as text only and does not count their tokens, so it cannot be found out whether "
@@ -224,17 +229,19 @@ def _check_tokenizer(trials: Trials, info: ServerInfo) -> None:
 
 
 def _other_tokenizer(why: str) -> EngineError:
-    return EngineError(
-        f"the server has another tokenizer: {why}; pass the server's own as tokenizer=", usable=True
-    )
+    return EngineError(f"the server has another tokenizer: {why}; pass the server's own as tokenizer=", usable=True)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------
 
 
-def _refusal(trials: Trials, error: CoreLMError) -> CoreLMError:
+def _refusal(trials: Trials, info: ServerInfo, error: CoreLMError) -> CoreLMError:
+    """Return the error for a server that refuses the plainest request."""
     said = str(error)
-    return no_completions(trials.client, said) if "status 404" in said or "status 405" in said else error
+    if "status 404" in said or "status 405" in said:
+        return no_completions(trials.client, info.name, said)
+    why = f"the server does not complete a text with the model {info.name!r}: {said}"
+    return InvalidRequestError(why, field="model") if isinstance(error, InvalidRequestError) else EngineError(why)
 
 
 def _equal(one: Answer | None, other: Answer) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from corelm.errors import CoreLMError
 from corelm.spec import GenerationMode
 from corelm.support import RowError
-from openai_backend.capabilities import LogprobsMode, ServerInfo
 from openai_backend.protocol import echo_request, row_scores
 from openai_backend.sampling import PENALTIES
+from openai_backend.server_info import LogprobsMode, ServerInfo
 from openai_backend.trials import TEXTS, Answer, Trials
 
 _log = logging.getLogger(__name__)
@@ -118,10 +118,9 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
     The difference between two tokens does not contain the normaliser. A temperature divides it unless the log-probs are
     the model's own; a truncation moves all that are left if they are those of the distribution drawn from.
     """
-    by_heat = [_by_name(trials, info, temperature=heat) for heat in (_COLD, _HOT, 0.0)]
-    if by_heat[0] is None:
+    cold, hot, greedy = (_by_name(trials, info, temperature=heat) for heat in (_COLD, _HOT, 0.0))
+    if cold is None:
         return "none"
-    cold, hot, greedy = by_heat
     common = sorted(cold.keys() & (hot or {}).keys(), key=lambda name: -cold[name])
     if hot is None or len(common) < 2 or (spread := cold[common[0]] - cold[common[-1]]) < _SPREAD:
         return _undecided(f"it names {len(common)} tokens at both temperatures, or equally likely ones")
@@ -142,7 +141,7 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
 
 
 def _by_name(trials: Trials, info: ServerInfo, **fields: float) -> dict[str, float] | None:
-    """Return the log-probs of the token after a prompt by name, as far as several replies give them; None if none do."""
+    """Return the log-probs of the token after a prompt by name, as far as several replies give them, or None."""
     requests = [{"max_tokens": 1, "logprobs": most, **fields} for most in (CANDIDATES, 1) for _ in range(_DRAWS)]
     found: dict[str, float] = {}
     for answer in trials.ask(info, *requests):

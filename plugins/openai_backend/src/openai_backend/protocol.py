@@ -23,9 +23,9 @@ from corelm.support import (
     row_outcome,
     score_result,
 )
-from openai_backend.capabilities import ServerInfo
 from openai_backend.replies import Reported, count, only_choice, reported
 from openai_backend.sampling import check, parameters
+from openai_backend.server_info import ServerInfo
 
 Payload = dict[str, Any]
 
@@ -118,9 +118,7 @@ def counted(on_answer: Callable[[int, int], None] | None, rows: Sequence[int]) -
     return lambda number, reply: on_answer(rows[number], count(reply, "completion_tokens") or 0)
 
 
-def row_answer(
-    reply: Any, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
-) -> RowAnswer:
+def row_answer(reply: Any, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo) -> RowAnswer:
     """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended."""
     choice = only_choice(reply)
     reason = choice.get("finish_reason")
@@ -159,7 +157,7 @@ def answer_ids(reply: Any, info: ServerInfo, need_logprobs: bool) -> tuple[Any, 
         RowError: the ids are not known, or what the reply says contradicts itself.
     """
     choice = only_choice(reply)
-    told = reported(choice) if need_logprobs or not info.states_ids and info.naming else None
+    told = reported(choice) if need_logprobs or (not info.states_ids and info.naming) else None
     if info.states_ids:
         ids = choice.get("token_ids")
         if told is not None and info.naming is not None and isinstance(ids, list):
@@ -237,10 +235,11 @@ def scoring_result(
 ) -> ScoreResult:
     """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
     sequences = request.sequences.tolist()
-    outcomes: dict[int, RowScores | RowFailure] = {
-        row: row_outcome(entry, lambda reply, aborted, ids=sequences[row]: row_scores(reply, ids, info))
-        for row, entry in zip(payloads, entries, strict=True)
-    }
+
+    def outcome(row: int, entry: Any) -> RowScores | RowFailure:
+        return row_outcome(entry, lambda reply, aborted: row_scores(reply, sequences[row], info))
+
+    outcomes = {row: outcome(row, entry) for row, entry in zip(payloads, entries, strict=True)}
     return score_result(request, outcomes)
 
 

@@ -56,11 +56,11 @@ def reported(choice: Mapping[str, Any]) -> Reported:
     found = choice.get("logprobs")
     if isinstance(found, dict) and isinstance(found.get("content"), list):
         entries = found["content"]
-        top = [
+        by_content: list[Mapping[str, Any]] = [
             {_name(each): each.get("logprob") for each in entry.get("top_logprobs") or []}
             for entry in map(dict, entries)
         ]
-        return Reported([_name(entry) for entry in entries], [entry.get("logprob") for entry in entries], top)
+        return Reported([_name(entry) for entry in entries], [entry.get("logprob") for entry in entries], by_content)
     if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
         raise RowError("it has no log-probs")
     names, logprobs = found["tokens"], found.get("token_logprobs")

@@ -6,13 +6,11 @@ caller says so (`honours=`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Range, SamplingParams
-
-if TYPE_CHECKING:
-    from openai_backend.capabilities import ServerInfo
+from openai_backend.server_info import ServerInfo
 
 #: The range of temperatures in the protocol, and the lowest one above 0: servers raise lower ones, or decode greedily.
 HOTTEST, COLDEST = 2.0, 0.01

@@ -8,7 +8,7 @@ from typing import Any
 from corelm.spec import AbortRequest, Capabilities, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import Deadline, HttpClient, InFlight, raise_if_none_was_served
 from openai_backend import protocol
-from openai_backend.capabilities import ServerInfo
+from openai_backend.server_info import ServerInfo
 
 #: Seconds that the server may take to say that it is healthy.
 _HEALTH_TIMEOUT = 5.0
