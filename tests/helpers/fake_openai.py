@@ -38,9 +38,13 @@ class FakeOpenAI:
         states_ids: replies have ``token_ids``.
         names: how log-probs name tokens: "id", "text", "entry", or "content", the form of llama.cpp; "" for no
             log-probs.
-        mode: the distribution of the log-probs: "raw", "scaled" or "processed".
+        mode: the distribution of the log-probs: "raw", "scaled" or "processed"; "penalised": raw but for penalties.
         says_eos: EOS is among the tokens.
-        echoes: score prompts; with "max_tokens" of at least this.
+        echoes: score prompts, with ``max_tokens`` of at least this; None scores none.
+        chats_only: have no completions.
+        swaps_penalties: a penalty divides or multiplies logits, as a repetition penalty does.
+        tokenizer: that of the server, if another one than the letters'.
+        ends: the model ends its answers.
 
     Attributes:
         change: called with each completion before it is sent; may change it, or return another reply.
@@ -59,14 +63,16 @@ class FakeOpenAI:
         says_eos: bool = True,
         echoes: int | None = None,
         chats_only: bool = False,
-        model: Any = None,
+        swaps_penalties: bool = False,
+        tokenizer: Any = None,
+        ends: bool = True,
     ) -> None:
         self.knows = knows | (frozenset({"echo"}) if echoes is not None else frozenset())
         self.strict, self.takes_ids, self.states_ids = strict, takes_ids, states_ids
         self.names, self.mode, self.says_eos, self.echoes = names, mode, says_eos, echoes
-        self.chats_only = chats_only
-        self.tokenizer = letter_tokenizer()
-        self.model = model or letter_model()
+        self.chats_only, self.swaps_penalties = chats_only, swaps_penalties
+        self.tokenizer = tokenizer or letter_tokenizer()
+        self.model = letter_model(ends=ends)
         self.change: Callable[[Any, dict[str, Any]], Reply | None] = lambda body, reply: None
         self.pause: Callable[[], object] = lambda: None
         self._numbers = itertools.count(1000)
@@ -126,10 +132,15 @@ class FakeOpenAI:
             for token, bias in body.get("logit_bias", {}).items():
                 logits[int(token)] += bias
             for token, times in counts.items():
+                if self.swaps_penalties:
+                    by = 1 + body.get("frequency_penalty", 0.0) + body.get("presence_penalty", 0.0)
+                    logits[token] *= by if logits[token] < 0 else 1 / by
+                    continue
                 logits[token] -= body.get("frequency_penalty", 0.0) * times + body.get("presence_penalty", 0.0)
             scaled = logits / (heat or 1.0)
             drawn = _truncated(scaled, body.get("top_p", 1.0))
-            reported = {"raw": raw, "scaled": scaled, "processed": drawn}[self.mode].log_softmax(-1)
+            kinds = {"raw": raw, "penalised": logits, "scaled": scaled, "processed": drawn}
+            reported = kinds[self.mode].log_softmax(-1)
             mass = drawn.softmax(-1)
             ids.append(int(drawn.argmax() if heat == 0 else torch.multinomial(mass, 1, generator=generator)))
             steps.append(reported)

@@ -5,8 +5,10 @@ A server that takes and returns text alone then leaves nothing unknown.
 
 from __future__ import annotations
 
+import copy
 import functools
 
+from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from corelm.examples.tiny import build_tokenizer
@@ -23,6 +25,15 @@ _NEVER = -100.0
 def letter_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer that makes one id of every byte."""
     return build_tokenizer("", VOCAB)
+
+
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the same tokenizer, but one that puts id 1 before a text, as many do with BOS."""
+    backend = copy.deepcopy(letter_tokenizer().backend_tokenizer)
+    bos = backend.id_to_token(1)
+    backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 1)])
+    eos = letter_tokenizer().eos_token
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
 from helpers.fake_openai import MODEL, PENALTIES, PROTOCOL, FakeOpenAI
 from helpers.http_server import FaultServer
-from helpers.letters import EOS, letter_model, letter_tokenizer, letters
+from helpers.letters import EOS, bos_tokenizer, letter_model, letter_tokenizer, letters
 
 #: What servers of the named make do, as far as it matters here.
 MAKES: dict[str, dict[str, Any]] = {
@@ -200,8 +200,37 @@ def test_a_parameter_that_is_ignored_is_not_declared():
         assert not PENALTIES & backend.capabilities.sampling.keys()
 
 
+def test_a_penalty_that_is_in_raw_log_probs_is_not_declared():
+    # As with SGLang's "original" log-probs: they are the model's own only until a penalty changes the logits.
+    with opened(FakeOpenAI(names="content", mode="penalised", knows=PROTOCOL | PENALTIES)) as backend:
+        assert backend.capabilities.generation_modes == {"raw"}
+        assert not PENALTIES & backend.capabilities.sampling.keys()
+
+
+def test_a_repetition_penalty_under_another_name_is_not_declared():
+    with opened(FakeOpenAI(names="content", knows=PROTOCOL | PENALTIES, swaps_penalties=True)) as backend:
+        assert not PENALTIES & backend.capabilities.sampling.keys()
+
+
+def test_a_server_that_adds_bos_to_a_text_is_sent_the_text_without_it():
+    tokenizer = bos_tokenizer()
+    with opened(FakeOpenAI(takes_ids=False, tokenizer=tokenizer), tokenizer=tokenizer) as backend:
+        rows = [[1, *PROMPTS[0]], PROMPTS[0]]
+        batch = backend.generate(rows, GREEDY, logprobs="raw", on_error="skip")
+        assert "adds its special tokens" in batch.errors[1] and not batch.errors[0]
+        expected = oracle.answer_logprobs(letter_model(), rows[0], batch.ids.tolist()[0])
+        torch.testing.assert_close(batch.logprobs.split()[0], expected, rtol=0, atol=1e-4)
+
+
+def test_opening_takes_some_two_hundred_short_requests():
+    with FaultServer(FakeOpenAI(**MAKES["ids"])) as server:
+        corelm.get_backend("openai", base_url=server.url, tokenizer=letter_tokenizer()).close()
+    sent = [request.body for request in server.requests if request.method == "POST"]
+    assert len(sent) <= 300 and max(body["max_tokens"] for body in sent) <= 24
+
+
 def test_a_temperature_that_is_ignored_is_not_declared():
-    fake = FakeOpenAI(knows=PROTOCOL - {"temperature"})
+    fake = FakeOpenAI(knows=PROTOCOL - {"temperature"}, ends=False)
     with opened(fake) as backend, pytest.raises(CapabilityError, match="does not honour temperature"):
         backend.generate(PROMPTS, {"max_new_tokens": 4, "temperature": 0.5}, logprobs="none")
 

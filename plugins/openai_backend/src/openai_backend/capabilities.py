@@ -174,9 +174,8 @@ def _generation_config(folder: Any) -> Any:
 def no_completions(client: HttpClient, name: str, why: str) -> EngineError:
     """Return the error for a server without completions, such as one that only chats."""
     return EngineError(
-        f"{client.base_url} does not answer /v1/completions for the model {name!r} ({why}). The ids that corelm reads and "
-        "records are those of a conversation that it has rendered; a server that only chats renders conversations by "
-        "itself, so it would read other ids. Use a server that has /v1/completions: llama.cpp, vLLM, SGLang, LM Studio "
-        "and `transformers serve` do",
+        f"{client.base_url} does not answer /v1/completions for the model {name!r} ({why}). A server that only chats "
+        "renders conversations by itself, so the ids that it reads would not be those that corelm has rendered and "
+        "records. Use one that has /v1/completions: llama.cpp, vLLM, SGLang, LM Studio and `transformers serve` do",
         usable=False,
     )

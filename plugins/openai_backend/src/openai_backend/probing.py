@@ -176,7 +176,7 @@ def with_sampling(trials: Trials, info: ServerInfo) -> ServerInfo:
         sampling["temperature"] = (0.0, 0.0)
     elif greedy is None:
         sampling["temperature"] = (COLDEST, HOTTEST)
-    elif any(_equal(each, greedy) for each in again):
+    elif sum(_equal(each, greedy) for each in again) > 1:
         # A 16-bit engine may answer in two ways if two tokens are equally likely, but not in another one each time.
         sampling["temperature"] = (0.0, HOTTEST)
         if all(_equal(each, greedy) for each in cut):
