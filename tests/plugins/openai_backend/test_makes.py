@@ -14,7 +14,7 @@ from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
 from helpers.fake_openai import MODEL, PENALTIES, PROTOCOL, FakeOpenAI
-from helpers.http_server import FaultServer
+from helpers.http_server import FaultServer, json_reply
 from helpers.letters import EOS, bos_tokenizer, letter_model, letter_tokenizer, letters
 
 #: What servers of the named make do, as far as it matters here.
@@ -110,6 +110,36 @@ def test_an_eos_without_a_log_prob_fails_its_row_if_log_probs_were_asked_for():
     failed = [error for error in batch.errors if error]
     assert failed and all("ended with EOS, of which it gives no log-prob" in error for error in failed)
     assert "length" in batch.finish_reasons
+
+
+@pytest.mark.parametrize("says_eos", [True, False])
+def test_an_eos_is_found_where_no_bias_can_show_how_it_is_reported(says_eos):
+    with opened(FakeOpenAI(knows=PROTOCOL - {"logit_bias"}, says_eos=says_eos)) as backend:
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none")
+    for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
+        assert (reason == "stop") == (ids[-1] == EOS) and EOS not in ids[:-1]
+    assert "stop" in batch.finish_reasons
+
+
+def test_an_end_that_the_backend_does_not_know_fails_its_row():
+    with opened(FakeOpenAI(states_ids=True), eos_token_ids=[1]) as backend:
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none", on_error="skip")
+    failed = [error for error in batch.errors if error]
+    assert failed and all("may have stop ids that this backend does not know" in error for error in failed)
+
+
+def test_a_server_that_takes_no_temperature_above_one():
+    def refuse(body: Any, reply: dict[str, Any]) -> Any:
+        return json_reply({"error": "temperature must be at most 1"}, 400) if body["temperature"] > 1 else None
+
+    fake = FakeOpenAI(ends=False)
+    fake.change = refuse
+    with opened(fake) as backend:
+        assert backend.capabilities.sampling["temperature"] == (0.0, 1.0)
+        # One temperature does not show which log-probs these are, except where all are the same.
+        assert backend.generate(PROMPTS, {"max_new_tokens": 3}).mode == "raw"
+        with pytest.raises(CapabilityError, match="could not be found out"):
+            backend.generate(PROMPTS, {"max_new_tokens": 3, "temperature": 0.5})
 
 
 def test_stop_ids_and_an_ignored_eos(make):

@@ -88,18 +88,17 @@ def with_prompts(trials: Trials, info: ServerInfo) -> ServerInfo:
     info = replace(info, fields={**accepted, **info.fields})
     if all(_reads(reply, ids) for reply, ids in zip(by_ids, prompts, strict=True)):
         _check_tokenizer(trials, info)
-        return replace(info, takes_ids=True, counts_prompts=True)
-    counts = [
+        counts = all(count(reply, "prompt_tokens") == len(ids) for reply, ids in zip(by_ids, prompts, strict=True))
+        return replace(info, takes_ids=True, counts_prompts=counts)
+    read = [
         count(by_text, "prompt_tokens"),
         *(count(reply, "prompt_tokens") for reply in trials.post([{**plain, "prompt": text} for text in TEXTS[1:]])),
     ]
     for adds in (False, True):
-        if counts == [len(vocabulary.encode(text, add_special_tokens=adds)) for text in TEXTS]:
+        if read == [len(vocabulary.encode(text, add_special_tokens=adds)) for text in TEXTS]:
             return replace(info, adds_special_tokens=adds, counts_prompts=True)
-    if None not in counts:
-        raise _other_tokenizer(
-            f"it reads {TEXTS[0]!r} as {counts[0]} tokens, and the tokenizer makes {len(prompts[0])}"
-        )
+    if None not in read:
+        raise _other_tokenizer(f"it reads {TEXTS[0]!r} as {read[0]} tokens, and the tokenizer makes {len(prompts[0])}")
     if vocabulary.encode("", add_special_tokens=True):
         raise EngineError(
             "the server takes prompts as text only and does not count their tokens, so it cannot be found out whether "
@@ -143,42 +142,46 @@ def with_ends(trials: Trials, info: ServerInfo) -> ServerInfo:
     (free,) = trials.ask(info, goes_on)
     if free is None or not free.ids:
         return info
+    ids = free.ids
     # The last token that is new, so that an answer has to go on for a while before it ends, and would go on.
-    at = max(at for at, token in enumerate(free.ids[:-1] or free.ids) if token not in free.ids[:at])
-    stop, end = _stop_string(free.ids, info)
-    # The bias of the trial above is not known to work everywhere, so EOS has to be the same token for this field.
+    at = max(at for at, token in enumerate(ids[:-1] or ids) if token not in ids[:at])
+    stop, end = _stop_string(ids, info)
     by_id, by_string = trials.ask(
-        info, {**goes_on, "stop_token_ids": [free.ids[at]]}, {**goes_on, "stop": [stop or "\x00\x00"]}
+        info, {**goes_on, "stop_token_ids": [ids[at]]}, {**goes_on, **({} if stop is None else {"stop": [stop]})}
     )
-    stops_at_ids = (
-        info.ignores_eos
-        and at + 1 < len(free.ids)
-        and by_id is not None
-        and by_id.ids == free.ids[: at + 1]
-        and by_id.reason == "stop"
+
+    def ends(answer: Answer | None, length: int) -> bool:
+        return answer is not None and answer.ids == ids[:length] and answer.reason == "stop"
+
+    return replace(
+        info,
+        # EOS is sent as one of the stop ids, so the server has to ignore it otherwise.
+        stops_at_ids=info.ignores_eos and at + 1 < len(ids) and ends(by_id, at + 1),
+        stops_at_strings=stop is not None and ends(by_string, end),
     )
-    stops_at_strings = (
-        stop is not None and by_string is not None and by_string.ids == free.ids[:end] and by_string.reason == "stop"
-    )
-    return replace(info, stops_at_ids=stops_at_ids, stops_at_strings=stops_at_strings)
 
 
 def with_sampling(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether temperature and top_p do what they should."""
     draw = {"max_tokens": _LENGTH}
-    hot, tight = {**draw, "temperature": HOTTEST}, {**draw, "temperature": HOTTEST, "top_p": _TIGHT}
-    found = trials.ask(info, *[draw] * 4, *[hot] * 4, *[tight] * 4)
-    (greedy, *again), drawn, cut = found[:4], found[4:8], found[8:]
+    greedy, *again = trials.ask(info, *[draw] * 4)
+    # Some servers take no temperature above 1.
+    for hottest in (HOTTEST, 1.0):
+        hot = {**draw, "temperature": hottest}
+        found = trials.ask(info, *[hot] * 4, *[{**hot, "top_p": _TIGHT}] * 4)
+        drawn, cut = found[:4], found[4:]
+        if any(each is not None for each in drawn):
+            break
     sampling = dict(info.capabilities.sampling)
     samples = any(each is not None and (greedy is None or each.key != greedy.key) for each in drawn)
     if not samples:
         _log.warning("the server answers greedily at every temperature, so it is only asked for greedy answers")
         sampling["temperature"] = (0.0, 0.0)
     elif greedy is None:
-        sampling["temperature"] = (COLDEST, HOTTEST)
+        sampling["temperature"] = (COLDEST, hottest)
     elif sum(_equal(each, greedy) for each in again) > 1:
         # A 16-bit engine may answer in two ways if two tokens are equally likely, but not in another one each time.
-        sampling["temperature"] = (0.0, HOTTEST)
+        sampling["temperature"] = (0.0, hottest)
         if all(_equal(each, greedy) for each in cut):
             sampling["top_p"] = None
     else:

@@ -126,7 +126,7 @@ def row_answer(reply: Any, request: GenerateRequest, limit: int, stops: StopStri
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
     length, reason = _end(ids, reason, request, stops)
     ended = bool(length) and (ids[length - 1] in request.stop_ids or stops.occurs_in(ids[:length]))
-    if reason == "stop" and not ended and not info.says_eos:
+    if reason == "stop" and not ended and _hides_eos(reply, length, info):
         ids, length = _with_eos(ids, request, info, limit), length + 1
         ended = True
     reason = checked_finish_reason(
@@ -196,6 +196,17 @@ def _end(ids: list[int], reason: Any, request: GenerateRequest, stops: StopStrin
     first_id = next((at + 1 for at, token in enumerate(ids) if token in request.stop_ids), None)
     ends = [end for end in (first_id, stops.first_end(ids)) if end is not None]
     return (min(ends), "stop") if ends else (len(ids), reason)
+
+
+def _hides_eos(reply: Any, length: int, info: ServerInfo) -> bool:
+    """Return whether an answer of so many tokens ended with an EOS that is not among them.
+
+    Where that is not known, the server has to have counted one more. Otherwise it may have ended the answer for a
+    reason that this backend does not know.
+    """
+    if info.says_eos is None and info.knows_ids:
+        return count(reply, "completion_tokens") == length + 1
+    return not info.says_eos
 
 
 def _with_eos(ids: list[int], request: GenerateRequest, info: ServerInfo, limit: int) -> list[int]:
