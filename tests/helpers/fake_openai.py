@@ -128,6 +128,9 @@ class FakeOpenAI:
         heat = body.get("temperature", 1.0)
         while len(ids) < body["max_tokens"]:
             raw = oracle.next_logits(self.model, [*prompt, *ids])[-1]
+            if body.get("even_ids_only"):
+                # As a grammar does: it is in force before any log-prob is computed.
+                raw[1::2] = -math.inf
             logits, counts = raw.clone(), Counter(ids)
             for token, bias in body.get("logit_bias", {}).items():
                 logits[int(token)] += bias

@@ -272,11 +272,20 @@ def test_raw_log_probs_with_a_penalty_nobody_tried_are_refused():
             backend.generate(PROMPTS, {**GREEDY, "repetition_penalty": 1.2})
 
 
-def test_fields_of_the_caller_leave_raw_log_probs_only():
-    with opened(FakeOpenAI(mode="processed"), extra_body={"typical_p": 0.9}) as backend:
-        backend.generate(PROMPTS, {"max_new_tokens": 3})
-        with pytest.raises(CapabilityError, match="could not be found out"):
-            backend.generate(PROMPTS, {"temperature": 0.5, "max_new_tokens": 3}, logprobs="raw")
+@pytest.mark.parametrize(
+    ("fake", "extra", "modes"),
+    [
+        (FakeOpenAI(), {"user": "me"}, {"raw"}),
+        (FakeOpenAI(mode="processed"), {"min_keep": 5}, set()),
+        (FakeOpenAI(mode="scaled"), {"min_keep": 5}, set()),
+        (FakeOpenAI(knows=PROTOCOL | {"even_ids_only"}), {"even_ids_only": True}, set()),
+    ],
+    ids=["without effect", "processed", "scaled", "a grammar"],
+)
+def test_fields_of_the_caller_leave_raw_log_probs_only_if_they_do_not_change_them(fake, extra, modes):
+    with opened(fake, extra_body=extra) as backend:
+        assert backend.capabilities.generation_modes == modes
+        assert len(backend.generate(PROMPTS, {"max_new_tokens": 3}, logprobs="none").ids) == 3
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class OpenAIBackend:
                 ``presence_penalty``, ``frequency_penalty``, ``repetition_penalty``, ``top_k``, ``min_p``,
                 ``min_new_tokens``.
             extra_body: fields that every request carries. What they do to log-probs is not known, so that only raw
-                ones are offered then.
+                ones are offered then, and only if they are the same without these fields.
             api_key: sent as a bearer token; None for the environment variable CORELM_OPENAI_API_KEY.
             headers: sent with every request.
             connect_timeout: seconds to make a connection.

@@ -88,7 +88,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         abort=True,
     )
     health = HEALTH if client.answers(HEALTH, min(5.0, deadline.left() or 5.0)) else MODELS
-    return ServerInfo(capabilities, tokenizer, name, health, {"model": name, **extra}, has_extra=bool(extra))
+    return ServerInfo(capabilities, tokenizer, name, health, {"model": name, **extra}, extra=frozenset(extra))
 
 
 def _checked_extra(given: Any) -> Mapping[str, Any]:

@@ -32,6 +32,9 @@ _SAME = 0.05
 #: A penalty that changes answers, and how long they are.
 _PENALTY, _LENGTH = 2.0, 24
 
+#: What is raised for a reply that is not about its request, or not built as expected.
+_MALFORMED = (RowError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+
 LogProbs = Mapping[str, float]
 
 
@@ -40,9 +43,9 @@ def with_logprobs(trials: Trials, info: ServerInfo) -> ServerInfo:
     if not info.knows_ids or info.naming is None:
         return info
     mode = _mode(trials, info)
-    if mode in ("processed", "scaled") and info.has_extra:
-        # It is not known whether the caller's fields truncate: the label would be a guess.
-        mode = "untouched"
+    if info.extra and not (mode == "raw" and _same_without_extra(trials, info)):
+        _log.warning("the fields of extra_body may change the server's log-probs, so none are used")
+        mode = "none"
     modes: dict[LogprobsMode, GenerationMode] = {
         "raw": "raw",
         "processed": "processed",
@@ -80,7 +83,7 @@ def with_scores(trials: Trials, info: ServerInfo) -> ServerInfo:
         try:
             scores = row_scores(reply, ids, trying).logprobs[len(prompt) - 1 :]
             same = all(abs(one - other) < _SAME for one, other in zip(scores, sampled, strict=True))
-        except (RowError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             _log.info("the server does not score what it echoes: %s", error)
             continue
         if same:
@@ -100,10 +103,10 @@ def _misnames_last(trials: Trials, info: ServerInfo) -> bool:
     (reply,) = trials.post([echo_request(ids, info)])
     if isinstance(reply, CoreLMError):
         return False
-    with suppress(RowError):
+    with suppress(*_MALFORMED):
         row_scores(reply, ids, info)
         return False
-    with suppress(RowError):
+    with suppress(*_MALFORMED):
         row_scores(reply, ids, replace(info, misnames_last=True))
         return True
     return False
@@ -138,6 +141,13 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
     if abs(top) < _SAME:
         return "processed"
     return "scaled" if _agree(cold, {common[0]: top}) and (greedy is None or _agree(cold, greedy)) else "untouched"
+
+
+def _same_without_extra(trials: Trials, info: ServerInfo) -> bool:
+    """Return whether the caller's fields leave the log-probs alone, such as a grammar would not."""
+    fields = {name: value for name, value in info.fields.items() if name not in info.extra}
+    own, without = (_by_name(trials, each, temperature=_COLD) for each in (info, replace(info, fields=fields)))
+    return own is not None and without is not None and len(own.keys() & without.keys()) > 1 and _agree(own, without)
 
 
 def _by_name(trials: Trials, info: ServerInfo, **fields: float) -> dict[str, float] | None:

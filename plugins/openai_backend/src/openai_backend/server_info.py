@@ -16,7 +16,7 @@ LogprobsMode = Literal["none", "raw", "processed", "scaled", "untouched"]
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What is known about one model of a server. `probing` fills in what follows `has_extra`.
+    """What is known about one model of a server. `probing` fills in what follows `extra`.
 
     Attributes:
         capabilities: what the backend declares.
@@ -24,7 +24,7 @@ class ServerInfo:
         name: the model's name in requests.
         health: the page that answers while the server is healthy.
         fields: the fields that every request carries.
-        has_extra: some of them are the caller's.
+        extra: the names of those that are the caller's.
         takes_ids: prompts are sent as ids; else as texts.
         adds_special_tokens: the server adds the tokenizer's special tokens to a text.
         counts_prompts: ``usage.prompt_tokens`` is the number of ids of a prompt.
@@ -47,7 +47,7 @@ class ServerInfo:
     name: str
     health: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    has_extra: bool = False
+    extra: frozenset[str] = frozenset()
     takes_ids: bool = False
     adds_special_tokens: bool = False
     counts_prompts: bool = False
