@@ -105,6 +105,21 @@ def test_a_score_of_any_form_is_a_score_or_fails_its_row(reply):
     assert bool(batch.errors) != bool(batch.scored.values.any())
 
 
+def test_a_stop_string_that_may_be_a_piece_of_a_special_token_is_not_left_to_the_server():
+    # SGLang looks for stop strings in a text that has the special tokens, <|im_end|> for example.
+    info = server(states_ids=True, stops_at_strings=True)
+    (payload,) = generation_requests(request("none", [5, 6], stop=("e", "d|", " Q", "5")), info).values()
+    assert payload["stop"] == [" Q", "5"]
+    (payload,) = generation_requests(request("none", [5, 6], stop=("e",)), info).values()
+    assert "stop" not in payload
+    (ids,) = (tiny_tokenizer()("the sea")["input_ids"],)
+    reply = {"choices": [{"token_ids": ids, "text": "the sea", "finish_reason": "length"}], "usage": {}}
+    asked = request("none", [5, 6], stop=("e",), max_new_tokens=len(ids))
+    batch = generation_result(asked, generation_requests(asked, info), [reply], info)
+    assert batch.finish_reasons == ("stop",) and "e" in tiny_tokenizer().decode(batch.ids.values.tolist())
+    assert "e" not in tiny_tokenizer().decode(batch.ids.values.tolist()[:-1])
+
+
 # Texts and names ------------------------------------------------------------------------------------------------------
 
 

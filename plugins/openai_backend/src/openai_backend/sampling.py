@@ -10,6 +10,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Range, SamplingParams
+from corelm.support import stops_without_specials
 from openai_backend.server_info import ServerInfo
 
 #: The range of temperatures in the protocol, and the lowest one above 0: servers raise lower ones, or decode greedily.
@@ -59,8 +60,10 @@ def parameters(request: GenerateRequest, info: ServerInfo, limit: int, seed: int
         fields["ignore_eos"] = True
     if info.stops_at_ids:
         fields["stop_token_ids"] = sorted(request.stop_ids)
-    if info.stops_at_strings and sampling.stop and not sampling.min_new_tokens:
-        fields["stop"] = list(sampling.stop[: info.most_stops])
+    # `protocol` finds all stop strings in the answer, those that the server is not told as well.
+    stops = stops_without_specials(sampling, info.tokenizer)[: info.most_stops]
+    if info.stops_at_strings and stops and not sampling.min_new_tokens:
+        fields["stop"] = list(stops)
     return fields
 
 
