@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import corelm
+from helpers.extras import missing_for
 from helpers.pages import Page
 from helpers.torchrl import skip_without_torchrl
 
@@ -21,7 +22,6 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core" / "corelm"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = "write-a-backend.md"
-TORCHRL = "corelm.interop.torchrl"
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
 MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -37,6 +37,8 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         skip_without_torchrl()
     if page.path.name == "trl.md":
         pytest.importorskip("trl", reason="TRL is not installed; the page says with which version it was run")
+    if page.path.name == "inspect.md":
+        pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; tests/harnesses runs the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     page.run()
@@ -63,15 +65,15 @@ def test_every_command_that_a_page_shows_names_a_file_that_exists():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_give_the_output_they_show(name):
-    if name.startswith(TORCHRL):
-        skip_without_torchrl()
+    if library := missing_for(name):
+        pytest.skip(f"{library} is not installed")
     module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
 def test_there_are_docstring_examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    modules = [name for name in MODULES if not name.startswith(TORCHRL)]
+    modules = [name for name in MODULES if not missing_for(name)]
     found = sum(len(test.examples) for name in modules for test in finder.find(importlib.import_module(name)))
     assert found >= 10
 

@@ -8,12 +8,12 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import corelm
+from helpers.extras import missing_for
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
 HEAVY = {"torch", "tensordict", "numpy"}
@@ -47,8 +47,7 @@ def test_the_pytest_plugin_is_light():
 def test_no_module_of_core_imports_an_engine():
     names = [module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.")]
     assert {"corelm.policy.policy", "corelm.testing.suite"} <= set(names)
-    if find_spec("torchrl") is None:
-        names = [name for name in names if not name.startswith("corelm.interop.torchrl")]
+    names = [name for name in names if missing_for(name) is None]
     loaded = imported_by("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
     assert "torch" in loaded and not loaded & ENGINES
 

@@ -93,8 +93,17 @@ def test_the_wheel_of_core_holds_only_the_package(built):
         if path.suffix in (".py", ".pyi")
     }
     assert sources <= names and {"corelm/py.typed", "corelm/examples/dialogues.txt"} <= names
+    assert "corelm/cli/backend_template/backend.py.in" in names
     assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_other_programs_find_core_by_its_entry_points(built):
+    with wheel(built, "core") as file:
+        points = configparser.ConfigParser()
+        points.read_string(file.read(f"core-{corelm.__version__}.dist-info/entry_points.txt").decode())
+    assert dict(points["inspect_ai"]) == {"corelm": "corelm.interop.inspect_ai"}
+    assert dict(points["pytest11"]) == {"corelm": "corelm.testing.plugin"}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -26,6 +26,8 @@ from .opening.by_name import get_backend as get_backend
 from .policy.inputs import Keys as Keys
 from .policy.options import PolicyOptions as PolicyOptions
 from .policy.policy import LLMPolicy as LLMPolicy
+from .rendering.response_parsers import NamedParser as NamedParser
+from .rendering.response_parsers import parser_named as parser_named
 from .spec.capabilities import Capabilities as Capabilities
 from .spec.hookspecs import API_VERSION as API_VERSION
 from .spec.hookspecs import hookimpl as hookimpl

@@ -15,6 +15,7 @@ Each is also a builtin exception that a caller would think to catch::
     ├── InvalidRequestError       (ValueError)           the request is wrong: field, rows
     │   └── MissingKeyError       (KeyError)             a key is not in the TensorDict
     ├── TemplateError             (ValueError)           the chat template fails: rows
+    ├── ResponseFormatError       (ValueError)           an answer does not follow its parser's format
     ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
     └── EngineError               (RuntimeError)         the engine failed: usable, rows
         ├── QueueFullError                               a batcher's queue is full
@@ -120,6 +121,13 @@ class TemplateError(_RowsError, ValueError):
     Attributes:
         rows: the flat indices of the conversations at fault, ascending; empty if no single conversation is at fault.
         problems: those rows, each with what is wrong with it.
+    """
+
+
+class ResponseFormatError(CoreLMError, ValueError):
+    """An answer does not follow the format that its parser reads: a tool call that is cut off, for example.
+
+    A policy does not raise it: the message of such an answer holds its plain text, and `errors` says why.
     """
 
 

@@ -12,11 +12,11 @@ from tensordict import TensorDict
 from toy_backend import ToyBackend
 
 import corelm
-from corelm import Backend, DynamicBatcher, LLMPolicy
+from corelm import Backend, DynamicBatcher, LLMPolicy, hookimpl
 from corelm.batching import Limits
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.kl import RetrieveKL
-from corelm.spec import GenerateRequest, WeightUpdate
+from corelm.spec import GenerateRequest, WeightsStateRequest, WeightUpdate
 from helpers.adapter_toys import ADD, CONFIG, OTHER, TABLE, AdapterToy, true_scores
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -105,6 +105,26 @@ def test_an_adapter_that_failed_half_way_has_a_version_that_none_had(backend: Ba
     assert backend.score_logprobs(ROWS, adapter="one").weight_versions == ("0+one@2",) * 2
     toy.fault = None
     assert load(backend, "one") == "3"
+
+
+class Wrapping(AdapterToy):
+    """Its state changes with its adapters, as that of a model does which PEFT has wrapped."""
+
+    @hookimpl
+    def weights_state(self, request: WeightsStateRequest) -> Any:
+        return ToyBackend.weights_state(self, request), len(self.added)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("disk full"), InvalidRequestError("too large", field="weights")])
+def test_a_failed_load_leaves_the_label_of_the_base_weights(fault: Exception) -> None:
+    toy = Wrapping.of_table()
+    with Backend.from_plugin(toy, "toy") as backend:
+        assert_scores(backend, None, 0.0, "0")
+        toy.fault = fault
+        with pytest.raises((EngineError, InvalidRequestError)):
+            load(backend, "one")
+        assert_scores(backend, False, 0.0, "0+none")
+        assert backend.weight_version == "0"
 
 
 def test_weights_that_their_owner_changes_have_another_label_with_an_adapter_too(

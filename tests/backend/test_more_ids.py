@@ -121,6 +121,8 @@ def test_ids_may_be_named_at_the_scored_positions_only(backend):
         ([[[2]], [[5], [6]]], (0,), "row 0: support: has sets for 1 positions; expected one for each of its 3 ids"),
         ([[[2], [3]]], (), "support: expected sets for 2 rows, got 1"),
         ([[[2.5], [3]], [[5], [6]]], (), "support: expected TokenSets"),
+        ([[[2], [True]], [[5], [6]]], (), "row 0, set 1 holds bools instead of ids"),
+        ([[[2], [3]], [[5], torch.ones(260, dtype=torch.bool)]], (), "row 1, set 1 holds bools instead of ids"),
         ("ids", (), "support: expected TokenSets"),
     ],
 )

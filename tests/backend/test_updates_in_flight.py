@@ -207,6 +207,27 @@ def test_runs_that_cannot_be_are_the_engines_fault(stepping: Any, runs: Any, tol
         ended(engine, begin())
 
 
+def test_runs_that_go_back_to_earlier_weights_are_the_engines_fault(stepping: Any) -> None:
+    backend, engine, begin = stepping
+    answer = begin()
+    for label in ("first", "second"):
+        backend.update_weights({}, label, when="now")
+    runs = (("0", 0),), (("0", 0), ("second", 1), ("first", 2))
+    engine.report = lambda batch: replace(batch, version_runs=runs)
+    with pytest.raises(EngineError, match=r"row 1: .* go back from 'second' to 'first' at position 2"):
+        ended(engine, answer)
+
+
+def test_weights_that_were_loaded_twice_may_come_again(stepping: Any) -> None:
+    backend, engine, begin = stepping
+    answer = begin()
+    for label in ("new", "0"):
+        backend.update_weights({}, label, when="now")
+    runs = ((("0", 0), ("new", 1), ("0", 2)),) * 2
+    engine.report = lambda batch: replace(batch, version_runs=runs)
+    assert ended(engine, answer).version_runs == runs
+
+
 def test_now_needs_an_engine_that_can() -> None:
     with pytest.raises(CapabilityError, match='type when="drain"') as caught:
         fake().update_weights({}, when="now")

@@ -183,6 +183,29 @@ def test_what_was_not_scored_has_no_ids():
         assert corelm.ragged(td, ("log_probs", name)).tolist() == [[-1.0 * n for n in row] for row in counts]
 
 
+@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+@pytest.mark.parametrize(
+    ("row", "position", "count", "told"),
+    [
+        (1, 2, 4, "the counts add up to 5, but kept_ids holds 4 ids"),
+        (0, 3, 1, "the counts add up to 1, but kept_ids holds 2 ids"),
+        (1, 2, -1, "position 2: the count is -1"),
+    ],
+)
+def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, position, count, told):
+    td = rollout(pad)
+    counts = td["log_probs"][row].kept_counts.clone()
+    mask = td["masks"][row].all_attention_mask
+    counts[mask.nonzero().flatten()[position]] = count
+    if pad:
+        td["log_probs"].kept_counts[row] = counts
+    else:
+        td["log_probs"][row].set("kept_counts", counts)
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        token_sets(td)
+    assert caught.value.rows == (row,) and caught.value.field == "log_probs.kept_counts"
+
+
 def test_fields_that_are_absent_cost_no_keys():
     td = rollout(kept_ids=None, kept_log_mass=None, top_ids=None, top_logprobs=None, tail_log_mass=None)
     assert set(td["log_probs"].keys()) == {"prompt", "response", "full", "scored_mask", "provenance"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from corelm import Backend
 from corelm.errors import CapabilityError
 
-from .oracle import Oracle
+from .oracle import Oracle, Variant
 from .small import EOS, PAD
 
 Verdict = Literal["right", "refused", "WRONG", "crashed"]
@@ -21,6 +21,8 @@ Verdict = Literal["right", "refused", "WRONG", "crashed"]
 TOLERANCE = 1e-5
 #: Where float32 itself is worse: how much further from float64 than the plain forward a log-probability may be.
 FURTHER = 2.0
+#: How many models with weights that are rounded otherwise show what float32 may round by.
+NUDGES = 4
 #: More than float32 rounds by in any of these models: not worth a forward in float64.
 NO_ROUNDING = 0.1
 
@@ -36,7 +38,8 @@ class Outcome:
         verdict: "right" and "refused" hold.
         detail: why it does not hold; the first sentence of a refusal.
         off: largest difference from the plain forward, in nats.
-        noise: how far the plain forward is from float64, in nats; 0 if `off` is within the tolerance.
+        noise: how far float32 may round, in nats: how far the plain forward is from float64, or a float64 forward with
+            weights that are rounded otherwise; 0 if `off` is within the tolerance.
     """
 
     verdict: Verdict
@@ -107,17 +110,29 @@ class Comparison:
         return Outcome("right", off=off, noise=noise)
 
     def _further_from_float64(self) -> tuple[float, list[tuple[float, str]]]:
-        precise = [self._oracle(row.ids, row.start, precise=True) for row in self.rows]
-        noise = max(_largest(row.plain - exact) for row, exact in zip(self.rows, precise, strict=True))
-        problems = []
-        for row, exact in zip(self.rows, precise, strict=True):
-            away = _largest(row.found - exact)
-            if not away <= max(TOLERANCE, FURTHER * noise):
-                problems.append((away, f"{row.what}: {away:.2g} nats from float64, the plain forward {noise:.1g}"))
+        precise = [self._oracle(row.ids, row.start, "precise") for row in self.rows]
+        both = list(zip(self.rows, precise, strict=True))
+        noise = max(_largest(row.plain - exact) for row, exact in both)
+        away = [_largest(row.found - exact) for row, exact in both]
+        if not max(away) <= max(TOLERANCE, FURTHER * noise):
+            # One forward may round luckily. Weights that are rounded otherwise show what rounding does to this model.
+            noise = max(
+                noise,
+                *(
+                    _largest(self._oracle(row.ids, row.start, number) - exact)
+                    for number in range(NUDGES)
+                    for row, exact in both
+                ),
+            )
+        problems = [
+            (far, f"{row.what}: {far:.2g} nats from float64, where float32 may round by {noise:.1g}")
+            for row, far in zip(self.rows, away, strict=True)
+            if not far <= max(TOLERANCE, FURTHER * noise)
+        ]
         return noise, problems
 
-    def _oracle(self, ids: Sequence[int], start: int, *, precise: bool = False) -> Tensor:
-        table = self.oracle.after(ids[:-1], start - 1, precise=precise)
+    def _oracle(self, ids: Sequence[int], start: int, variant: Variant = "plain") -> Tensor:
+        table = self.oracle.after(ids[:-1], start - 1, variant)
         return table.gather(-1, torch.tensor(list(ids[start:])).unsqueeze(-1))[:, 0]
 
 

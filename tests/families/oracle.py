@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from transformers import PreTrainedModel
 _CAUSAL = 1e-2
 #: Short enough to lie on one side of longrope's switch.
 _PROBE = 60
+
+
+#: Which model computes: see `Oracle.after`.
+Variant = Literal["plain", "precise"] | int
 
 
 class Oracle:
@@ -30,17 +35,19 @@ class Oracle:
     def __init__(self, model: nn.Module, vocab: int) -> None:
         self.model = model
         self._vocab = vocab
-        self._known: dict[tuple[bool, int, tuple[int, ...]], Tensor] = {}
+        self._known: dict[tuple[Variant, int, tuple[int, ...]], Tensor] = {}
+        self._variants: dict[Variant, nn.Module] = {}
 
-    def after(self, ids: Sequence[int], first: int, *, precise: bool = False) -> Tensor:
+    def after(self, ids: Sequence[int], first: int, variant: Variant = "plain") -> Tensor:
         """Return float64[len(ids) - first, V]: the log-probabilities of what follows ``ids[: first + 1]``, and so on.
 
         Args:
-            precise: from the model in float64.
+            variant: "plain" for the model itself, "precise" for the model in float64, or a number: that of a model in
+                float64 whose weights are rounded otherwise, each by half of what float32 rounds to.
         """
-        key = (precise, first, tuple(ids))
+        key = (variant, first, tuple(ids))
         if key not in self._known:
-            model = self._precise if precise else self.model
+            model = self._model(variant)
             # A model that looks ahead has no log p(token | earlier tokens) in one forward.
             if self._is_causal:
                 self._known[key] = plain(model, ids)[first:]
@@ -52,17 +59,22 @@ class Oracle:
     def forget(self) -> None:
         """Drop what was computed, because the model has changed."""
         self._known.clear()
-        for name in ("_precise", "_is_causal"):
-            self.__dict__.pop(name, None)
+        self._variants.clear()
+        self.__dict__.pop("_is_causal", None)
 
-    @functools.cached_property
-    def _precise(self) -> nn.Module:
-        precise = copy.deepcopy(self.model).double()
-        for module in precise.modules():
-            # The grouped product of experts does not exist in float64.
-            if isinstance(module, PreTrainedModel) and getattr(module.config, "_experts_implementation", None):
-                module.set_experts_implementation("eager")
-        return precise
+    def _model(self, variant: Variant) -> nn.Module:
+        if variant == "plain":
+            return self.model
+        if variant not in self._variants:
+            model = copy.deepcopy(self.model).double()
+            for module in model.modules():
+                # The grouped product of experts does not exist in float64.
+                if isinstance(module, PreTrainedModel) and getattr(module.config, "_experts_implementation", None):
+                    module.set_experts_implementation("eager")
+            if isinstance(variant, int):
+                _nudge(model, variant)
+            self._variants[variant] = model
+        return self._variants[variant]
 
     @functools.cached_property
     def _is_causal(self) -> bool:
@@ -70,6 +82,15 @@ class Oracle:
         whole = plain(self.model, ids)
         ends = (0, 1, 16, 40, _PROBE - 2)
         return all(bool((plain(self.model, ids[: end + 1])[-1] - whole[end]).abs().max() < _CAUSAL) for end in ends)
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, seed: int) -> None:
+    """Move each weight up or down by half of the distance to its neighbour in float32, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        signs = torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype).mul_(2).sub_(1)
+        parameter *= 1 + torch.finfo(torch.float32).eps / 2 * signs
 
 
 def plain(model: nn.Module, ids: Sequence[int]) -> Tensor:

@@ -171,6 +171,20 @@ def test_a_fleet_of_engines_without_weights_answers_after_an_update() -> None:
         assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))
 
 
+def test_a_fleet_that_has_dropped_its_weights_does_not_speak_of_old_ones() -> None:
+    with Toys("a", "b") as toys:
+        toys.backend.sleep(level=2)
+        toys.backend.wake(["weights"])
+        with pytest.raises(InvalidRequestError, match="it still has no weights") as caught:
+            toys.backend.update_weights({"no.such.parameter": OTHER}, version="wrong")
+        assert "old ones" not in str(caught.value)
+        toys.backend.update_weights({"table": OTHER}, version="tuned")
+        toys.backend.wake()
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING), one_engine(OTHER).generate(PROMPTS, SAMPLING))
+        with pytest.raises(InvalidRequestError, match="the old ones are in force"):
+            toys.backend.update_weights({"no.such.parameter": OTHER})
+
+
 def test_a_fleet_that_one_engine_keeps_awake_has_not_lost_the_weights_of_the_others() -> None:
     def before(engine: MortalToy, asked: str, request: Any) -> None:
         if asked == "sleep" and engine is toys.made[0]:

@@ -64,7 +64,9 @@ class AdapterToy(ToyBackend):
             del self.added[request.adapter]
             return True
         assert request.state_dict is not None and request.adapter_config == CONFIG
-        table = request.state_dict["added"]
+        table = request.state_dict.get("added")
+        if table is None:
+            raise InvalidRequestError("state_dict: missing 'added'", field="state_dict")
         if table.shape != TABLE.shape:
             raise InvalidRequestError("state_dict: another shape", field="state_dict")
         self.added[request.adapter] = table.clone()

@@ -24,6 +24,14 @@ from corelm.spec.records import (
     ScoreResult,
     WeightUpdate,
 )
+from helpers.adapter_toys import AdapterToy as AdapterToy
+from helpers.broken_adapters import AdapterIgnoredWhileScoring as AdapterIgnoredWhileScoring
+from helpers.broken_adapters import AdaptersLostInSleep as AdaptersLostInSleep
+from helpers.broken_adapters import AdapterStaysOn as AdapterStaysOn
+from helpers.broken_adapters import DroppedBeforeRefused as DroppedBeforeRefused
+from helpers.broken_adapters import FirstVersionKept as FirstVersionKept
+from helpers.broken_adapters import MergedIntoBase as MergedIntoBase
+from helpers.broken_adapters import UnknownIsBase as UnknownIsBase
 from helpers.broken_sleepers import CopyOutlivesUpdate as CopyOutlivesUpdate
 from helpers.broken_sleepers import WakesAsBefore as WakesAsBefore
 from helpers.broken_sleepers import WeightsLostInSleep as WeightsLostInSleep

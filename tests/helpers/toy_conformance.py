@@ -13,6 +13,8 @@ from toy_backend import Bigram
 import corelm
 from corelm import Backend
 from corelm.testing import BackendConformance
+from helpers.adapter_toys import ADD, CONFIG
+from helpers.adapter_toys import OTHER as ADD_OTHER
 
 #: Random instead of counted, so that all log-probs differ and a wrong one is noticed.
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
@@ -32,6 +34,16 @@ class ToyConformance(BackendConformance):
 
     def new_weights(self) -> tuple[dict[str, Tensor], Callable[[list[int], float], Tensor]]:
         return {"table": OTHER}, lambda ids, temperature: of_table(OTHER, ids, temperature)
+
+    def new_adapters(self) -> list[tuple[dict[str, Any], Callable[[list[int], float], Tensor]]]:
+        # Only `AdapterToy` and its broken variants declare adapters.
+        return [
+            (
+                {"weights": {"added": added}, "config": CONFIG},
+                lambda ids, temperature, added=added: of_table(TABLE + added, ids, temperature),
+            )
+            for added in (ADD, ADD_OTHER)
+        ]
 
     def engine_sampling(self) -> dict[str, Any]:
         # Only `Reshaping` and its broken variants declare engine_kwargs.

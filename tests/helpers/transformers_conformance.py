@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corelm.testing import BackendConformance
 from helpers import oracle as plain
-from helpers.oracle_kit import OracleKit
+from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -34,6 +34,9 @@ class TransformersPromises(OracleKit):
     def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
         other = tiny_model(seed=1)
         return other.state_dict(), lambda ids, temperature: plain.logprobs(other, ids, temperature)
+
+    def new_adapters(self) -> list[tuple[dict[str, Any], Callable[[list[int], float], Tensor]]]:
+        return lora_adapters(tiny_model)
 
     def engine_sampling(self) -> dict[str, Any]:
         # The backend passes engine_kwargs to transformers' own generate, which it uses for beams only.

@@ -12,6 +12,7 @@ NEEDED: dict[str, frozenset[str]] = {
     "vllm.distributed.weight_transfer.packed_tensor": frozenset({"packed_ipc_producer"}),
     "vllm.engine.arg_utils": frozenset({"AsyncEngineArgs", "EngineArgs"}),
     "vllm.inputs": frozenset({"tokens_input"}),
+    "vllm.lora.peft_helper": frozenset({"PEFTHelper"}),
     "vllm.lora.request": frozenset({"LoRARequest"}),
     "vllm.outputs": frozenset({"CompletionOutput"}),
     "vllm.platforms": frozenset({"current_platform"}),

@@ -364,7 +364,7 @@ def test_sets_of_another_distribution(sampler):
         scorer_of(sampler)(sampled(sampler, log_probs_mode="raw"))
     with pytest.raises(ProvenanceMismatchError, match="score without support_key"):
         scorer_of(sampler)(sampled(sampler, sampling_params={"temperature": 0.0, "max_new_tokens": 3}))
-    with pytest.raises(CapabilityError, match="scores cannot reflect"):
+    with pytest.raises(CapabilityError, match=r"scores cannot reflect penalties, and truncation only by support_key"):
         scorer_of(sampler, sampling_params={"temperature": HEAT, "repetition_penalty": 1.2})(td)
 
 

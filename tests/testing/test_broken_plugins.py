@@ -66,6 +66,31 @@ TABLE = {
     "WeightsLostInSleep": "test_an_engine_that_slept_has_its_weights_and_their_label",
     "WakesAsBefore": "test_weights_loaded_before_the_cache_wakes_are_in_force",
     "CopyOutlivesUpdate": "test_weights_loaded_before_the_cache_wakes_are_in_force",
+    "AdapterToy": "",
+    "AdapterIgnoredWhileScoring": """
+        test_every_call_runs_with_the_adapter_that_it_names
+        test_calls_at_once_each_run_with_their_adapter
+        test_an_adapter_that_is_loaded_again_is_replaced
+        test_an_adapter_that_was_unloaded_is_refused
+        test_an_adapter_that_is_not_there_is_refused
+        test_an_adapter_that_does_not_fit_changes_nothing""",
+    "AdaptersLostInSleep": "test_adapters_are_there_after_a_light_sleep",
+    "AdapterStaysOn": """
+        test_every_call_runs_with_the_adapter_that_it_names
+        test_calls_at_once_each_run_with_their_adapter
+        test_an_adapter_that_is_loaded_again_is_replaced""",
+    "DroppedBeforeRefused": "test_an_adapter_that_does_not_fit_changes_nothing",
+    "FirstVersionKept": "test_an_adapter_that_is_loaded_again_is_replaced",
+    "MergedIntoBase": """
+        test_every_call_runs_with_the_adapter_that_it_names
+        test_calls_at_once_each_run_with_their_adapter
+        test_an_adapter_that_is_loaded_again_is_replaced
+        test_an_adapter_that_was_unloaded_is_refused
+        test_an_adapter_that_is_not_there_is_refused
+        test_an_adapter_that_does_not_fit_changes_nothing""",
+    "UnknownIsBase": """
+        test_an_adapter_that_was_unloaded_is_refused
+        test_an_adapter_that_is_not_there_is_refused""",
     "MassBeforeTemperature": f"""
         test_every_token_of_every_row_has_its_own_kept_ids
         {cases("test_the_kept_ids_are_those_that_are_left", "top_k-tempered")}""",

@@ -5,13 +5,9 @@ So does the Python of docs/conformance.md.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-import sysconfig
 import textwrap
-import venv
 import zipfile
 from pathlib import Path
 
@@ -19,6 +15,7 @@ import pytest
 
 import corelm.testing.suite  # noqa: F401  # The inner runs forget what they import: import it for all of them.
 from conftest import Fabricate
+from helpers.environments import install, new_environment, run_in
 from helpers.pages import Page
 
 pytest_plugins = "pytester"
@@ -61,21 +58,14 @@ def test_the_parrot_does_what_the_page_says(
 
 @pytest.mark.parametrize("name", ["parrot", "dice"])
 def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_model: Path) -> None:
-    environment, project = tmp_path / "environment", tmp_path / name
-    venv.create(environment)
-    python = environment / "bin" / "python"
-    # The new environment has what this one has, core included, and pip cannot write there.
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
-    (packages / "tests.pth").write_text("\n".join(path for path in sys.path if path))
+    python, project = new_environment(tmp_path / "environment"), tmp_path / name
     project.mkdir()
     (project / "pyproject.toml").write_text(PROJECTS[name])
     (project / f"{name}_backend.py").write_text(FILES[f"{name}_backend.py"])
     if name == "dice":
         (project / "test_conformance.py").write_text(FILES["test_conformance.py"])
     (project / "tiny-model").symlink_to(tiny_model)
-    # The page's command; the build requirement and core are there already, and tests use no index.
-    install = [sys.executable, "-m", "pip", "--isolated", "--python", python, "install", "-e", "."]
-    run_in(project, *install, "--no-build-isolation", "--no-index")
+    install(python, project)  # pip install -e .
     listed = run_in(project, python, "-m", "corelm", "backends")
     assert re.search(rf"^ *{name}\b.*", listed, re.MULTILINE), listed
     opened = f"import corelm; corelm.get_backend({name!r}, 'tiny-model').close(); print('opened')"
@@ -85,16 +75,6 @@ def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_mod
     (wheel,) = project.glob("dist/*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert [path for path in file.namelist() if "dist-info" not in path] == [f"{name}_backend.py"]
-
-
-def run_in(folder: Path, *command: object) -> str:
-    """Run a command in a folder, outside of any checkout, and return what it prints."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    result = subprocess.run(
-        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:

@@ -185,6 +185,8 @@ def update_adapter(hooks: EngineHooks, adapters: Adapters, request: WeightUpdate
     def failed(error: CoreLMError) -> CoreLMError:
         if isinstance(error, (InvalidRequestError, CapabilityError)):
             labels.restore(before)
+        if of_base:
+            # As above, also if the load failed half-way: it is the adapter that may be partly new.
             base.put(of_base)
         return error
 

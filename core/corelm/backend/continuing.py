@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corelm.backend import arguments
 from corelm.backend.engine import OpenEngine
+from corelm.backend.partial_answers import OF_TOKENS, must_be_whole, runs_of, token_problems, version_problems
 from corelm.backend.seeds import continued_seeds, seeds_of_call
 from corelm.backend.skipping import ServedRows
 from corelm.backend.version_runs import renamed, with_runs
@@ -23,14 +24,10 @@ from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.version_labels import backward, run_problems
 from corelm.support.stop_strings import StopStrings
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
-
-#: Fields of a result with a value, or a row of values, for each token.
-_OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,9 +85,11 @@ class Continuation:
         limit = sampling.max_new_tokens
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
         stops = StopStrings.of(sampling, engine.tokenizer)
+        must_be_whole(old)
         reasons, problems = _reasons(old, stop_ids, stops, limit)
-        problems |= _version_problems(old)
         going = [row for row, reason in enumerate(reasons) if not reason]
+        problems |= version_problems(old, going, engine.version_with(label.adapter))
+        problems |= token_problems(old, engine.capabilities.vocab_size)
         for row in going:
             # The engine would count these tokens from the seam on.
             if int(old.ids.lengths[row]) < sampling.min_new_tokens:
@@ -155,7 +154,7 @@ class Continuation:
         if old.logprobs is not None and old.support == "truncated":
             # What follows may be of full support: the minimum of new tokens has been reached.
             fields["support"] = old.support
-        for name in _OF_TOKENS:
+        for name in OF_TOKENS:
             one, other = getattr(old, name), getattr(new, name)
             if one is not None and other is not None:
                 fields[name] = one.to(device).join(self.open.ragged(other)).slice(start, lengths)
@@ -182,8 +181,8 @@ class Continuation:
         return lengths, tuple(reasons)
 
     def _runs(self, new: GenerateResult, lengths: Sequence[int]) -> list[VersionRuns]:
-        found = [list(runs) for runs in _runs_of(self.old)]
-        for row, runs in zip(self.open.index.tolist(), _runs_of(new), strict=True):
+        found = [list(runs) for runs in runs_of(self.old)]
+        for row, runs in zip(self.open.index.tolist(), runs_of(new), strict=True):
             before = int(self.old.ids.lengths[row])
             kept = found[row] if before else []
             found[row] = kept + [(version, before + first) for version, first in runs if before + first < lengths[row]]
@@ -217,8 +216,6 @@ class _Label:
             raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
         if old.logprobs is None:
             return
-        if not torch.equal(old.logprobs.lengths, old.ids.lengths):
-            raise invalid("continue_from", "its log-probs and ids differ in length")
         wanted = Provenance.label(self.logprobs, sampling)
         found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
         if found != dict(wanted):
@@ -267,15 +264,6 @@ def _reasons(
     return found, problems
 
 
-def _version_problems(old: GenerateResult) -> Problems:
-    """Return the rows whose versions cannot be: runs that do not ascend, or weights that go backwards."""
-    problems = Problems()
-    for row, (runs, length) in enumerate(zip(old.version_runs or (), old.ids.lengths.tolist(), strict=False)):
-        if why := run_problems(runs, length) or backward(runs):
-            problems[row] = f"version_runs: {why}"
-    return problems
-
-
 def _refuse_penalties(sampling: SamplingParams) -> None:
     for name, value in sampling.penalties:
         if name != "repetition_penalty":
@@ -285,12 +273,6 @@ def _refuse_penalties(sampling: SamplingParams) -> None:
                 f"{name}={value} counts the tokens of an answer, and the engine would count only new ones; sample "
                 "these answers from their prompts",
             )
-
-
-def _runs_of(batch: GenerateResult) -> Sequence[VersionRuns]:
-    if batch.version_runs is not None:
-        return batch.version_runs
-    return [((version, 0),) for version in batch.weight_versions or ("",) * len(batch.ids)]
 
 
 def _common_limit(

@@ -67,6 +67,7 @@ class OpenEngine:
         plugin: what the plugin's ``open`` returned.
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
+        software: the distributions and versions of the plugin and the engine, as far as they are known.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
@@ -76,6 +77,7 @@ class OpenEngine:
         hooks: calls the plugin's hooks.
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
+        software: the distributions and versions of the plugin and the engine, as far as they are known.
         timeout: seconds that a call may take when the call does not say; None sets no limit.
         adapters: the adapters that were loaded, and their versions.
         weight_version: the label of the weights in force, "0" until they first change. Assigning it gives the weights
@@ -92,6 +94,7 @@ class OpenEngine:
         name: str,
         *,
         model_name: str = "",
+        software: str = "",
         wrappers: Sequence[object] = (),
         retry: int | tenacity.BaseRetrying | None = None,
         timeout: float | None = None,
@@ -99,6 +102,7 @@ class OpenEngine:
         self.plugin = plugin
         self.name = name
         self.model_name = model_name
+        self.software = software
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry)
         self.adapters = Adapters()

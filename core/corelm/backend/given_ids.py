@@ -12,7 +12,7 @@ from corelm.backend.check_sets import set_problems
 from corelm.errors import Problems, described
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
-from corelm.validate import as_list, invalid, shown
+from corelm.validate import as_list, invalid, is_bool, shown
 
 
 def given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
@@ -105,10 +105,22 @@ def _token_sets(given: Any) -> TokenSets:
     try:
         if not isinstance(listed, list):
             raise TypeError("not a list")
-        return TokenSets.from_list(listed)
+        rows = [list(row) for row in listed]
+        for row, sets in enumerate(rows):
+            for position, ids in enumerate(sets):
+                # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
+                if _holds_bools(ids):
+                    raise TypeError(f"row {row}, set {position} holds bools instead of ids")
+        return TokenSets.from_list(rows)
     except Exception as error:  # the object's own methods may raise anything
         expected = "TokenSets such as kept_ids of a result, or a list of ids for each position of each row"
         raise invalid("support", f"expected {expected}, got {shown(given)}: {described(error)}") from error
+
+
+def _holds_bools(ids: Any) -> bool:
+    if isinstance(ids, Tensor):
+        return ids.dtype == torch.bool
+    return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
 
 
 def _ascending(sets: TokenSets) -> TokenSets:

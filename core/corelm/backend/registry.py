@@ -60,6 +60,7 @@ class BackendInfo:
         target: ``module:Class`` of the plugin.
         requires_core: the versions of `core` it requires, such as ``>=0.1,<0.2``; "" for any; None if it names none.
         engine_available: whether its engine can be imported; None if the plugin does not name the engine's module.
+        engine_module: the engine's module; None if the plugin does not name it.
         problem: why the backend cannot be used or may not work, judging by its metadata; None if there is no problem.
     """
 
@@ -69,11 +70,24 @@ class BackendInfo:
     target: str
     requires_core: str | None
     engine_available: bool | None
+    engine_module: str | None = None
     problem: str | None = None
 
     @property
     def label(self) -> str:
         return f"{self.distribution} {self.version}"
+
+    def software(self) -> str:
+        """Return the distributions and versions of the plugin and, if it is installed here, of the engine."""
+        engine = (self.engine_module or "").partition(".")[0]
+        if not self.engine_available or engine == self.target.partition(":")[0]:
+            return self.label
+        try:
+            return f"{self.label}, {engine} {metadata.version(engine)}"
+        except metadata.PackageNotFoundError:
+            # The module has another name than its distribution. Looking for that reads the files of all distributions.
+            names = sorted(set(metadata.packages_distributions().get(engine, ())))
+            return ", ".join([self.label, *(f"{name} {metadata.version(name)}" for name in names)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +260,7 @@ def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
             target=point.value,
             requires_core=_requires_core(distribution),
             engine_available=_importable(engines[point.name]) if point.name in engines else None,
+            engine_module=engines.get(point.name),
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from corelm.backend.rwlock import ReadersWriterLock, Visit
@@ -98,8 +99,8 @@ class VersionsInFlight:
 
         Raises:
             BackendTimeoutError: an update was under way when the time of the call was over.
-            EngineError: the runs are none, the result does not say what it was sampled with although it has to, or it
-                names weights that were refused.
+            EngineError: the runs are none or go back to earlier weights, the result does not say what it was sampled
+                with although it has to, or it names weights that were refused.
         """
         call, deadline = CallUnderWay(), Deadline(request.timeout)
         try:
@@ -178,6 +179,7 @@ class VersionsInFlight:
         mine = self._visit_of_update()
         while any(each.asked in seen and each.visit is not mine and self._under_way(each) for each in call.attempts):
             self._pause(deadline)
+        self._must_ascend(given, call)
         names: dict[str, str] = {}
         for each in call.attempts:
             if not each.goes_on and each.label is not None:
@@ -188,3 +190,14 @@ class VersionsInFlight:
         if wrong := sorted((refused - names.keys() - {call.label}) & seen):
             raise self._fail(f"says that tokens were sampled with the weights {wrong[0]!r}, which it has refused")
         return [renamed(runs, lambda version: names.get(version, version)) for runs in given]
+
+    def _must_ascend(self, given: Sequence[VersionRuns], call: CallUnderWay) -> None:
+        """Refuse runs in another order than that of the updates. A label that was loaded twice tells nothing."""
+        asked = [call.label, *[each.asked for each in call.attempts]]
+        order = {label: place for place, label in enumerate(asked) if asked.count(label) == 1}
+        for row, runs in enumerate(given):
+            known = [(order[version], version, first) for version, first in runs if version in order]
+            for (place, before, _), (next_place, version, first) in pairwise(known):
+                if next_place < place:
+                    back = f"the weights go back from {before!r} to {version!r} at position {first}"
+                    raise self._fail(f"row {row}: version_runs: {back}")

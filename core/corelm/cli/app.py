@@ -17,8 +17,11 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli.conformance import conformance
+from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
+from corelm.cli.new_backend import new_backend
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
@@ -26,7 +29,7 @@ from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from corelm.cli.job import EngineChoice, Job
+    from corelm.cli.job import Job
 
 app = typer.Typer(
     help="Sample from any language-model engine, chosen by name, or score with it.",
@@ -36,6 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
+app.command(cls=flags.GroupedCommand)(conformance)
+app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 
 class LogProbsOption(str, Enum):
@@ -83,6 +88,7 @@ def generate(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
         LogProbsOption,
@@ -102,6 +108,7 @@ def generate(
     tokenizer_kwargs: flags.TokenizerKwargs = None,
     truncation: flags.Truncation = flags.Truncate.error,
     continue_final_message: flags.ContinueFinalMessage = False,
+    response_parser: flags.ResponseParser = None,
 ) -> None:
     """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
 
@@ -118,7 +125,11 @@ def generate(
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
     other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    if response_parser is not None and continue_final_message:
+        raise typer.BadParameter(
+            "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
+        )
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.generating import Generator
         from corelm.cli.job import Job
@@ -133,6 +144,8 @@ def generate(
             tokenizer_kwargs,
             truncation=truncation.value,
             continue_final_message=continue_final_message,
+            adapter=engine.adapter_name,
+            response_parser=response_parser,
         )
     written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
     job: Job[Prompt] = Job(
@@ -173,6 +186,7 @@ def score(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     batch_size: flags.BatchSize = 16,
     temperature: Annotated[
         float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
@@ -212,7 +226,7 @@ def score(
     """
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.completions import ToScore, read_to_score
         from corelm.cli.job import Job
@@ -221,7 +235,11 @@ def score(
 
     with typed_exits():
         options = flags.policy_options(
-            chat_template, template_kwargs, tokenizer_kwargs, completion_boundary=completion_boundary.value
+            chat_template,
+            template_kwargs,
+            tokenizer_kwargs,
+            completion_boundary=completion_boundary.value,
+            adapter=engine.adapter_name,
         )
     written = {
         "per_token": per_token,
@@ -262,6 +280,7 @@ def chat(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
     system: Annotated[
         str | None,
         typer.Option(help="System prompt: the first message of the conversation.", rich_help_panel=flags.PROMPTS),
@@ -282,7 +301,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
-    engine = _engine(backend, model, base_url, option, retry, timeout)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
         from corelm.cli.chat import Conversation, run
         from corelm.policy.policy import LLMPolicy
@@ -290,7 +309,9 @@ def chat(
     with typed_exits(), standard_output() as stdout:
         try:
             params = SamplingParams.make(sampling)
-            options = flags.policy_options(chat_template, template_kwargs, truncation=truncation.value)
+            options = flags.policy_options(
+                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter_name
+            )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
                 complete = run(Conversation(policy=policy, system=system, seed=params.seed), stdout)
@@ -304,26 +325,12 @@ def chat(
 # What the commands share ----------------------------------------------------------------------------------------------
 
 
-def _engine(
-    backend: str,
-    model: str | None,
-    base_url: str | None,
-    option: list[str] | None,
-    retry: int | None,
-    timeout: float | None,
-) -> EngineChoice:
-    options = flags.engine_options(option, base_url)
-    with interrupt_ends_process():
-        from corelm.cli.job import EngineChoice
-
-    return EngineChoice(backend=backend, model=model, options=options, retry=retry, timeout=timeout)
-
-
 def _recorded(engine: EngineChoice) -> dict[str, Any]:
     """Return the settings that say which engine made the answers."""
     from corelm.cli.settings import recorded_options
 
-    return {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+    settings = {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+    return settings if engine.adapter is None else {**settings, "adapter": str(engine.adapter)}
 
 
 def _file(path: Path) -> Path | None:

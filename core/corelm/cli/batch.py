@@ -26,7 +26,7 @@ class Worker(ABC, Generic[L]):
 
     Attributes:
         engine: the engine.
-        options: how conversations and texts become token ids.
+        options: how conversations and texts become token ids, and the adapter to ask for.
         copy_input: whether to copy what a line asks to its row.
         attempted: the lines of the last call that was not a check of the engine.
     """

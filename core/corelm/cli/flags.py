@@ -188,6 +188,16 @@ ContinueFinalMessage = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
+ResponseParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Write the answer to a conversation as `message` as well, with its tool calls and reasoning. FORMAT is "
+        "hermes, qwen or another one, or auto for the tokenizer's own. For an answer that does not follow it, "
+        "`message` is null and `message_error` says why.",
+        rich_help_panel=FILES,
+    ),
+]
 CompletionBoundary = Annotated[
     Boundary,
     typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corelm.backend.check_requests import prompt_problems
@@ -11,9 +11,12 @@ from corelm.cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm.cli.id_fields import id_fields
 from corelm.cli.lines import LineError
 from corelm.cli.prompts import Prompt
-from corelm.policy.outputs import answer_texts
+from corelm.errors import ResponseFormatError
+from corelm.policy.messages import answer_texts, whole_texts
 from corelm.policy.rows import last_tokens, room_for_prompts
+from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.spec.message import Message
+from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
@@ -41,6 +44,7 @@ class Generator(Worker[Prompt]):
         return_tokens: whether to add the ids.
         return_support: whether to add the ids that truncation had left for each token.
         top_logprobs: how many of the most probable ids to add for each token.
+        parser: makes messages of answers to conversations; it follows from the options.
     """
 
     sampling: SamplingParams
@@ -48,6 +52,12 @@ class Generator(Worker[Prompt]):
     return_tokens: bool
     return_support: bool = False
     top_logprobs: int = 0
+    parser: NamedParser | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # Here, so that a parser that the tokenizer does not have fails no line.
+        if isinstance(name := self.options.response_parser, str):
+            self.parser = parser_named(name, self.engine.tokenizer)
 
     def ask(self, lines: list[Prompt]) -> Outcome:
         return self._ask(lines, self.sampling)
@@ -78,8 +88,10 @@ class Generator(Worker[Prompt]):
             on_error="skip",
             return_support=self.return_support,
             top_logprobs=self.top_logprobs,
+            adapter=self.options.adapter,
         )
         texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
+        messages = self._messages(prompts, rows_of_ids, batch, sampling)
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
         provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
         rows: list[dict[str, Any]] = []
@@ -96,6 +108,7 @@ class Generator(Worker[Prompt]):
                 continue
             row = self.row(prompt, **({} if sampling.num_samples is None else {"sample": sample}))
             row |= {"response": text, "finish_reason": reasons[index], "tokens": len(tokens[index])}
+            row |= messages[index]
             if self.return_tokens:
                 row["token_ids"] = tokens[index]
             if log_probs is not None:
@@ -104,6 +117,28 @@ class Generator(Worker[Prompt]):
                 row["provenance"] = provenance_of_row(provenance, index)
             rows.append(row)
         return rows, errors
+
+    def _messages(
+        self, prompts: list[Prompt], ids: Ragged, batch: GenerateResult, sampling: SamplingParams
+    ) -> list[dict[str, Any]]:
+        """Return, for each answer to a conversation, what the parser made of it; {} where there is nothing to parse."""
+        if self.parser is None:
+            return [{}] * len(batch.ids)
+        texts, samples = whole_texts(batch, sampling, self.engine), sampling.num_samples or 1
+        before = self.engine.detokenize(ids, skip_special_tokens=False)
+        found: list[dict[str, Any]] = []
+        for index, text in enumerate(texts):
+            prompt = prompts[index // samples]
+            if prompt.chat is None:
+                found.append({})
+                continue
+            tools = self.options.template_kwargs.get("tools") if prompt.tools is None else prompt.tools
+            try:
+                message = self.parser.parse(text, prefix=before[index // samples], tools=tools)
+                found.append({"message": message.to_dict()})
+            except ResponseFormatError as error:
+                found.append({"message": None, "message_error": str(error)})
+        return found
 
     def _tokenize(self, prompts: list[Prompt]) -> tuple[list[Prompt], list[list[int]], list[LineError]]:
         """Return the prompts that were tokenized, their ids, and an error for each other prompt."""

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -16,30 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from corelm.backend.backend import Backend
 from corelm.cli.batch import Worker
+from corelm.cli.engine import EngineChoice
 from corelm.cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm.cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
 from corelm.cli.streams import Stream, is_terminal, opened_input
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
 from corelm.errors import BackendTimeoutError, EngineError, printable
-from corelm.opening.by_name import get_backend
 
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineChoice:
-    """What `get_backend` is called with."""
-
-    backend: str
-    model: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    retry: int | None = None
-    timeout: float | None = None
-
-    def open(self) -> Backend:
-        return get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

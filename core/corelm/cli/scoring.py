@@ -93,6 +93,7 @@ class Scorer(Worker[ToScore]):
             return_argmax=self.is_greedy,
             top_k=self.top_k,
             on_error="skip",
+            adapter=self.options.adapter,
         )
         provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
         best = None if batch.argmax is None else batch.argmax.tolist()

@@ -63,6 +63,7 @@ def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
         "truncation",
         "continue_final_message",
         "completion_boundary",
+        "response_parser",
     )
     settings = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
     if "{" in settings.get("chat_template", ""):

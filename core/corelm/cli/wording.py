@@ -16,6 +16,9 @@ _PHRASES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
     (re.compile(r"\bleave out return_support=True"), "leave out --return-support"),
     (re.compile(r"\bleave out (top_logprobs|top_k)=(\d+)"), lambda at: f"leave out {_flag(at[1])} {at[2]}"),
     (re.compile(r"^(return_support|top_logprobs|top_k): "), lambda at: f"{_flag(at[1])}: "),
+    (re.compile(r"\bleave out adapter='(.*?)'"), r"leave out --adapter \1"),
+    (re.compile(r"\bCall load_adapter\('(.*?)', …\) first"), r"Give --adapter \1=FOLDER"),
+    (re.compile(r"^(adapter: |path: (?=there is no readable adapter))"), "--adapter: "),
     (re.compile(r"^\[Errno \d+\] "), ""),
     (re.compile(r"\bpass jinja text \(not the path of a file\), or"), "give jinja text, a file such as ./NAME, or"),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 
 from corelm.containers.classes import LogProbs, ragged
 from corelm.containers.field_shapes import COUNTS, SETS
 from corelm.containers.keys import key_parts, list_keys
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, refuse
+from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
 
@@ -24,7 +26,8 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
 
     Raises:
         MissingKeyError: there is no `LogProbs` under the key, or it has no such ids.
-        InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say.
+        InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say; `rows`
+            lists these rows.
     """
     path = key_parts(key)
     name = ".".join(path)
@@ -37,11 +40,25 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
             "LLMPolicy(…, return_support=True)",
             field=f"{name}.{SETS}",
         )
-    counts = ragged(td, (*path, COUNTS), masks=masks)
+    counts, flat = (ragged(td, (*path, field), masks=masks) for field in (COUNTS, SETS))
+    refuse(_count_problems(counts.to("cpu"), flat), f"{name}.{COUNTS}")
     try:
-        return TokenSets.from_flat(ragged(td, (*path, SETS), masks=masks), counts)
+        return TokenSets.from_flat(flat, counts)
     except ValueError as error:
         raise InvalidRequestError(f"{name}.{SETS}: {error}, in {COUNTS}", field=f"{name}.{SETS}") from error
+
+
+def _count_problems(counts: Ragged, flat: Ragged) -> Problems:
+    """Return the rows whose counts are not those of their ids, and why."""
+    totals = torch.zeros_like(counts.lengths).index_add_(0, counts.row_index, counts.values.long())
+    problems: Problems = {
+        row: f"the counts add up to {int(totals[row])}, but {SETS} holds {int(flat.lengths[row])} ids"
+        for row in (totals != flat.lengths).nonzero().flatten().tolist()
+    }
+    for at in (counts.values < 0).nonzero().flatten().flip(0).tolist():
+        position = int(counts.positions[at])
+        problems[int(counts.row_index[at])] = f"position {position}: the count is {int(counts.values[at])}"
+    return problems
 
 
 def carries_sets(log_probs: LogProbs) -> bool:

@@ -185,11 +185,11 @@ class FleetEngine:
             return True
         reasons = first_few([f"{replica}: {why}" for replica, why in ended.reasons.items()])
         if ended.refused and not request.by_owner:
-            raise invalid("weights", f"no engine of the fleet took them, and the old ones are in force: {reasons}")
+            raise invalid("weights", f"no engine of the fleet took them, {self._still_has()}: {reasons}")
         if not ended.reasons:
             raise EngineError("no engine of the fleet is left", usable=False)
         kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
-        raise kind(f"no engine of the fleet has the new weights, and the old ones are in force: {reasons}")
+        raise kind(f"no engine of the fleet has the new weights, {self._still_has()}: {reasons}")
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
@@ -228,6 +228,13 @@ class FleetEngine:
             uninterrupted(partial(self._runner.leave, call))
             raise
         return call.result(self._runner.label())
+
+    def _still_has(self) -> str:
+        """Return which weights the fleet has after an update that no engine took."""
+        states = [each.backend.engine.hooks.sleep_state for each in list(self._runner.lives.running.values())]
+        if states and all(state.without_weights for state in states):
+            return "and it still has no weights; call update_weights with a set that fits"
+        return "and the old ones are in force"
 
     def _await_all(self) -> None:
         """Wait until the canary of every engine has agreed."""

@@ -200,13 +200,13 @@ def open_server(
     """Open an engine in this process, to be served to others.
 
     Returns:
-        The engine's server, and the distribution and version of its plugin.
+        The engine's server, and the distributions and versions of its plugin and engine.
 
     Raises:
         CoreLMError: see `open_plugin` and `EngineServer`.
     """
     engine, info = open_plugin(name, model, options)
-    return EngineServer(engine, name, wrappers), info.label
+    return EngineServer(engine, name, wrappers), info.software()
 
 
 def _told(tell: Tell, name: str, *args: Any) -> None:

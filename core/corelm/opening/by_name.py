@@ -100,7 +100,13 @@ def get_backend(
     backend = None
     try:
         backend = Backend.from_plugin(
-            opened, name, model_name=_model_name(model, options), wrappers=wrappers, retry=retry, timeout=timeout
+            opened,
+            name,
+            model_name=_model_name(model, options),
+            software=label,
+            wrappers=wrappers,
+            retry=retry,
+            timeout=timeout,
         )
         if watched is not None:
             watch(backend, watched)
@@ -127,10 +133,10 @@ def get_backend(
 def _open_one(
     name: str, model: Any, python: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Open one engine. Return it, and the distribution and version of its plugin."""
+    """Open one engine. Return it, and the distributions and versions of its plugin and engine."""
     if python is None:
         engine, info = open_plugin(name, model, options)
-        return engine, info.label
+        return engine, info.software()
     rest = {option: value for option, value in options.items() if option != "env"}
     return open_in_process(name, model, python, options.get("env"), rest)
 

@@ -1,4 +1,4 @@
-"""`PolicyCalls`: the ways to call an `LLMPolicy` other than `forward`: without blocking, and token by token."""
+"""The ways to call an `LLMPolicy` other than `forward`: without blocking, token by token, and with other callers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.delivery import Listener
 from corelm.backend.prepared_call import PreparedCall
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
+from corelm.batching import DynamicBatcher, Limits
 from corelm.policy.options import PolicyOptions
 from corelm.policy.progress import AnswerBar, answer_bar
 from corelm.policy.rows import InputRows
@@ -140,3 +141,15 @@ class PolicyCalls:
 
     @abstractmethod
     def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase: ...
+
+
+def batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:
+    """Return a batcher in front of the backend. A batcher that is already there is shared."""
+    limits = batching if isinstance(batching, Limits) else None
+    if not isinstance(backend, DynamicBatcher):
+        return DynamicBatcher(backend, limits)
+    if limits is not None and limits != backend.limits:
+        raise validate.invalid(
+            "batching", "this backend already has a batcher with other limits; pass batching=True to share it as it is"
+        )
+    return backend

@@ -173,6 +173,7 @@ class InputReader:
             texts=read.values(rendered.texts, ""),
             chats=chats,
             begun=tuple(begun) if any(turn is not None for turn in begun) else None,
+            tools=None if tools is None else tuple(tools),
             assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
             retokenized=None if self.prefer_tokens else read.values(rendered.retokenized, False),
             problems=problems,

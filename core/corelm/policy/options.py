@@ -17,8 +17,9 @@ from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.field_shapes import KEPT, TOP
 from corelm.policy.inputs import InputMode, Keys
-from corelm.policy.outputs import ResponseParser
+from corelm.policy.messages import ResponseParser
 from corelm.rendering.completions import Boundary
+from corelm.rendering.response_parsers import check_name
 from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
 
@@ -102,9 +103,10 @@ class PolicyOptions:
         completion_boundary: how prompt and response of a `Text` become ids. "joint", as in lm-eval: whitespace at the
             end of a prompt belongs to the response, both are tokenized as one text, and the response begins after as
             many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by itself.
-        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …). If
-            it raises, the message holds the plain text, `errors` says why, and a `ResponseParserWarning` is shown. No
-            answer is lost: where warnings are errors, a line is logged instead.
+        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …): the
+            name of a format, such as "hermes" (see `corelm.parser_named`), or a function of the text. If it raises, the
+            message holds the plain text, `errors` says why, and a `ResponseParserWarning` is shown. No answer is lost:
+            where warnings are errors, a line is logged instead.
         continue_final_message: True continues a conversation that ends with an assistant turn: that turn is the
             beginning of the answer. The message in the history is the whole turn, and `response_parser` gets its whole
             text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
@@ -150,7 +152,7 @@ class PolicyOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     completion_boundary: Boundary = "joint"
-    response_parser: ResponseParser | None = None
+    response_parser: ResponseParser | str | None = None
     continue_final_message: bool | None = False
     tools_key: NestedKey | None = "tools"
     adapter: Adapter = None
@@ -187,6 +189,8 @@ class PolicyOptions:
         self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
         validate.one_of("continue_final_message", self.continue_final_message, (True, False, None))
         self._set("template_kwargs", dict(self.template_kwargs or {}))
+        if self.response_parser is not None and not callable(self.response_parser):
+            check_name(self.response_parser)
         for name, instead in _NOT_FOR_TEMPLATES.items():
             if name in self.template_kwargs:
                 raise validate.invalid("template_kwargs", f"{name} is not a variable of the template; {instead}")

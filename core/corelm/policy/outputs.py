@@ -1,33 +1,20 @@
-"""From an engine's result and the rows it was asked about to a `ContainerRequest`.
-
-An answer's text (cut before a stop string) and the message that it adds to a conversation are made here from its ids.
-"""
+"""From an engine's result and the rows it was asked about to a `ContainerRequest`."""
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.errors import Problems, ResponseParserWarning, spelled_out
+from corelm.errors import Problems
+from corelm.policy.messages import AnswerReader, answer_texts
 from corelm.policy.rows import InputRows
 from corelm.policy.scored_sets import provenance_of_scores
-from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
-from corelm.support.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
-
-_log = logging.getLogger(__name__)
-
-#: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
-ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
 
 def generated(
@@ -37,10 +24,10 @@ def generated(
     backend: Backend,
     *,
     fields: frozenset[str],
-    parser: ResponseParser | None = None,
+    reader: AnswerReader,
     **layout: Any,
 ) -> tuple[ContainerRequest, Problems]:
-    """Return prompts and their answers, and the answers that the parser did not parse.
+    """Return prompts and their answers, and the answers that the reader did not parse.
 
     Every token of an answer is scored and the assistant's; no prompt is scored.
     """
@@ -54,8 +41,7 @@ def generated(
         asked = rows.texts or given_texts(rows.ids, backend)
         texts = Parts(asked, said, _joined(asked, said))
         if rows.chats is not None:
-            continued = continued_turns(rows.begun, said, batch, sampling, backend)
-            messages, problems = response_messages(said, batch, parser, continued)
+            messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
             replies = tuple((message,) for message in messages)
             begun = rows.begun or (None,) * len(replies)
@@ -108,24 +94,6 @@ def _about_ids(prompts: Ragged, batch: GenerateResult, answered: Ragged) -> dict
     return found
 
 
-def warn_unparsed(problems: Problems) -> None:
-    """Warn about answers that the parser did not parse. To be called when the answers are where the caller finds them.
-
-    This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
-    """
-    if not problems:
-        return
-    try:
-        warnings.warn(
-            f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
-            "'errors' says why",
-            ResponseParserWarning,
-            stacklevel=3,
-        )
-    except ResponseParserWarning:
-        _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))
-
-
 def scored(
     rows: InputRows, batch: ScoreResult, backend: Backend, *, fields: frozenset[str], **layout: Any
 ) -> ContainerRequest:
@@ -174,98 +142,6 @@ def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
     legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
     counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
     return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
-
-
-def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
-    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it."""
-    skip = sampling.skip_special_tokens
-    texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
-    if not sampling.stop:
-        return texts
-    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
-    olds = backend.detokenize(before, skip_special_tokens=skip)
-    return tuple(
-        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
-        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
-    )
-
-
-def response_messages(
-    texts: tuple[str, ...],
-    batch: GenerateResult,
-    parser: ResponseParser | None,
-    continued: Mapping[int, Message] | None = None,
-) -> tuple[tuple[Message, ...], Problems]:
-    """Return one assistant message per answer, with its ids, and the problems of answers that did not parse.
-
-    The message of an answer that did not parse holds its plain text.
-
-    Args:
-        continued: by row, the whole turn, if the answer continues one.
-    """
-    messages, problems = [], {}
-    for row, (text, ids) in enumerate(zip(texts, batch.ids.tolist(), strict=True)):
-        message = (continued or {}).get(row) or Message("assistant", text, token_ids=tuple(ids))
-        if parser is not None:
-            try:
-                message = replace(Message.from_dict(parser(message.content or "")), token_ids=message.token_ids)
-            except Exception as error:
-                problems[row] = f"{type(error).__name__}: {error}"
-        messages.append(message)
-    return tuple(messages), problems
-
-
-def continued_turns(
-    begun: tuple[Message | None, ...] | None,
-    answers: tuple[str, ...],
-    batch: GenerateResult,
-    sampling: SamplingParams,
-    backend: Backend,
-) -> dict[int, Message]:
-    """Return, by row, each turn that was continued, as one message with its answer: the text and the ids of both.
-
-    Args:
-        begun: for each row the turn that the answer continues, with its ids, or None.
-        answers: their texts.
-    """
-    made: dict[int, Message] = {}
-    for row, (turn, then) in enumerate(zip(begun or (), batch.ids.tolist(), strict=False)):
-        if turn is None:
-            continue
-        first, content = list(turn.token_ids or ()), turn.content or ""
-        # The ids of a row that was skipped may be illegal, so they cannot be decoded.
-        if then:
-            texts = backend.detokenize([first, then, first + then], skip_special_tokens=sampling.skip_special_tokens)
-            content = _continued_text(content, answers[row], *texts)
-        made[row] = replace(turn, content=content, token_ids=(*first, *then))
-    return made
-
-
-def _continued_text(content: str, answer: str, first: str, then: str, both: str) -> str:
-    """Return the text of a turn and the answer that continues it.
-
-    Texts that are decoded apart are not always the parts of what both decode to: SentencePiece drops the first space of
-    a text, and a character may have bytes on both sides.
-
-    >>> _continued_text("I am", "Pip", "I am", "Pip", "I am Pip")
-    'I am Pip'
-
-    Args:
-        content: the text of the turn.
-        answer: the text of the answer, perhaps without its end, where a stop string was.
-        first: what the ids of the turn decode to.
-        then: what the ids of the answer decode to.
-        both: what all of these ids decode to.
-    """
-    stop = then[len(answer) :]
-    if not (then.startswith(answer) and both.endswith(stop)):
-        # The engine's own text, which may have been decoded with the tokens before it.
-        return content + answer
-    both = both[: len(both) - len(stop)]
-    if first == content:
-        return both
-    # The text that the user gave is kept as it is.
-    return content + both[len(first) :] if both.startswith(first) else content + answer
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,13 +17,14 @@ from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, Problems
 from corelm.opening.by_name import get_backend
-from corelm.policy.calls import PolicyCalls
+from corelm.policy.calls import PolicyCalls, batched
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.description import describe
 from corelm.policy.inputs import InputReader, Part
+from corelm.policy.messages import AnswerReader, warn_unparsed
 from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, not_compiled
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import generated, scored, warn_unparsed
+from corelm.policy.outputs import generated, scored
 from corelm.policy.progress import AnswerBar
 from corelm.policy.resuming import partial_answers
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
@@ -102,13 +103,17 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         )
         self.in_keys = [self._reader.key("prompt" if options.generate else "full")]
         self.out_keys = out_keys(options)
+        opened_here = isinstance(backend, str)
         if isinstance(backend, str):
             # Opened last, so that a wrong argument leaves no engine open.
             backend = get_backend(backend, model)
         elif model is not None:
             raise validate.invalid("model", "this backend is already open; leave the model out, or pass a name")
         opened = checked_backend(backend)
-        self.backend = _batched(opened, batching) if batching else opened
+        self.backend = batched(opened, batching) if batching else opened
+        self._answers = AnswerReader.of(
+            options.response_parser, options.template_kwargs.get("tools"), opened, opened_here=opened_here
+        )
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             self._sampling,
             self.backend,
             fields=self._fields,
-            parser=self.options.response_parser,
+            reader=self._answers,
             pad_output=self.options.pad_output,
         )
 
@@ -235,7 +240,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         restricted = truncates or sampling.penalties or sampling.greedy
         if self.options.log_probs_mode == "processed" and restricted:
             raise CapabilityError(
-                "scores cannot reflect truncation or penalties, only a temperature; pass log_probs_mode='raw'",
+                "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
                 capability="score",
             )
         temperature = sampling.temperature if self.options.log_probs_mode == "processed" else 1.0
@@ -385,15 +390,3 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self.backend, self.options)})"
-
-
-def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:
-    """Return a batcher in front of the backend. A batcher that is already there is shared."""
-    limits = batching if isinstance(batching, Limits) else None
-    if not isinstance(backend, DynamicBatcher):
-        return DynamicBatcher(backend, limits)
-    if limits is not None and limits != backend.limits:
-        raise validate.invalid(
-            "batching", "this backend already has a batcher with other limits; pass batching=True to share it as it is"
-        )
-    return backend

@@ -33,6 +33,7 @@ class InputRows:
         chats: the conversations that were rendered; None where no history was read.
         begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or None;
             None where no answer continues a turn.
+        tools: for each conversation its own tools, or None; None where no conversation has any.
         assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
         prompt_lengths: int64[rows], if the input tells prompt and response apart.
         columns: the dense layout that the sequences came in.
@@ -50,6 +51,7 @@ class InputRows:
     texts: tuple[str, ...] | None = None
     chats: tuple[Chat, ...] | None = None
     begun: tuple[Message | None, ...] | None = None
+    tools: tuple[Any, ...] | None = None
     assistant: Ragged | None = None
     prompt_lengths: Tensor | None = None
     columns: Columns | None = None
@@ -82,6 +84,7 @@ class InputRows:
             texts=each(self.texts),
             chats=each(self.chats),
             begun=each(self.begun),
+            tools=each(self.tools),
             assistant=None if self.assistant is None else self.assistant.repeat(n),
             retokenized=each(self.retokenized),
         )

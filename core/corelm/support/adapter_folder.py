@@ -6,8 +6,9 @@ An engine may look at such a folder again, long after it has loaded it. So the f
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,16 @@ from corelm.support.checkpoints import Shapes, shapes_of, tensor_shapes, whole_t
 
 #: How PEFT ends the names of the two matrices of a layer, and what it begins all names with.
 _DOWN, _UP, _PREFIX = ".lora_A.weight", ".lora_B.weight", "base_model.model."
+#: How it ends the names of all matrices, those of embeddings included.
+_MATRICES = (_DOWN, _UP, ".lora_embedding_A", ".lora_embedding_B")
+#: Fields of PEFT's configuration with which an adapter is more than two matrices and one scale per layer. An engine
+#: that does not know such a field leaves it out without a word, and answers as another adapter.
+_BEYOND_LORA = (
+    *("use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication"),
+    *("alora_invocation_tokens", "use_bdlora", "use_qalora"),
+)
+#: Ways to begin a LoRA that also change the base weights, by the beginnings of their names.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 #: How PEFT names the files of an adapter.
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,24 +41,37 @@ def adapter_folder(
     *,
     largest_rank: int | None,
     option: str,
+    honoured: Collection[str] = (),
     problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
 ) -> TemporaryDirectory[str]:
     """Return a temporary folder with the LoRA adapter of a request, once it has been found to fit.
 
-    The folder of a path is copied: its owner may write the next version there, and the engine may read it again.
+    The folder of a path is copied: its owner may write the next version there, and the engine may read it again. For an
+    engine that does not know the scale of rsLoRA, the copy has an equal plain one.
 
     Args:
         request: an update that loads an adapter.
         checkpoint: the folder of the base model's checkpoint. None if it cannot be read here: shapes are not compared.
         largest_rank: the largest rank that the engine takes; None if that is not known.
         option: how the engine is told a larger rank, as in ``max_lora_rank``.
+        honoured: the fields of PEFT's configuration that the engine honours, of those beyond a plain LoRA:
+            ``use_rslora``, ``rank_pattern`` and ``alpha_pattern``, for example. Adapters with others are refused.
         problems: returns what else this engine cannot take of tensors with these names and shapes.
 
     Raises:
         InvalidRequestError: there is no adapter, or it does not fit; `field` is ``path`` or ``state_dict``.
         CapabilityError: it is not a LoRA adapter.
     """
-    config = checked_adapter(request, checkpoint, largest_rank=largest_rank, option=option, problems=problems)
+    config = checked_adapter(
+        request,
+        checkpoint,
+        largest_rank=largest_rank,
+        option=option,
+        honoured={*honoured, "use_rslora"},
+        problems=problems,
+    )
+    if "use_rslora" not in honoured:
+        config = _plainly_scaled(config)
     temporary = TemporaryDirectory(prefix="corelm-adapter-")
     folder = Path(temporary.name)
     try:
@@ -69,6 +93,7 @@ def checked_adapter(
     *,
     largest_rank: int | None,
     option: str,
+    honoured: Collection[str] = (),
     problems: Callable[[Shapes], Iterable[str]] = lambda shapes: (),
 ) -> Mapping[str, Any]:
     """Return the configuration of an adapter, if it fits. Arguments and errors are those of `adapter_folder`."""
@@ -81,7 +106,12 @@ def checked_adapter(
         assert request.path is not None
         config, shapes = _read(request.path)
     _check_kind(config)
-    found = [*_rank_problems(config, largest_rank, option), *_shape_problems(shapes, checkpoint), *problems(shapes)]
+    found = [
+        *_rank_problems(config, largest_rank, option),
+        *_ignored_fields(config, honoured),
+        *_shape_problems(shapes, checkpoint),
+        *problems(shapes),
+    ]
     if found:
         raise InvalidRequestError(f"{field}: the adapter does not fit: {first_few(found)}", field=field)
     return config
@@ -129,12 +159,34 @@ def _rank_problems(config: Mapping[str, Any], largest: int | None, option: str) 
     return [f"its rank {rank} is above {option}={largest}; open the engine with {option}={rank} or more"]
 
 
+def _ignored_fields(config: Mapping[str, Any], honoured: Collection[str]) -> list[str]:
+    """Return what the engine would leave out."""
+    given = {name: config.get(name) for name in _BEYOND_LORA if name not in honoured}
+    bias, begun = config.get("bias"), config.get("init_lora_weights")
+    given["bias"] = None if bias == "none" else bias
+    given["init_lora_weights"] = begun if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE) else None
+    return [
+        f"the engine does not know {name}={value!r}; train without it, or merge the adapter into the model with "
+        "update_weights(peft_model)"
+        for name, value in given.items()
+        if value
+    ]
+
+
+def _plainly_scaled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration without rsLoRA, which scales by ``lora_alpha / sqrt(r)``, and with the same scale."""
+    if not config.get("use_rslora"):
+        return config
+    return {**config, "use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
+
+
 def _shape_problems(shapes: Shapes, checkpoint: Path | None) -> list[str]:
     if not shapes:
         return ["it has no tensors"]
+    problems = [f"{name!r} is not a matrix of a LoRA" for name in sorted(shapes) if not name.endswith(_MATRICES)]
     if checkpoint is None:
-        return []
-    base, problems = tensor_shapes(checkpoint), []
+        return problems
+    base = tensor_shapes(checkpoint)
     for name, shape in sorted(shapes.items()):
         end = next((end for end in (_DOWN, _UP) if name.endswith(end)), None)
         layer = name.removeprefix(_PREFIX).removesuffix(end or "")

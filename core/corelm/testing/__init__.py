@@ -30,8 +30,9 @@ import pytest
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 
 THEMES = (
-    *("tokens", "logprobs", "sampled_logprobs", "distribution", "seeds", "stopping", "parameters", "provenance"),
-    *("fields", "scored_fields", "chat", "streaming", "weights", "sleeping", "faults", "bad_results", "lifecycle"),
+    *("tokens", "logprobs", "sampled_logprobs", "distribution", "support", "top_ids", "seeds", "stopping"),
+    *("parameters", "provenance", "fields", "scored_fields", "chat", "streaming", "weights", "in_flight", "sleeping"),
+    *("adapters", "faults", "bad_results", "lifecycle"),
 )
 
 # Makes failed assertions show both sides. It must run before these modules are imported.

@@ -5,8 +5,10 @@ pytest imports this module in every session, so torch is not imported with it.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -59,6 +61,17 @@ def offers(capabilities: Capabilities, name: str) -> bool:
     return bool(getattr(capabilities, name))
 
 
+def engine_facts(backend: Backend) -> dict[str, Any]:
+    """Return what a report says of an engine, as JSON: its model, its software and its capabilities."""
+    declared = {}
+    for each in dataclasses.fields(backend.capabilities):
+        value = getattr(backend.capabilities, each.name)
+        if isinstance(value, Mapping):
+            value = {name: None if span is None else list(span) for name, span in sorted(value.items())}
+        declared[each.name] = sorted(value) if isinstance(value, frozenset) else value
+    return {"model": backend.model_name, "software": backend.engine.software, "declares": declared}
+
+
 def require(backend: Backend, *names: str) -> None:
     """Skip the running test if a capability is missing: `needs` for a fixture that several tests share."""
     for name in names:
@@ -79,6 +92,7 @@ class ConformanceBase:
     tolerance: float = 1e-4
     not_shown: ClassVar[Mapping[str, str]] = {}
     vocab_size: int
+    _properties: list[tuple[str, Any]]
 
     # Defined by the author -------------------------------------------------------------------------------------------
 
@@ -125,6 +139,17 @@ class ConformanceBase:
             "define `new_weights(self)`: it returns other weights for the same model, and their oracle",
         )
 
+    def new_adapters(self) -> Sequence[tuple[Mapping[str, Any], Oracle]]:
+        """Return two adapters for the same model that differ, each with the oracle of the model that it makes.
+
+        An adapter is given as the arguments of ``Backend.load_adapter`` after its name: ``{"weights": state_dict,
+        "config": lora_config}`` or ``{"weights": folder}``. A backend that declares `adapters` must define it.
+        """
+        self.declared_and_not_shown(
+            "adapters",
+            "define `new_adapters(self)`: it returns two adapters for the same model, each with its oracle",
+        )
+
     def engine_sampling(self) -> Mapping[str, Any]:
         """Return sampling parameters with `engine_kwargs` that change what is sampled.
 
@@ -149,7 +174,8 @@ class ConformanceBase:
     def corelm_applicable(self, request: pytest.FixtureRequest, backend: Backend) -> None:
         """Skip a test whose `needs` are not met."""
         self.vocab_size = backend.capabilities.vocab_size
-        request.node.user_properties.append(("corelm_backend", backend.name))
+        self._properties = request.node.user_properties
+        self._properties += [("corelm_backend", backend.name), ("corelm_engine", engine_facts(backend))]
         for mark in request.node.iter_markers("corelm_needs"):
             require(backend, *mark.args)
 
@@ -222,7 +248,13 @@ class ConformanceBase:
         assert found.shape == expected.shape, f"{where}: {len(found)} log-probs, but the oracle has {len(expected)}"
         if len(found):
             error = (found.detach().cpu() - expected).abs()
+            self._record_difference(float(error.max()))
             assert float(error.max()) <= self.tolerance, (
                 f"{where}, token {int(error.argmax())}: off by {float(error.max()):.2g} nats, "
                 f"{int((error > self.tolerance).sum())} of {len(error)} tokens by more than {self.tolerance:g}"
             )
+
+    def _record_difference(self, difference: float) -> None:
+        # An instance that a fixture has made runs no test. NaN and infinity are no JSON, and fail the test anyway.
+        if math.isfinite(difference) and "_properties" in vars(self):
+            self._properties.append(("corelm_difference", difference))

@@ -1,48 +1,17 @@
-"""The results of the conformance tests: counted at the end of a run, and saved with ``--corelm-report``."""
+"""`Recorder`: records the conformance tests of a run, counts them, and saves them with ``--corelm-report``."""
 
 from __future__ import annotations
 
-import json
-import platform
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm._version import __version__
 from corelm.testing.base import NOT_APPLICABLE
-
-#: All outcomes, in the order of the report.
-OUTCOMES = ("passed", "failed", "not applicable", "xfailed", "xpassed", "skipped")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one test of one conformance class.
-
-    Attributes:
-        suite: the node id of the class.
-        backend: the name of the backend.
-        theme: the module of the kit that defines the test, or "own".
-        test: the name of the test.
-        case: the id of its parameters, or "".
-        outcome: one of `OUTCOMES`.
-        reason: why the test did not simply pass, or "".
-        seconds: how long it took.
-    """
-
-    suite: str
-    backend: str
-    theme: str
-    test: str
-    case: str
-    outcome: str
-    reason: str
-    seconds: float
+from corelm.testing.findings import Finding, SuiteReport, counted, place, together
+from corelm.testing.report_formats import as_json, as_markdown
+from corelm.testing.report_html import as_html
 
 
 class Recorder:
@@ -52,6 +21,7 @@ class Recorder:
         self._file: str | None = config.getoption("--corelm-report")
         self._is_worker = hasattr(config, "workerinput")
         self._findings: dict[tuple[str, str, str], Finding] = {}
+        self._engines: dict[str, Mapping[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         finding = _finding(report)
@@ -61,25 +31,41 @@ class Recorder:
         # Once a phase (set-up, call, tear-down) gave a result, only a failure replaces it.
         if key not in self._findings or finding.outcome == "failed":
             self._findings[key] = finding
+        facts: Any = dict(report.user_properties).get("corelm_engine")
+        if facts is not None:
+            self._engines[finding.suite] = facts
+
+    @property
+    def suites(self) -> list[SuiteReport]:
+        """The results so far, one entry for each conformance class."""
+        found = together(self._findings.values(), lambda finding: finding.suite)
+        return [
+            SuiteReport(
+                suite, max(each.backend for each in group), self._engines.get(suite, {}), sorted(group, key=place)
+            )
+            for suite, group in found
+        ]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        for suite, findings in _by_suite(self._findings.values()):
-            terminalreporter.write_line(f"corelm conformance: {counted(findings)} ({suite.rpartition('::')[2]})")
+        for suite in self.suites:
+            terminalreporter.write_line(
+                f"corelm conformance: {counted(suite.findings)} ({suite.suite.rpartition('::')[2]})"
+            )
 
     def pytest_sessionfinish(self) -> None:
         if self._file is None or self._is_worker:
             return
         path = Path(self._file)
-        path = path.with_suffix("") if path.suffix in (".json", ".md") else path
+        path = path.with_suffix("") if path.suffix in (".json", ".md", ".html") else path
         path.parent.mkdir(parents=True, exist_ok=True)
-        findings = list(self._findings.values())
-        path.with_name(path.name + ".json").write_text(as_json(findings), encoding="utf-8")
-        path.with_name(path.name + ".md").write_text(as_markdown(findings), encoding="utf-8")
+        suites = self.suites
+        for suffix, text in ((".json", as_json(suites)), (".md", as_markdown(suites)), (".html", as_html(suites))):
+            path.with_name(path.name + suffix).write_text(text, encoding="utf-8")
 
 
 def _finding(report: pytest.TestReport) -> Finding | None:
     """Return the result of a phase of a test; None for a passed set-up or tear-down and for tests of other suites."""
-    properties = dict(report.user_properties)
+    properties: dict[str, Any] = dict(report.user_properties)
     if "corelm_theme" not in properties or (report.when != "call" and report.passed):
         return None
     reason = ""
@@ -95,6 +81,7 @@ def _finding(report: pytest.TestReport) -> Finding | None:
         outcome = report.outcome
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = "" if report.passed else crash.message if crash else report.longreprtext
+    differences: list[Any] = [value for key, value in report.user_properties if key == "corelm_difference"]
     suite, _, name = report.nodeid.rpartition("::")
     test, _, case = name.partition("[")
     return Finding(
@@ -106,56 +93,5 @@ def _finding(report: pytest.TestReport) -> Finding | None:
         outcome=outcome,
         reason=reason,
         seconds=round(report.duration, 3),
+        difference=max(differences, default=None),
     )
-
-
-def counted(findings: Iterable[Finding]) -> str:
-    """Return the counts by outcome, as in ``"41 passed, 3 not applicable"``; `passed` is always included."""
-    counts = Counter(finding.outcome for finding in findings)
-    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome == "passed")
-
-
-def as_json(findings: list[Finding]) -> str:
-    report = {
-        "corelm": __version__,
-        "python": platform.python_version(),
-        "suites": [
-            {
-                "suite": suite,
-                "backend": max(finding.backend for finding in group),
-                "counts": Counter(finding.outcome for finding in group),
-                "tests": [asdict(finding) for finding in group],
-            }
-            for suite, group in _by_suite(findings)
-        ],
-    }
-    return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-
-
-def as_markdown(findings: list[Finding]) -> str:
-    """Return a Markdown section per suite: the counts, then a table with one row per test, all cases combined."""
-    lines: list[str] = []
-    for suite, group in _by_suite(findings):
-        backend = max(finding.backend for finding in group) or suite.rpartition("::")[2]
-        lines += [f"### Conformance of `{backend}`", ""]
-        lines += [f"core {__version__}, Python {platform.python_version()}: {counted(group)}.", ""]
-        lines += ["| theme | promise | result |", "|---|---|---|"]
-        for (theme, test), cases in _together(group, lambda finding: (finding.theme, finding.test)):
-            lines.append(f"| {theme} | {test.removeprefix('test_').replace('_', ' ')} | {_result(cases)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _result(cases: list[Finding]) -> str:
-    reasons = sorted({case.reason.splitlines()[0] for case in cases if case.reason and case.outcome != "failed"})
-    result = cases[0].outcome if len(cases) == 1 else counted(cases)
-    return f"{result}: {', '.join(reasons)}".replace("|", "\\|") if reasons else result
-
-
-def _by_suite(findings: Iterable[Finding]) -> list[tuple[str, list[Finding]]]:
-    return list(_together(findings, lambda finding: finding.suite))
-
-
-def _together(findings: Iterable[Finding], key: Any) -> Iterator[tuple[Any, list[Finding]]]:
-    for value, group in groupby(sorted(findings, key=key), key):
-        yield value, list(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from corelm.testing.adapters import AdapterPromises
 from corelm.testing.bad_results import BadResultPromises
 from corelm.testing.chat import ChatPromises
 from corelm.testing.distribution import DistributionPromises
@@ -42,6 +43,7 @@ class BackendConformance(
     WeightPromises,
     InFlightPromises,
     SleepPromises,
+    AdapterPromises,
     FaultPromises,
     BadResultPromises,
     LifecyclePromises,

@@ -13,8 +13,8 @@ import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
 from corelm.testing import BackendConformance
-from engines.hosted.conftest import ENGINES
 from helpers import oracle as plain
+from helpers.cpu_engines import ENGINES
 from helpers.oracle_kit import OracleKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 

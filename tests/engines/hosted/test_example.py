@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engines.hosted.conftest import ENGINES, ROOT
+from helpers.cpu_engines import ENGINES, ROOT
 
 
 def test_three_engines_agree_on_a_conversation(folder: Path, tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ def test_an_adapter_is_replaced_and_its_cached_blocks_are_not_read(backend: Back
         backend.score_logprobs(ROWS, adapter="policy")
 
 
+def test_the_scale_of_rslora_is_honoured(backend: Backend) -> None:
+    state, config = ONE
+    backend.load_adapter("scaled", state, config={**config, "use_rslora": True}, version="1")
+    # Scaled by lora_alpha / sqrt(r) instead of lora_alpha / r, which is 1 here.
+    up = {name: value * (config["r"] ** 0.5 if "lora_B" in name else 1) for name, value in state.items()}
+    assert_is(backend, "scaled", merged(tiny_model(), up), "0+scaled@1")
+
+
 def test_what_does_not_fit_is_refused(backend: Backend, tmp_path: Path) -> None:
     backend.load_adapter("one", ONE[0], config=ONE[1], version="2")
     deep = lora(tiny_model(num_hidden_layers=3))
@@ -81,6 +89,8 @@ def test_what_does_not_fit_is_refused(backend: Backend, tmp_path: Path) -> None:
         (lora(BASE, targets=["k_proj"]), InvalidRequestError, "also needs q_proj, v_proj"),
         (lora(BASE, targets=["q_proj"]), InvalidRequestError, "also needs v_proj"),
         (lora(BASE, targets=["up_proj"]), InvalidRequestError, "also needs gate_proj"),
+        ((ONE[0], {**ONE[1], "alpha_pattern": {"q_proj": 99}}), InvalidRequestError, "alpha_pattern"),
+        (({**ONE[0], "no.such.parameter": torch.zeros(3)}, ONE[1]), InvalidRequestError, "not a matrix of a LoRA"),
         ((ONE[0], {**ONE[1], "peft_type": "IA3"}), CapabilityError, "LoRA adapters only"),
     ]
     for (state, config), kind, says in bad:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.testing import BackendConformance
+from corelm.testing.adapters import AdapterPromises
+from engines.sglang_on_cpu import LORA_ARGUMENTS, LORA_ENVIRONMENT
 from helpers import oracle as plain
-from helpers.oracle_kit import OracleKit
+from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model
 
 OTHER: nn.Module = tiny_model(seed=1)
@@ -64,3 +66,15 @@ class TestHonouringSeeds(_SGLangConformance):
     @classmethod
     def open_backend(cls, seeded: Backend, connect: Callable[[Backend], Backend]) -> Callable[[], Backend]:
         return lambda: connect(seeded)
+
+
+class TestAdapters(OracleKit, AdapterPromises):
+    model: ClassVar[nn.Module] = tiny_model()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, launch: Callable[..., Backend]) -> Callable[[], Backend]:
+        return lambda: launch(env=LORA_ENVIRONMENT, **LORA_ARGUMENTS)
+
+    def new_adapters(self) -> list[tuple[dict[str, Any], Callable[[list[int], float], Tensor]]]:
+        return lora_adapters(tiny_model)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,10 +30,17 @@ class VLLMServerProcess:
         arguments: further command-line arguments of vLLM.
         development: offer the routes that change weights.
         key: the key that the server asks for; None for a random one.
+        environment: further variables of its environment.
     """
 
     def __init__(
-        self, folder: Path, log: Path, *arguments: str, development: bool = True, key: str | None = None
+        self,
+        folder: Path,
+        log: Path,
+        *arguments: str,
+        development: bool = True,
+        key: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.key = key or secrets.token_urlsafe(16)
         self._log = log
@@ -46,7 +54,8 @@ class VLLMServerProcess:
             *arguments,
         ]
         # The environment, because `ps` shows command lines.
-        self._environment = {**os.environ, "VLLM_API_KEY": self.key, "VLLM_SERVER_DEV_MODE": str(int(development))}
+        own = {"VLLM_API_KEY": self.key, "VLLM_SERVER_DEV_MODE": str(int(development))}
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VLLMServerProcess:
@@ -77,6 +86,12 @@ class VLLMServerProcess:
             raise RuntimeError(f"the server ended with {code}:\n{self._tail()}")
         self.kill()
         raise RuntimeError(f"the server did not come up within {PATIENCE:g} s:\n{self._tail()}")
+
+    def running(self) -> float:
+        """Return how many requests the server works on, as its metrics say."""
+        page = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).text
+        lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def signal(self, number: int) -> None:
         """Send a signal to the server and every process that it has started."""

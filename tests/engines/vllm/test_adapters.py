@@ -86,6 +86,19 @@ def test_new_base_weights_leave_the_adapters(backend: Backend) -> None:
     assert_is(backend, "one", plain(ONE), "0+one@2")
 
 
+def test_scales_of_rslora_and_of_single_layers_are_honoured(backend: Backend) -> None:
+    state, config = ONE
+    root = config["r"] ** 0.5
+    for name, more, scale in (
+        ("scaled", {"use_rslora": True}, lambda name: root),
+        ("queries", {"alpha_pattern": {"q_proj": 2 * config["r"]}}, lambda name: 2.0 if "q_proj" in name else 1.0),
+    ):
+        backend.load_adapter(name, state, config={**config, **more}, version="1")
+        up = {each: value * (scale(each) if "lora_B" in each else 1.0) for each, value in state.items()}
+        assert_is(backend, name, merged(tiny_model(hidden_size=128), up), f"0+{name}@1")
+        backend.unload_adapter(name)
+
+
 def test_what_does_not_fit_is_refused(backend: Backend, tmp_path: Path) -> None:
     backend.load_adapter("one", ONE[0], config=ONE[1], version="3")
     large, wide = lora(BASE, rank=16), lora(tiny_model(hidden_size=64))
@@ -97,7 +110,7 @@ def test_what_does_not_fit_is_refused(backend: Backend, tmp_path: Path) -> None:
         (({}, ONE[1]), InvalidRequestError, "no tensors"),
         ((ONE[0], {**ONE[1], "peft_type": "IA3"}), CapabilityError, "LoRA adapters only"),
         (HEAD, InvalidRequestError, "expected target modules"),
-        ((ONE[0], {**ONE[1], "use_dora": True}), InvalidRequestError, "DoRA"),
+        ((ONE[0], {**ONE[1], "use_dora": True}), InvalidRequestError, "use_dora"),
     ]
     for (state, config), kind, says in bad:
         with pytest.raises(kind, match=says):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.testing import BackendConformance
+from corelm.testing.adapters import AdapterPromises
 from helpers import oracle
-from helpers.oracle_kit import OracleKit
+from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model
 
 
@@ -49,3 +50,15 @@ class TestProcessedLogprobs(InProcessConformance):
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:
         return lambda: open_vllm(logprobs_mode="processed_logprobs")
+
+
+class TestAdapters(OracleKit, AdapterPromises):
+    model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:
+        return lambda: open_vllm(enable_lora=True, max_lora_rank=8, max_loras=2)
+
+    def new_adapters(self) -> list[tuple[dict[str, Any], Callable[[list[int], float], Tensor]]]:
+        return lora_adapters(lambda: tiny_model(hidden_size=128))

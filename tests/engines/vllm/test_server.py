@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,7 +187,7 @@ def test_an_aborted_answer_keeps_its_tokens(server: VLLMServerProcess) -> None:
     sampling = {"max_new_tokens": 480, "ignore_eos": True}
     with connect(server) as backend, ThreadPoolExecutor(1) as pool:
         future = pool.submit(backend.generate, [[5, 6]] * 2, sampling, request_ids=["a", "b"])
-        wait_until_running(server, 2)
+        assert wait_until(lambda: server.running() >= 2, PATIENCE)
         backend.abort(["a"])
         result = future.result(PATIENCE)
     assert result.finish_reasons == ("abort", "length")
@@ -219,7 +218,7 @@ def test_every_row_is_served_if_the_server_is_killed_and_restarted_during_a_call
     with connect(other_server, max_retries=100) as backend, connect(other_server, max_retries=0) as without_retries:
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(backend.generate, prompts, sampling)
-            wait_until_running(other_server, len(prompts))
+            assert wait_until(lambda: other_server.running() >= len(prompts), PATIENCE)
             other_server.kill()
             # Without retries, a call to the dead server fails at once.
             with pytest.raises(EngineError) as caught:
@@ -256,17 +255,6 @@ def test_calls_fail_after_a_restart_has_lost_the_new_weights(
         assert scores.weight_versions == ("again", "again")
         for row, found in zip(rows, scores.logprobs.split(), strict=True):
             torch.testing.assert_close(found, oracle.logprobs(OTHER, row), rtol=0, atol=1e-4)
-
-
-def wait_until_running(server: VLLMServerProcess, requests: int) -> None:
-    """Wait until the server's metrics say that it runs so many requests at once."""
-
-    def running() -> float:
-        page = httpx.get(f"{server.url}/metrics", trust_env=False).text
-        lines = (line for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-    assert wait_until(lambda: running() >= requests, PATIENCE)
 
 
 def test_a_server_on_a_cpu_does_not_replace_experts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, Inv
 from corelm.spec import WeightUpdate
 from corelm.support import WeightGroup
 from helpers.http_server import Reply, Request, hang, json_reply, raw
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import VOCAB, tiny_model
 
 JOIN, RECEIVE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
@@ -182,6 +182,15 @@ def test_names_and_shapes_of_a_configuration_do(connect, fake, receiver: Receive
         backend.update_weights({**state, "model.norm.weight": torch.zeros(3)})
     backend.update_weights(state)
     assert alike(receiver.received[0], state)
+
+
+def test_why_a_configuration_gives_no_names_is_said(connect, fake, receiver: Receiver, state, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "from-another-planet"}')
+    fake.model_info["model_path"] = fake.server_info["model_path"] = str(tmp_path)
+    backend = connect(weight_group="127.0.0.1", vocab_size=VOCAB, max_context=64)
+    with pytest.raises(CapabilityError, match=r"(?s)^weight_group: .*from-another-planet") as caught:
+        backend.update_weights(state)
+    assert caught.value.capability == "update_weights" and receiver.calls == [] and backend.weight_version == "0"
 
 
 def test_a_path_is_still_read_by_the_server(connect, fake, receiver: Receiver, other_folder):

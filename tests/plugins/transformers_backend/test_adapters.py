@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corelm import Backend
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
@@ -246,6 +246,35 @@ def test_what_does_not_fit_changes_nothing(owned: Backend, tmp_path: Path, loade
     if loaded:
         assert_is(owned, "policy", one)
     assert owned.weight_version == "0"
+
+
+class OnAFullDevice(Tensor):
+    """A tensor that cannot be copied, because the device has no memory for it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["first", "again"])
+def test_a_load_that_failed_half_way_leaves_the_label_of_the_base_weights(owned: Backend, loaded: bool) -> None:
+    one = wrapped()
+    if loaded:
+        owned.load_adapter("other", wrapped(seed=1))
+    state = peft.get_peft_model_state_dict(one)
+    last = [*state][-1]
+    broken = {**state, last: state[last].as_subclass(OnAFullDevice)}
+    assert owned.score_logprobs(ROWS).weight_versions == ("0",) * 3
+    with pytest.raises(EngineError, match="out of memory"):
+        owned.load_adapter("one", broken, config=one.peft_config["default"])
+    assert_is(owned, False, tiny_model())
+    assert owned.score_logprobs(ROWS, adapter=False).weight_versions == ("0+none",) * 3
+    assert owned.weight_version == "0"
+    # What failed has had a version.
+    assert owned.load_adapter("one", one) == "2"
+    assert_is(owned, "one", one)
 
 
 def test_loading_draws_nothing_from_the_callers_generator_and_freezes_nothing(owned: Backend) -> None:

@@ -50,6 +50,8 @@ def test_values_are_passed_on_unchanged() -> None:
     assert translated(**given, min_new_tokens=3).items() >= (given | {"min_tokens": 3}).items()
     assert translated(min_p=0.1, top_k=5)["min_p"] == 0.1
     assert translated(engine_kwargs={"logit_bias": {3: 1.0}})["logit_bias"] == {3: 1.0}
+    # JSON has only texts as keys. vLLM in process fails with them.
+    assert translated(engine_kwargs={"logit_bias": {"3": 1}})["logit_bias"] == {3: 1.0}
 
 
 def test_greedy_decoding_has_no_seed() -> None:
@@ -92,6 +94,13 @@ def test_raw_log_probs_that_a_field_may_change_are_refused(name: str) -> None:
 def test_raw_log_probs_under_fields_that_leave_them_alone() -> None:
     check_raw(request("raw", {"logit_bias": {}, "bad_words": [], "allowed_token_ids": [], "repetition_detection": {}}))
     check_raw(request("raw", {}))
+
+
+@pytest.mark.parametrize("bias", [{"three": 1.0}, {3: "much"}, {3: None}, [3, 1.0], 3])
+def test_a_malformed_logit_bias_is_refused(bias: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias") as caught:
+        translated(engine_kwargs={"logit_bias": bias})
+    assert caught.value.field == "engine_kwargs"
 
 
 def request(logprobs: Any, engine_kwargs: dict[str, Any]) -> GenerateRequest:

@@ -157,7 +157,12 @@ class SGLangBackend:
 
                 refuse_missing_path("model", model)
                 if server_args.get("load_format") == DUMMY:
-                    dummy = checkpoint_of(os.fspath(model), hints.trust_remote_code)
+                    dummy = checkpoint_of(
+                        os.fspath(model),
+                        hints.trust_remote_code,
+                        option=f"load_format={DUMMY!r}",
+                        capability="load_format",
+                    )
                     modes = modes_by_environment({**os.environ, **(env or {})})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
                 launched = LaunchedServer(os.fspath(model), server_args, dict(env or {}) | chosen)

@@ -165,8 +165,14 @@ def _larger_than_one(settings: Mapping[str, Any], *names: str) -> str:
     return ""
 
 
-def checkpoint_of(model: str, trust_remote_code: bool) -> Expected:
+def checkpoint_of(model: str, trust_remote_code: bool, *, option: str, capability: str) -> Expected:
     """Return what weights for `model` have to fit: its folder, or names and shapes if it has no weights.
+
+    Args:
+        model: a folder on this machine, or a name on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+        option: what needs it, for the message.
+        capability: what is missing without it.
 
     Raises:
         CapabilityError: neither is known.
@@ -174,19 +180,17 @@ def checkpoint_of(model: str, trust_remote_code: bool) -> Expected:
     folder = local_checkpoint(model)
     if folder is not None:
         return folder
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config, problem = _config(model, trust_remote_code)
     try:
-        if config is None:
-            raise ValueError(f"it {problem}")
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise CapabilityError(
-            f"load_format={DUMMY!r} needs weights later, but transformers cannot tell their names from the "
-            f"configuration of {model!r} ({described(error)})",
-            capability="load_format",
+            f"{option}: new weights are compared with the model first, but transformers cannot tell their names from "
+            f"the configuration of {model!r} ({described(error)}); have the model's folder on this machine",
+            capability=capability,
         ) from error
     return saved_shapes(empty)
 

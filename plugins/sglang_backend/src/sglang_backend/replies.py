@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from corelm.support import decoder_of
@@ -87,11 +86,14 @@ else:
         return found
 
     def _entries(entries: list[Any]) -> Entries:
-        values = [*map(attrgetter("logprob"), entries)]
+        # Comprehensions take half the time of `map` with an `attrgetter`.
+        values = [entry.logprob for entry in entries]
         without = int(values[0] is None)
-        if None in values[without:]:
+        if without:
+            del values[0]
+        if None in values:
             raise ValueError("an entry after the first one has no log-prob")
-        return Entries([*map(attrgetter("id"), entries)], array("d", values[without:]), without)
+        return Entries([entry.id for entry in entries], array("d", values), without)
 
     def _set_fields(struct: Any) -> dict[str, Any]:
         """Return the fields that a reply has."""

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, EngineError
+from corelm.errors import EngineError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -116,12 +115,17 @@ class SGLangServer:
         """What new weights have to fit: the folder on this machine with the model's safetensors; None without one.
 
         Names and shapes from the model's configuration do if tensors are sent: the server may be on another machine.
+
+        Raises:
+            CapabilityError: tensors are sent, and neither the folder nor the configuration can be read here.
         """
-        if self._dummy is not None or self._channel is None:
-            return self._dummy if self._dummy is not None else local_checkpoint(self.info.model)
-        with suppress(CapabilityError):
-            return checkpoint_of(self.info.model, trust_remote_code=False)
-        return None
+        if self._dummy is not None:
+            return self._dummy
+        if self._channel is None:
+            return local_checkpoint(self.info.model)
+        return checkpoint_of(
+            self.info.model, trust_remote_code=False, option="weight_group", capability="update_weights"
+        )
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         weights = self._history.of_call(request)

@@ -15,6 +15,7 @@ from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequ
 from corelm.spec import Adapter, WeightUpdate
 from corelm.support import adapter_folder, checked_adapter
 from vllm_backend.capabilities_http import ADAPTER_ROUTES
+from vllm_backend.compat import honoured_in_adapters
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -66,7 +67,13 @@ class Adapters:
             replace(None, self.named(name))
             self._loaded.pop(name)[1].cleanup()
             return
-        folder = adapter_folder(request, self._info.files, largest_rank=self._info.largest_rank, option="max_lora_rank")
+        folder = adapter_folder(
+            request,
+            self._info.files,
+            largest_rank=self._info.largest_rank,
+            option="max_lora_rank",
+            honoured=honoured_in_adapters(),
+        )
         self._ids += 1
         new = LoRARequest(f"{name}@{self._ids}", self._ids, folder.name)
         try:
@@ -145,7 +152,10 @@ class ServerAdapters:
                     capability="adapters",
                 )
             if request.path.is_dir():
-                checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank")
+                # Not every version knows ranks and scales of single layers, and a server does not say whether it does.
+                checked_adapter(
+                    request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured={"use_rslora"}
+                )
             # A name that no version had: the server keeps what it has cached for a name.
             new = f"{name}.{uuid.uuid4().hex[:12]}"
             self._post("load", {"lora_name": new, "lora_path": str(request.path)})

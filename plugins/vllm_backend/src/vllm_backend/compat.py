@@ -31,6 +31,19 @@ def packer() -> Any:
     return packed_ipc_producer
 
 
+def honoured_in_adapters() -> frozenset[str]:
+    """Return the fields of PEFT's configuration, beyond those of a plain LoRA, that vLLM honours.
+
+    Versions that do not know ranks and scales of single layers leave them out without a word.
+    """
+    try:
+        from vllm.lora.peft_helper import PEFTHelper
+    except ImportError:
+        return frozenset()
+    known = {each.name for each in dataclasses.fields(PEFTHelper)}
+    return frozenset(known & {"use_rslora", "rank_pattern", "alpha_pattern"})
+
+
 def says_versions() -> bool:
     """Return whether vLLM says which weights sampled which tokens of an answer."""
     from vllm.outputs import CompletionOutput

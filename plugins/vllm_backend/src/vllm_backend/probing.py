@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.support import Deadline, RowError
+from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to, only_choice
 from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
@@ -55,8 +56,11 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
         EngineError: the server's completions lack a field that was asked for, or its log-probs cannot be told apart.
     """
     prompt = info.tokenizer(["The"], add_special_tokens=False)["input_ids"][0]
+    masks = sampling_masks.offered(client, info.routes, info.name, prompt, deadline.left())
 
     def send(requests: list[dict[str, Any]]) -> list[Any]:
+        if masks:
+            requests = [sampling_masks.accepted({**NEUTRAL, **each}, info.capabilities.vocab_size) for each in requests]
         payloads = [
             {**NEUTRAL, **request, "model": info.name, "request_id": f"probe-{uuid.uuid4().hex}"}
             for request in requests
@@ -87,6 +91,7 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
             seeds_are_costly=seeds,
         )
+        capabilities = sampling_masks.narrowed(capabilities) if masks else capabilities
     except (AttributeError, IndexError, KeyError, RowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completions lack what they were asked for "

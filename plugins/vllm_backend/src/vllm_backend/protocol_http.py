@@ -29,6 +29,7 @@ from corelm.support import (
     row_outcome,
     score_result,
 )
+from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
@@ -72,6 +73,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
         CapabilityError, InvalidRequestError: parameters that the server would ignore or change silently.
     """
     sampling = request.sampling
+    sampling_masks.check(request)
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
@@ -210,7 +212,8 @@ def _row_answer(
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
-    return RowAnswer(ids[:length], logprobs[:length], reason, top=top)
+    kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
+    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top)
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
@@ -367,6 +370,8 @@ def is_reply_to(payload: Payload, reply: Any) -> bool:
     """Return whether a reply names the request with `payload`. One that is not a completion is left to the parser."""
     if not isinstance(reply, dict) or "choices" not in reply:
         return True
+    if sampling_masks.is_for_route(payload):
+        return sampling_masks.names_request(payload, reply)
     return reply.get("id") == f"{ID_PREFIX}{payload['request_id']}"
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -50,23 +48,20 @@ class PromptLogprobs:
     """The log-probs of a prompt, of which each position but the first has exactly one.
 
     Attributes:
-        texts: the ids that the positions name, as texts.
+        ids: the ids that the positions name.
         logprobs: one number for each of them.
     """
 
-    texts: list[str]
+    ids: list[int]
     logprobs: array[float]
 
     def __len__(self) -> int:
-        return 1 + len(self.texts)
-
-    def are_of(self, ids: list[int]) -> bool:
-        """Return whether the positions after the first one name exactly these ids."""
-        return len(self.texts) == len(ids) and ",".join(self.texts) == orjson.dumps(ids)[1:-1].decode()
+        return 1 + len(self.ids)
 
     def plain(self) -> list[Any]:
         """Return the positions as `json` decodes them, without their ranks and texts."""
-        return [None, *({text: {"logprob": value}} for text, value in zip(self.texts, self.logprobs, strict=True))]
+        named = zip(id_texts(self.ids), self.logprobs, strict=True)
+        return [None, *({text: {"logprob": value}} for text, value in named)]
 
 
 def labels(ids: list[int]) -> list[str]:
@@ -81,7 +76,7 @@ def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Se
         RowError: a position does not name its id.
     """
     if isinstance(positions, PromptLogprobs):
-        if positions.are_of(ids):
+        if positions.ids == ids:
             return positions.logprobs
         positions = positions.plain()
     positions = positions[1:]
@@ -98,8 +93,9 @@ def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Se
 
 
 def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
-    """Return what decodes the replies to `payloads`. With the most probable ids, that is the plain decoder."""
-    ranked = any(payload.get("prompt_logprobs") or payload.get("logprobs") for payload in payloads)
+    """Return what decodes the replies to `payloads`: the plain decoder, where there is more than one number a token."""
+    more = ("prompt_logprobs", "logprobs", "sampling_params")
+    ranked = any(payload.get(name) for payload in payloads for name in more)
     return decoded if ranked else decode
 
 
@@ -127,7 +123,7 @@ else:
         stop_reason: Any = None
         prompt_token_ids: Any = None
         logprobs: _LogProbs | None = None
-        prompt_logprobs: list[dict[str, _Position] | None] | None = None
+        prompt_logprobs: list[dict[int, _Position] | None] | None = None
 
     class _Completion(msgspec.Struct):
         choices: tuple[_Choice]
@@ -154,9 +150,10 @@ else:
 
     def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
         rest = positions[1:]
-        if positions[:1] != [None] or None in rest or not {*map(len, rest)} <= {1}:
-            raise ValueError("a position does not have exactly one log-prob")
-        numbers = map(attrgetter("logprob"), chain.from_iterable(map(dict.values, rest)))
-        return PromptLogprobs([*chain.from_iterable(rest)], array("d", [*numbers]))
+        if positions[:1] != [None] or None in rest:
+            raise ValueError("a position after the first one has no log-prob")
+        # Each of them names one id, or this raises a ValueError.
+        ids = [token for (token,) in rest]
+        return PromptLogprobs(ids, array("d", [found.logprob for (found,) in map(dict.values, rest)]))
 
     decode = decoder_of(_compact)

@@ -144,4 +144,17 @@ def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
                 f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
                 field="engine_kwargs",
             )
-    return dict(sampling.engine_kwargs)
+    given = dict(sampling.engine_kwargs)
+    if given.get("logit_bias") is not None:
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
+    return given
+
+
+def _logit_bias(given: Any) -> dict[int, float]:
+    """Return what is added to which id's logit. JSON, and so the command line, has only texts as keys."""
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidRequestError(
+            f"engine_kwargs: expected logit_bias as a dict of ids and numbers, got {given!r}", field="engine_kwargs"
+        ) from None

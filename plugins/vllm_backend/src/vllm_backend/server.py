@@ -32,14 +32,14 @@ from corelm.support import (
     raise_if_none_was_served,
 )
 from vllm_backend import protocol_http as protocol
-from vllm_backend import replies
+from vllm_backend import replies, sampling_masks
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
 from vllm_backend.lanes import Lanes, Turn, lane_of
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
-from vllm_backend.weight_channel import ANSWER_TIMEOUT, FLAG, WeightChannel
+from vllm_backend.weight_channel import ANSWER_TIMEOUT, WeightChannel, require_transfer
 
 if TYPE_CHECKING:
     from corelm.support import HttpClient
@@ -158,7 +158,7 @@ class VLLMServer:
             with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
                 info = probe_server(client, read_server(client, hints, deadline), logprobs_mode, deadline)
                 if group is not None:
-                    _require_transfer(info)
+                    require_transfer(info.weight_transfer)
                 return cls(client, info, deadline, group)
         except BaseException:
             client.close()
@@ -169,14 +169,21 @@ class VLLMServer:
         return local_checkpoint(self._info.model)
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        model = self._adapters.model(request.adapter)
+        model, deadline = self._adapters.model(request.adapter), Deadline(request.timeout)
         payloads = protocol.generation_requests(request, self._info)
         streams = streamed = None
-        if request.on_tokens is not None:
+        # The ids that tokens were drawn from come with whole answers only.
+        if request.on_tokens is not None and not request.return_support:
             streams, streamed = protocol.row_streams(request, payloads, self._info)
         answered = protocol.counted(request.on_answer)
+        sent = [sampling_masks.request_of(each) for each in payloads] if request.return_support else payloads
         with self._lanes.entered(lane_of(request), request.timeout, request.request_ids) as turn:
-            entries, version = self._post_left(turn, payloads, request.request_ids, model, streamed, answered)
+            entries, version = self._post_left(turn, sent, request.request_ids, model, streamed, answered)
+        if request.return_support:
+            entries = [sampling_masks.as_completion(entry) for entry in entries]
+            rows, unscored = sampling_masks.scores_wanted(request, entries, deadline.left())
+            if rows:
+                sampling_masks.put_masses(entries, rows, self.score(unscored), version)
         result = self._client.secrets.masked_result(
             protocol.generation_result(request, payloads, entries, self._info, streams)
         )
@@ -261,6 +268,8 @@ class VLLMServer:
         # Looked up once: a request of the same name that begins later is another one.
         ids = self._in_flight.ids(request.request_ids)
         named = [f"{protocol.ID_PREFIX}{request_id}-0" for request_id in ids]
+        if self.capabilities.return_support:
+            named += [f"{sampling_masks.ID_PREFIX}{request_id}" for request_id in ids]
 
         def tell() -> None:
             self._client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
@@ -321,13 +330,15 @@ class VLLMServer:
             return [], None
         deadline = Deadline(timeout)
         before = self._weight_version(deadline.left())
+        if self.capabilities.return_support:
+            payloads = [sampling_masks.accepted(payload, self.capabilities.vocab_size) for payload in payloads]
         with self._in_flight.named(names) as ids:
             requests = [
                 {**payload, "model": model, "request_id": request_id}
                 for payload, request_id in zip(payloads, ids, strict=True)
             ]
             entries = self._client.post_each(
-                protocol.COMPLETIONS,
+                sampling_masks.ROUTE if sampling_masks.is_for_route(payloads[0]) else protocol.COMPLETIONS,
                 requests,
                 names=ids,
                 is_reply_to=protocol.is_reply_to,
@@ -384,14 +395,3 @@ class VLLMServer:
 
     def _set_weight_version(self, version: str) -> None:
         self._client.post("/update_weight_version", {"new_version": version}, retry=True)
-
-
-def _require_transfer(info: ServerInfo) -> None:
-    """Refuse a server that takes no tensors over NCCL, as far as it says."""
-    if info.weight_transfer != "nccl":
-        says = "" if info.weight_transfer is None else f"; its backend is {info.weight_transfer!r}"
-        raise InvalidRequestError(
-            f"weight_group: the server does not take tensors over NCCL{says}; start it with {FLAG}, and with "
-            "VLLM_SERVER_DEV_MODE=1 in its environment, or leave the option out",
-            field="weight_group",
-        )

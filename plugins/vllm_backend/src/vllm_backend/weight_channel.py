@@ -302,3 +302,18 @@ def _gpu(tensors: Iterable[Tensor]) -> torch.device:
             capability="update_weights",
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def require_transfer(backend: str | None) -> None:
+    """Refuse a server that takes no tensors over NCCL, as far as it says.
+
+    Args:
+        backend: how it takes tensors; None if it does not, or does not say.
+    """
+    if backend != "nccl":
+        says = "" if backend is None else f"; its backend is {backend!r}"
+        raise InvalidRequestError(
+            f"weight_group: the server does not take tensors over NCCL{says}; start it with {FLAG}, and with "
+            "VLLM_SERVER_DEV_MODE=1 in its environment, or leave the option out",
+            field="weight_group",
+        )

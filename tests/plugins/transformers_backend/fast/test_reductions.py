@@ -118,6 +118,33 @@ def test_log_softmax_gives_log_probs_and_gradients(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=largest * (1e-5 if dtype != torch.bfloat16 else 0.01))
 
 
+@pytest.mark.parametrize("heat", [1.0, 0.7])
+def test_logits_below_the_range_of_float16_have_no_probability(heat: float) -> None:
+    """In the first column of a tile, in other columns, and in a whole tile."""
+    torch.manual_seed(0)
+    hidden, weight = torch.rand(6, 8, dtype=torch.float16) + 0.5, torch.randn(3000, 8, dtype=torch.float16)
+    # Products below -65504 are minus infinity.
+    weight[[0, 7, 1024]] = -30_000.0
+    weight[2048:] = -30_000.0
+    tokens = torch.tensor([1, 1023, 1025, 0, 7, 2999])
+    logits = (hidden @ weight.T).double() / heat
+    assert bool(logits[:, [0, 2999]].isneginf().all())
+    expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    # Tiles of a CPU are 1024 wide.
+    for reduction in (None, ByLogSoftmax()):
+        found = TiledHead(weight, None, reduction=reduction).logprobs(hidden, tokens, heat)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_log_softmax_keeps_the_digits_of_logits_far_from_zero() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.cat([torch.full((1, 4), -3_000.0), torch.randn(99, 4, generator=generator)])
+    hidden, tokens = torch.ones(3, 4), torch.tensor([1, 2, 3])
+    expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    found = TiledHead(weight, None, reduction=ByLogSoftmax()).logprobs(hidden, tokens)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
 def test_heads_with_a_bias_or_a_cap_are_reduced_by_the_plain_passes() -> None:
     class Never(ByLogSoftmax):
         def fold(self, *args: object, **kwargs: object) -> None:

@@ -1,6 +1,7 @@
 """How a tile of logits is reduced on a GPU, where every pass over a tile costs a good part of its matrix product.
 
-log_softmax   PyTorch's own kernel replaces the passes for the maximum, the difference, the exponentials and their sum
+log_softmax   PyTorch's own kernel replaces the passes for the difference, the exponentials and their sum; the maximum
+              is read from the product, in the dtype of the head
 triton        one kernel reads the product once, and another turns it into its gradient (`triton_head`). Opt-in: it has
               run in Triton's interpreter only
 
@@ -65,11 +66,15 @@ class ByLogSoftmax:
     def fold(
         self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
     ) -> None:
-        first = product[:, 0].to(total.dtype)
+        # A logit less its log-softmax is the log of the sum. Any finite logit would do, but float16 overflows, to minus
+        # infinity as well; of the largest, fewest digits are lost. It is read from the product, which is short.
+        largest_here, place = product.max(-1, keepdim=True)
         if factor != 1.0:
-            product, first = product.to(total.dtype, copy=True).mul_(factor), first * factor
-        # The first logit less its log-softmax: no other pass over the tile is needed.
-        normalizer = first - product.log_softmax(-1, dtype=total.dtype)[:, 0]
+            product = product.to(total.dtype, copy=True).mul_(factor)
+        logit = (largest_here.to(total.dtype) * factor)[:, 0]
+        normalizer = logit - product.log_softmax(-1, dtype=total.dtype).gather(1, place)[:, 0]
+        # A tile of minus infinities adds nothing.
+        normalizer = torch.where(logit == -torch.inf, logit, normalizer)
         inside = (columns >= 0) & (columns < product.shape[1])
         found = product.gather(1, columns.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
         chosen.copy_(torch.where(inside, found.to(chosen.dtype), chosen))

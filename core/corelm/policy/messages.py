@@ -1,0 +1,242 @@
+"""From an engine's answers to their texts, and to the messages that they add to conversations.
+
+The text of an answer is cut before a stop string. A message holds the ids that were sampled, whatever a parser makes of
+their text.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from corelm.backend.backend import Backend
+from corelm.errors import Problems, ResponseParserWarning, described, spelled_out
+from corelm.policy.rows import InputRows
+from corelm.rendering.response_parsers import NamedParser, parser_named
+from corelm.spec.message import Message
+from corelm.spec.records import GenerateResult
+from corelm.spec.sampling import SamplingParams
+from corelm.support.stop_strings import text_before_stop
+
+_log = logging.getLogger(__name__)
+
+#: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
+ResponseParser = Callable[[str], Message | Mapping[str, Any]]
+
+
+def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it."""
+    skip = sampling.skip_special_tokens
+    texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
+    if not sampling.stop:
+        return texts
+    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
+    olds = backend.detokenize(before, skip_special_tokens=skip)
+    return tuple(
+        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
+        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReader:
+    """Makes an assistant message of every answer.
+
+    Attributes:
+        parser: turns an answer into a message; None keeps its text.
+        tools: those of conversations that have no others, for a parser that takes them.
+    """
+
+    parser: ResponseParser | None = None
+    tools: Sequence[Any] | None = None
+
+    @classmethod
+    def of(
+        cls, parser: ResponseParser | str | None, tools: Any, backend: Backend, *, opened_here: bool
+    ) -> AnswerReader:
+        """Return the reader for a policy's options.
+
+        Args:
+            parser: the name of a format, for one thing.
+            tools: those in the policy's `template_kwargs`, for which anything may have been given.
+            backend: has the tokenizer.
+            opened_here: whether to close the backend if there is no such parser, because its caller never sees it.
+
+        Raises:
+            InvalidRequestError: the tokenizer does not say how to parse answers.
+            BackendNotInstalledError: transformers is missing.
+        """
+        try:
+            found = parser_named(parser, backend.tokenizer) if isinstance(parser, str) else parser
+        except BaseException:
+            if opened_here:
+                backend.close()
+            raise
+        return cls(parser=found, tools=tools if isinstance(tools, (list, tuple)) else None)
+
+    def read(
+        self,
+        rows: InputRows,
+        asked: tuple[str, ...],
+        said: tuple[str, ...],
+        batch: GenerateResult,
+        sampling: SamplingParams,
+        backend: Backend,
+    ) -> tuple[tuple[Message, ...], Problems]:
+        """Return one message per answer, with its ids, and the problems of answers that did not parse.
+
+        The message of an answer that did not parse holds its plain text.
+
+        Args:
+            rows: the conversations, one for each answer.
+            asked: the texts of the prompts.
+            said: the texts of the answers.
+            batch: the answers.
+            sampling: how they were sampled.
+            backend: decodes them.
+        """
+        turns = _turns(rows, said, batch, sampling, backend)
+        parser = self.parser
+        if parser is None:
+            return turns, {}
+        if isinstance(parser, NamedParser):
+            # Some formats have special tokens for marks. The EOS is not part of what was said.
+            texts = _whole_turns(rows, batch, sampling, backend)
+            prefixes = _before_turns(rows, asked, backend)
+            own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
+            parse: list[Callable[[], Message | Mapping[str, Any]]] = [
+                partial(parser.parse, text, prefix=prefix, tools=tools)
+                for text, prefix, tools in zip(texts, prefixes, own, strict=True)
+            ]
+        else:
+            parse = [partial(parser, turn.content or "") for turn in turns]
+        messages, problems = [], {}
+        for row, (turn, parsed) in enumerate(zip(turns, parse, strict=True)):
+            try:
+                messages.append(replace(Message.from_dict(parsed()), token_ids=turn.token_ids))
+            except Exception as error:
+                problems[row] = described(error)
+                messages.append(turn)
+        return tuple(messages), problems
+
+
+def _turns(
+    rows: InputRows, said: tuple[str, ...], batch: GenerateResult, sampling: SamplingParams, backend: Backend
+) -> tuple[Message, ...]:
+    """Return the turns that the answers make, with their texts as the contents."""
+    continued = continued_turns(rows.begun, said, batch, sampling, backend)
+    return tuple(
+        continued.get(row) or Message("assistant", text, token_ids=tuple(ids))
+        for row, (text, ids) in enumerate(zip(said, batch.ids.tolist(), strict=True))
+    )
+
+
+def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
+    """Return ids, to be decoded, of answers without the EOS at their end, and nothing of their texts."""
+    ended = [bool(ids) and ids[-1] in backend.eos_token_ids for ids in batch.ids.tolist()]
+    lengths = batch.ids.lengths
+    ids = batch.ids.slice(torch.zeros_like(lengths), lengths - torch.tensor(ended, dtype=lengths.dtype))
+    return replace(batch, ids=ids, texts=None)
+
+
+def whole_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """Return the texts of answers with their special tokens, but without the EOS at their end."""
+    return answer_texts(without_eos(batch, backend), replace(sampling, skip_special_tokens=False), backend)
+
+
+def _whole_turns(rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+    """Return the texts of whole turns, those that answers continue included, as `whole_texts` has them."""
+    said = whole_texts(batch, sampling, backend)
+    whole = replace(sampling, skip_special_tokens=False)
+    return tuple(turn.content or "" for turn in _turns(rows, said, without_eos(batch, backend), whole, backend))
+
+
+def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> tuple[str, ...]:
+    """Return the texts of the prompts, without the turns that answers continue."""
+    if rows.begun is None:
+        return asked
+    ids = rows.ids.tolist()
+    before = {
+        row: ids[row][: max(len(ids[row]) - len(turn.token_ids or ()), 0)]
+        for row, turn in enumerate(rows.begun)
+        if turn is not None and row not in rows.problems
+    }
+    texts = dict(zip(before, backend.detokenize(list(before.values()), skip_special_tokens=False), strict=True))
+    return tuple(texts.get(row, text) for row, text in enumerate(asked))
+
+
+def warn_unparsed(problems: Problems) -> None:
+    """Warn about answers that the parser did not parse. To be called when the answers are where the caller finds them.
+
+    This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
+    """
+    if not problems:
+        return
+    try:
+        warnings.warn(
+            f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
+            "'errors' says why",
+            ResponseParserWarning,
+            stacklevel=3,
+        )
+    except ResponseParserWarning:
+        _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))
+
+
+def continued_turns(
+    begun: tuple[Message | None, ...] | None,
+    answers: tuple[str, ...],
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+) -> dict[int, Message]:
+    """Return, by row, each turn that was continued, as one message with its answer: the text and the ids of both.
+
+    Args:
+        begun: for each row the turn that the answer continues, with its ids, or None.
+        answers: their texts.
+    """
+    made: dict[int, Message] = {}
+    for row, (turn, then) in enumerate(zip(begun or (), batch.ids.tolist(), strict=False)):
+        if turn is None:
+            continue
+        first, content = list(turn.token_ids or ()), turn.content or ""
+        # The ids of a row that was skipped may be illegal, so they cannot be decoded.
+        if then:
+            texts = backend.detokenize([first, then, first + then], skip_special_tokens=sampling.skip_special_tokens)
+            content = _continued_text(content, answers[row], *texts)
+        made[row] = replace(turn, content=content, token_ids=(*first, *then))
+    return made
+
+
+def _continued_text(content: str, answer: str, first: str, then: str, both: str) -> str:
+    """Return the text of a turn and the answer that continues it.
+
+    Texts that are decoded apart are not always the parts of what both decode to: SentencePiece drops the first space of
+    a text, and a character may have bytes on both sides.
+
+    >>> _continued_text("I am", "Pip", "I am", "Pip", "I am Pip")
+    'I am Pip'
+
+    Args:
+        content: the text of the turn.
+        answer: the text of the answer, perhaps without its end, where a stop string was.
+        first: what the ids of the turn decode to.
+        then: what the ids of the answer decode to.
+        both: what all of these ids decode to.
+    """
+    stop = then[len(answer) :]
+    if not (then.startswith(answer) and both.endswith(stop)):
+        # The engine's own text, which may have been decoded with the tokens before it.
+        return content + answer
+    both = both[: len(both) - len(stop)]
+    if first == content:
+        return both
+    # The text that the user gave is kept as it is.
+    return content + both[len(first) :] if both.startswith(first) else content + answer

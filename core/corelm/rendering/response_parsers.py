@@ -1,0 +1,254 @@
+"""`parser_named`: from the text of an answer to a message with its reasoning and its tool calls.
+
+The parsing itself is transformers' (`transformers.utils.chat_parsing`, from transformers 5.19): it needs a tokenizer
+library but no engine. `corelm.rendering.response_formats` holds what it reads for each family of models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from corelm.errors import BackendNotInstalledError, ResponseFormatError, described
+from corelm.rendering.response_formats import FORMATS, STRAY, ResponseFormat
+from corelm.rendering.segments import special_tokens
+from corelm.spec.message import FIELDS, Message
+from corelm.validate import did_you_mean, invalid
+
+#: The format that a tokenizer brings itself.
+AUTO = "auto"
+#: Every name that `parser_named` takes.
+PARSERS = (AUTO, *sorted(FORMATS))
+#: A generation prompt ends before the answer begins. The parser needs no anchor to find where that is.
+_NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
+#: What a call may say. Llama's calls have `parameters`.
+_CALL_KEYS = {"type", "id", "name", "arguments", "parameters"}
+
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class NamedParser:
+    """Reads answers in one format. It can be pickled, and called with the text alone.
+
+    Attributes:
+        name: one of `PARSERS`.
+        template: the tokenizer's own response template; None for the format of that name.
+        specials: the texts of special tokens, which are removed from content and reasoning.
+        eos: the text of the EOS, which is removed from the end of an answer.
+    """
+
+    name: str
+    template: Mapping[str, Any] | None = None
+    specials: frozenset[str] = frozenset()
+    eos: str | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of the messages that may be found, such as `content`, `tool_calls` and `reasoning_content`."""
+        if self.template is not None:
+            return frozenset(self.template["fields"])
+        return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
+
+    def __call__(self, text: str) -> Message:
+        """Return the message of an answer of which nothing but the text is known. See `parse`."""
+        return self.parse(text)
+
+    def parse(self, text: str, *, prefix: str = "", tools: Tools | None = None) -> Message:
+        """Return the message that an answer stands for.
+
+        Its `tool_calls` have OpenAI's form, with the arguments as an object; its reasoning is in `extra`, under the key
+        that the family's chat templates read. Text that is neither is the content, as it was written.
+
+        Args:
+            text: the answer, with its special tokens: some formats use them as marks.
+            prefix: the prompt. If it ends with the beginning of the answer, such as ``<think>``, that is parsed too.
+            tools: those of the prompt, as its chat template got them. Arguments that a format writes without quotes
+                get the types that the tools declare; without tools they are texts.
+
+        Raises:
+            ResponseFormatError: the text does not follow the format. Nothing of it was dropped: use it as it is.
+        """
+        if self.eos:
+            text = text.removesuffix(self.eos)
+        if self.template is not None:
+            return _message(_parsed(_loaded_own(json.dumps(self.template)), text, prefix, tools), self.specials)
+        form = FORMATS[self.name]
+        text = _prewritten(form, text, prefix) + text
+        if not any(mark in text for mark in form.marks):
+            return Message("assistant", _without(text, self.specials))
+        number = next(n for n, one in enumerate(form.dialects) if one.where is None or re.search(one.where, text))
+        parsed = _parsed(_loaded(self.name, number), text, "", tools)
+        if stray := parsed.pop(STRAY, "").strip():
+            raise ResponseFormatError(f"text outside of every channel: {_excerpt(stray)}")
+        if form.call and form.call in (parsed.get("content") or ""):
+            raise ResponseFormatError(f"a tool call is not well formed: {_excerpt(text[text.index(form.call) :])}")
+        return _message(parsed, self.specials)
+
+
+def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
+    """Return the parser of a format.
+
+    >>> call = parser_named("hermes")('On it.\\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> call.content, call.tool_calls[0]["function"]
+    ('On it.', {'name': 'add', 'arguments': {'a': 1}})
+
+    Args:
+        name: `hermes` (also Qwen2.5 and Qwen3), `qwen` (the same, and the XML of Qwen3-Coder), `llama3_json`,
+            `deepseek_r1` (also V3 and V3.1), `mistral`, `glm`, `kimi_k2`, `gpt_oss`, or `auto`: the tokenizer's own
+            `response_template`.
+        tokenizer: knows its special tokens, and has the template of `auto`.
+
+    Raises:
+        InvalidRequestError: there is no such parser, or `auto` was asked for and the tokenizer has no template.
+        BackendNotInstalledError: transformers is not installed, or is too old.
+    """
+    check_name(name)
+    _engine()
+    known = special_tokens(tokenizer).values()
+    eos = getattr(tokenizer, "eos_token", None)
+    if name != AUTO:
+        own = json.dumps([dict(one.fields) for one in FORMATS[name].dialects], ensure_ascii=False).replace("\\", "")
+        return NamedParser(name, None, frozenset(text for text in known if text and text not in own), eos)
+    template = getattr(tokenizer, "response_template", None)
+    if template is None:
+        raise invalid(
+            "response_parser",
+            f"'auto' reads the response_template of the tokenizer, and it has none; give one of {_listed(FORMATS)}",
+        )
+    parser = NamedParser(name, template, frozenset(), eos)
+    try:
+        _loaded_own(json.dumps(template))
+    except (TypeError, ValueError) as error:
+        raise invalid("response_parser", f"the tokenizer's response_template is not usable: {error}") from error
+    return parser
+
+
+def check_name(name: Any) -> None:
+    """Refuse a name that no parser has."""
+    if not isinstance(name, str) or name not in PARSERS:
+        raise invalid(
+            "response_parser",
+            f"no parser is named {name!r}; give one of {_listed(PARSERS)}, or a function that turns the text of an "
+            f"answer into a message{did_you_mean(name, PARSERS)}",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def _engine() -> Any:
+    try:
+        from transformers.utils import chat_parsing
+    except ImportError as error:
+        raise BackendNotInstalledError(
+            'the parsers of answers are those of transformers: pip install "transformers>=5.19,<6"'
+        ) from error
+    return chat_parsing
+
+
+@lru_cache(maxsize=len(FORMATS) * 4)
+def _loaded(name: str, dialect: int) -> Any:
+    """Return the response template of a dialect, compiled."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    fields = {key: dict(field) for key, field in FORMATS[name].dialects[dialect].fields.items()}
+    return load_response_template({"fields": fields, **_NO_ANCHOR})
+
+
+@lru_cache(maxsize=16)
+def _loaded_own(template: str) -> Any:
+    """Return a tokenizer's response template, compiled; its JSON is given."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(json.loads(template))
+
+
+def _parsed(template: Any, text: str, prefix: str, tools: Tools | None) -> dict[str, Any]:
+    """Return the keys of the message that transformers finds."""
+    # Without its anchor, transformers would take the whole prompt for the beginning of the answer.
+    if prefix and not template.start_anchor_re.search(prefix):
+        prefix = ""
+    listed = [dict(tool) if isinstance(tool, Mapping) else tool for tool in tools or ()]
+    try:
+        return _engine().parse_response(text, template, prefix=prefix, tools=listed)
+    except (ValueError, KeyError, RecursionError) as error:
+        # The message of transformers repeats the whole text; its cause says what is wrong with it.
+        raise ResponseFormatError(f"the answer is malformed: {described(error.__cause__ or error)}") from error
+
+
+# Before and after it --------------------------------------------------------------------------------------------------
+
+
+def _prewritten(form: ResponseFormat, text: str, prefix: str) -> str:
+    """Return the reasoning at the end of a prompt, with which the answer begins."""
+    if form.think is None:
+        return ""
+    begin, end = form.think
+    if prefix:
+        found = re.search(rf"{re.escape(begin)}\s*(?:{re.escape(end)}\s*)?\Z", prefix)
+        return "" if found is None else found[0]
+    # The prompt is not known. It began the reasoning that the answer ends.
+    ends = text.find(end)
+    return begin if ends >= 0 and begin not in text[:ends] else ""
+
+
+def _message(parsed: Mapping[str, Any], specials: Iterable[str]) -> Message:
+    if not parsed.keys() - {"role"}:
+        # For example, nothing but an empty block of reasoning.
+        parsed = {"content": ""}
+    extra = {key: _without(value, specials) for key, value in parsed.items() if key not in (*FIELDS, "role")}
+    content = _without(parsed.get("content"), specials)
+    found = parsed.get("tool_calls")
+    calls = tuple(_call(one) for one in _flat(found)) if found else None
+    if calls and not (content or "").strip():
+        content = None
+    elif not calls and content is None:
+        content = ""
+    return Message("assistant", content, tool_calls=calls or None, extra=extra)
+
+
+def _flat(found: Any) -> Iterator[Any]:
+    for one in found if isinstance(found, list) else [found]:
+        yield from _flat(one) if isinstance(one, list) else (one,)
+
+
+def _call(found: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    said = found.get("function", found) if isinstance(found, Mapping) else found
+    if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
+        raise ResponseFormatError(f"a tool call has no name: {_excerpt(json.dumps(said, ensure_ascii=False))}")
+    if odd := said.keys() - _CALL_KEYS:
+        raise ResponseFormatError(f"a tool call has the unknown key {min(odd)!r}: {_excerpt(str(dict(said)))}")
+    arguments = said.get("arguments", said.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ResponseFormatError(f"arguments of {said['name']!r}: {described(error)}") from error
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise ResponseFormatError(f"arguments of {said['name']!r} are not an object: {_excerpt(str(arguments))}")
+    call: dict[str, Any] = {"type": "function", "function": {"name": said["name"], "arguments": dict(arguments)}}
+    call_id = said.get("id") or found.get("id")
+    return {"id": str(call_id), **call} if call_id else call
+
+
+def _without(value: Any, specials: Iterable[str]) -> Any:
+    if isinstance(value, str):
+        for text in specials:
+            value = value.replace(text, "")
+    return value
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

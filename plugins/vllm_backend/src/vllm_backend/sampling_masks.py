@@ -1,0 +1,236 @@
+"""Behind a URL: the ids that each token was drawn from, of a server that runs with ``--return-sampling-mask``.
+
+Such a server returns them on one route only, and without their mass. The mass is the token's log-prob as part of a
+prompt, which is the model's own, less its log-prob as a sampled token, which is normalised over these ids. This is so
+at temperature 1 and without penalties, and nothing else is served. The server refuses greedy decoding and requests
+without top_k, whatever they ask for, so all requests get one that leaves every id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError
+from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest, ScoreResult
+from corelm.support import PartialReply, RowError, checked_logprobs
+from vllm_backend.replies import LABEL, labels
+from vllm_backend.sampling import COLDEST, HONOURED
+
+if TYPE_CHECKING:
+    from corelm.support import HttpClient
+
+Payload = dict[str, Any]
+
+#: The route whose replies have the ids, if the server was started with ``--enable-scale-out``.
+ROUTE = "/inference/v1/generate"
+#: What the server puts before the id of a request to this route to name it.
+ID_PREFIX = "generate-tokens-"
+#: The fields of a completion request that are no sampling parameters.
+_OF_COMPLETIONS = frozenset({"prompt", "stream", "return_token_ids", "return_tokens_as_token_ids"})
+
+
+# What the server can do ----------------------------------------------------------------------------------------------
+
+
+def offered(client: HttpClient, routes: frozenset[str], model: str, prompt: list[int], timeout: float | None) -> bool:
+    """Return whether a server returns the ids that a token was drawn from.
+
+    Raises:
+        BackendTimeoutError: the time is over.
+    """
+    if ROUTE not in routes:
+        return False
+    sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 1, "ignore_eos": True}
+    trial = {"model": model, "token_ids": prompt, "sampling_params": sampling}
+    try:
+        reply = client.post(ROUTE, trial, timeout=timeout, retry=True)
+        return isinstance(reply["choices"][0]["sampling_mask"], list)
+    except BackendTimeoutError:
+        raise
+    except (CoreLMError, IndexError, KeyError, TypeError):
+        return False
+
+
+def narrowed(capabilities: Capabilities) -> Capabilities:
+    """Return the capabilities of such a server: the sets, and no greedy decoding."""
+    sampling = {name: span for name, span in capabilities.sampling.items() if name != "temperature"}
+    # The most probable id at the last position of a scored row would be the one that was sampled greedily.
+    return replace(
+        capabilities,
+        return_support=True,
+        argmax=False,
+        sampling={**sampling, "temperature": (COLDEST, HONOURED["temperature"][1])},  # type: ignore[index]
+    )
+
+
+def check(request: GenerateRequest) -> None:
+    """Refuse a request for kept ids whose mass would not be known.
+
+    Raises:
+        CapabilityError: naming the parameter.
+    """
+    sampling = request.sampling
+    if not request.return_support:
+        return
+    changed = [("temperature", sampling.temperature)] if sampling.temperature != 1.0 else []
+    changed += sampling.penalties
+    changed += [("min_new_tokens", sampling.min_new_tokens)] if sampling.min_new_tokens else []
+    if changed:
+        name, value = changed[0]
+        raise CapabilityError(
+            f"a vLLM server returns which ids were left, but with {name}={value} their mass would not be known; leave "
+            "this or return_support out, or open the engine here: get_backend('vllm', model, return_support=True)",
+            capability=name,
+        )
+
+
+# Requests and replies ------------------------------------------------------------------------------------------------
+
+
+def accepted(payload: Payload, vocab_size: int) -> Payload:
+    """Return a request in the form that such a server accepts.
+
+    Temperature 0 is that of scores and trials, whose sampled tokens do not matter. Log-probs are the same at 1.
+    """
+    if is_for_route(payload):
+        return {**payload, "sampling_params": accepted(payload["sampling_params"], vocab_size)}
+    return {**payload, "temperature": payload["temperature"] or 1.0, "top_k": payload["top_k"] or vocab_size}
+
+
+def request_of(payload: Payload) -> Payload:
+    """Return the request that asks for the answer of a completion request, with the ids that its tokens are drawn from.
+
+    It asks for the log-probs as well, from which the mass follows.
+    """
+    sampling = {name: value for name, value in payload.items() if name not in _OF_COMPLETIONS}
+    return {"token_ids": payload["prompt"], "sampling_params": {"logprobs": 0, **sampling}, "stream": False}
+
+
+def is_for_route(payload: Payload) -> bool:
+    """Return whether a request is one of `request_of`, and no completion request."""
+    return "sampling_params" in payload
+
+
+def names_request(payload: Payload, reply: Mapping[str, Any]) -> bool:
+    """Return whether a reply names the request with `payload`."""
+    return bool(reply.get("request_id") == f"{ID_PREFIX}{payload['request_id']}")
+
+
+def as_completion(entry: Any) -> Any:
+    """Return an entry of `HttpClient.post_each` as if the completions' route had answered, with `sampling_mask`.
+
+    What is not built as expected is left as it is: the parser of completions says what is wrong with it.
+    """
+    if isinstance(entry, PartialReply):
+        return replace(entry, reply=as_completion(entry.reply))
+    try:
+        (choice,) = entry["choices"]
+        content = choice["logprobs"]["content"]
+        logprobs = {
+            "tokens": labels([each["token_id"] for each in content]),
+            "token_logprobs": [each["logprob"] for each in content],
+            "top_logprobs": [
+                {f"{LABEL}{one['token_id']}": one["logprob"] for one in each["top_logprobs"]} for each in content
+            ],
+        }
+        return {**entry, "choices": [{**choice, "logprobs": logprobs}]}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return entry
+
+
+# The mass ------------------------------------------------------------------------------------------------------------
+
+
+def scores_wanted(
+    request: GenerateRequest, entries: Sequence[Any], timeout: float | None
+) -> tuple[list[int], ScoreRequest]:
+    """Return the rows that have tokens, and the request for the model's own log-probs of these.
+
+    Args:
+        request: asks for the answers.
+        entries: the answers, as `as_completion` returns them.
+        timeout: seconds for the scores.
+    """
+    rows, sequences, starts = [], [], []
+    for row, (prompt, entry) in enumerate(zip(request.prompts.tolist(), entries, strict=True)):
+        if ids := _ids(entry):
+            rows.append(row)
+            sequences.append([*prompt, *ids])
+            starts.append(len(prompt))
+    return rows, ScoreRequest(
+        sequences=Ragged.from_list(sequences),
+        score_from=torch.tensor(starts, dtype=torch.int64),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=tuple(request.request_ids[row] for row in rows),
+        timeout=timeout,
+        adapter=request.adapter,
+    )
+
+
+def put_masses(entries: Sequence[Any], rows: Sequence[int], scores: ScoreResult, version: str | None) -> None:
+    """Write into the choices of these rows what their tokens' own log-probs are, or why that is not known.
+
+    Args:
+        version: the label of the weights that the answers are of; None for the backend's own.
+
+    Raises:
+        EngineError: the scores are of other weights.
+    """
+    scored_with = None if scores.weight_versions is None else scores.weight_versions[0]
+    if scored_with != version:
+        raise EngineError(
+            f"another client loaded weights between the answers and their scores ({version!r} → {scored_with!r}), so "
+            "the mass of the kept ids is not known; repeat the call",
+            usable=True,
+        )
+    errors = scores.errors or ("",) * len(rows)
+    for row, values, scored, error in zip(rows, scores.logprobs.split(), scores.scored.split(), errors, strict=True):
+        _choice(entries[row]).update(own_logprobs=values[scored].tolist(), unscored=error)
+
+
+def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[int]], list[float]]:
+    """Return the ids that each of the first tokens of an answer was drawn from, and their log mass.
+
+    Args:
+        choice: the choice of a completion, as `as_completion` and `put_masses` leave it.
+        ids: the first tokens of the answer.
+
+    Raises:
+        RowError: the choice does not have them, or the answer could not be scored.
+    """
+    sets, count = choice.get("sampling_mask"), len(ids)
+    if not isinstance(sets, list) or len(sets) < count:
+        raise RowError("it does not have the ids that every token was drawn from (sampling_mask)")
+    for place, (token, found) in enumerate(zip(ids, sets, strict=False)):
+        if not isinstance(found, list) or not {*map(type, found)} <= {int} or token not in found:
+            raise RowError(f"the sampling_mask of token {place} lacks the id {token} that was sampled")
+        if len({*found}) < len(found):
+            raise RowError(f"the sampling_mask of token {place} has an id twice")
+    if choice.get("unscored"):
+        raise RowError(f"the mass of its kept ids is not known, because it could not be scored: {choice['unscored']}")
+    own = checked_logprobs(choice.get("own_logprobs", [])[:count], count)
+    among = checked_logprobs(choice["logprobs"]["token_logprobs"][:count], count)
+    # Rounding may put a mass above 1.
+    return sets[:count], [min(0.0, whole - part) for whole, part in zip(own, among, strict=True)]
+
+
+def _choice(entry: Any) -> dict[str, Any]:
+    reply = entry.reply if isinstance(entry, PartialReply) else entry
+    choice: dict[str, Any] = reply["choices"][0]
+    return choice
+
+
+def _ids(entry: Any) -> list[int]:
+    """Return the tokens of an answer; none if it has no list of ids."""
+    try:
+        ids = _choice(entry)["token_ids"]
+    except (IndexError, KeyError, TypeError):
+        return []
+    return ids if isinstance(ids, list) and {*map(type, ids)} <= {int} else []

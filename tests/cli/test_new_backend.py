@@ -1,0 +1,82 @@
+"""`corelm new-backend` writes a distribution that installs, passes the kit and can be used by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import tomllib
+
+from helpers.command_line import corelm_command
+from helpers.environments import install, new_environment, run_in
+
+
+def test_what_it_writes_installs_passes_the_kit_and_is_used_by_name(tiny_model, tmp_path):
+    project = tmp_path / "my-engine-backend"
+    result = corelm_command("new-backend", "my-engine", "--output", project)
+    assert result.exit_code == 0 and "pip install -e" in result.stdout, result.stderr
+    python = new_environment(tmp_path / "environment")
+    install(python, project)
+    assert re.search(
+        r"^my-engine +my-engine-backend +0\.1\.0", run_in(project, python, "-m", "corelm", "backends"), re.M
+    )
+    used = (
+        "import corelm\n"
+        f"with corelm.get_backend('my-engine', {str(tiny_model)!r}) as backend:\n"
+        "    print(len(backend.generate([[5, 6]], {'max_new_tokens': 3, 'ignore_eos': True}).ids.values))"
+    )
+    assert run_in(project, python, "-c", used) == "3\n"
+    told = run_in(project, python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert re.search(r"^corelm conformance: 2\d\d passed, \d+ not applicable \(TestMyEngineBackend\)$", told, re.M), (
+        told
+    )
+
+
+def test_its_files_are_in_the_projects_format(tmp_path):
+    assert corelm_command("new-backend", "a_b", "--output", tmp_path / "new").exit_code == 0
+    for check in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length", "120", str(tmp_path)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+    written = {
+        path.relative_to(tmp_path / "new").as_posix() for path in (tmp_path / "new").rglob("*") if path.is_file()
+    }
+    assert written >= {
+        "README.md",
+        ".github/workflows/test.yml",
+        "src/a_b_backend/backend.py",
+        "tests/test_conformance.py",
+    }
+    project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "a-b-backend"
+    assert project["entry-points"]["corelm.backends"] == {"a_b": "a_b_backend:ABBackend"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Llama", "small letters"),
+        ("1st", "small letters"),
+        ("a--b", "small letters"),
+        ("../up", "small letters"),
+        ("class", "small letters"),
+        ("transformers", "installed here already"),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    result = corelm_command("new-backend", name)
+    assert result.exit_code == 2 and said in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_that_is_there_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine-backend").mkdir()
+    assert corelm_command("new-backend", "mine").exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = corelm_command("new-backend", "mine")
+    assert result.exit_code == 2 and "not an empty folder" in result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

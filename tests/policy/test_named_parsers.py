@@ -1,0 +1,151 @@
+"""A policy with the parser of a format: what it passes to the parser, and that sampled ids survive."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tensordict import TensorDict
+
+from corelm import History, LLMPolicy, Message, PolicyOptions
+from corelm.errors import InvalidRequestError, ResponseParserWarning
+from helpers.scripted import scripted
+from helpers.tool_templates import HARMONY, HERMES, QWEN_XML
+
+ASKED = {"role": "user", "content": "What is 1 + 2?"}
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+XML_CALL = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": NUMBERS}}]
+
+
+def said(answer, *, chat=(ASKED,), engine=None, tools=None, **options):
+    """Return the result of one conversation whose answer is given."""
+    backend, _ = scripted((lambda prompt: answer) if isinstance(answer, str) else answer, **(engine or {}))
+    options = {"chat_template": HERMES, "response_parser": "hermes", "inplace": False, **options}
+    with LLMPolicy(backend, **options) as policy:
+        entries = {"history": History.from_chats([list(chat)])}
+        return policy(TensorDict(entries | ({} if tools is None else {"tools": tools}), batch_size=()))
+
+
+def message(result):
+    return result["history"].response.chats[0][0]
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_the_message_has_the_calls_and_the_ids_that_were_sampled(singly):
+    result = said(f"<think>\nEasy.\n</think>\n\nI add.\n{JSON_CALL}", engine={"singly": singly})
+    found = message(result)
+    assert found.content == "I add." and found.tool_calls == (ADD,) and found.extra == {"reasoning_content": "Easy."}
+    assert list(found.token_ids) == result["tokens"].response[0].tolist()
+    assert result["text"].response[0].endswith("</tool_call>") and result["errors"][0] == ""
+
+
+def test_a_tool_loop_goes_on_from_the_sampled_ids():
+    backend, engine = scripted(lambda prompt: "It is 3." if "<|im_start|>tool" in prompt else JSON_CALL, singly=True)
+    with LLMPolicy(backend, chat_template=HERMES, response_parser="hermes", inplace=False) as policy:
+        first = policy(TensorDict(history=History.from_chats([[ASKED]])))
+        (call,) = message(first).tool_calls
+        result = json.dumps(sum(call["function"]["arguments"].values()))
+        answered = first["history"].full.append([{"role": "tool", "content": result}])
+        second = policy(TensorDict(history=answered))
+    ids = first["tokens"].full[0].tolist()
+    assert engine.requests[1].prompts.tolist()[0][: len(ids)] == ids
+    assert message(second) == Message("assistant", "It is 3.", token_ids=message(second).token_ids)
+    assert [turn.role for turn in second["history"].full.chats[0]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_parser_sees_reasoning_that_the_prompt_began():
+    found = message(said("Hm.\n</think>\n\nThree.", chat_template=QWEN_XML, response_parser="qwen"))
+    assert (found.content, found.extra) == ("Three.", {"reasoning_content": "Hm."})
+    cut = message(said("Hm.", chat_template=QWEN_XML, response_parser="qwen"))
+    assert (cut.content, cut.extra) == ("", {"reasoning_content": "Hm."})
+
+
+@pytest.mark.parametrize("where", ["template_kwargs", "tools_key"])
+def test_the_types_of_arguments_are_those_of_the_tools(where):
+    given = {"template_kwargs": {"tools": TOOLS}} if where == "template_kwargs" else {"tools": [TOOLS]}
+    options = {"chat_template": QWEN_XML, "response_parser": "qwen"}
+    assert message(said(f"</think>{XML_CALL}", **options, **given)).tool_calls == (ADD,)
+    without = message(said(f"</think>{XML_CALL}", **options)).tool_calls[0]["function"]
+    assert without["arguments"] == {"a": "1", "b": "2"}
+
+
+def test_marks_that_are_special_tokens_are_seen_although_texts_leave_them_out():
+    # <|start|> and <|end|> are special tokens of this tokenizer.
+    text = "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Three."
+    result = said(text, chat_template=HARMONY, response_parser="gpt_oss")
+    assert message(result).extra == {"thinking": "Easy."} and message(result).content == "Three."
+    assert "<|end|>" not in result["text"].response[0]
+
+
+@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "add", "argu', "<tool_call>add(1, 2)</tool_call>"])
+def test_an_answer_that_does_not_parse_keeps_its_text(text):
+    with pytest.warns(ResponseParserWarning, match="row 0: ResponseFormatError"):
+        result = said(text)
+    found = message(result)
+    assert found.content == text and not found.tool_calls and "malformed" in result["errors"][0]
+    assert list(found.token_ids) == result["tokens"].response[0].tolist()
+
+
+def test_an_answer_that_continues_a_turn_is_read_with_it():
+    chat = (ASKED, {"role": "assistant", "content": "I add.\n<tool_call>\n"})
+    rest = JSON_CALL.removeprefix("<tool_call>\n")
+    found = message(said(rest, chat=chat, continue_final_message=True))
+    assert found.content == "I add." and found.tool_calls == (ADD,)
+    chat = (ASKED, {"role": "assistant", "content": "Hm"})
+    found = message(
+        said(
+            "m.\n</think>\n\n3", chat=chat, continue_final_message=True, chat_template=QWEN_XML, response_parser="qwen"
+        )
+    )
+    assert (found.content, found.extra) == ("3", {"reasoning_content": "Hmm."})
+
+
+def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
+    result = said(JSON_CALL, engine={"singly": True, "eos": False}, sampling_params={"stop": ["</tool_call>"]})
+    assert not result["text"].response[0].endswith(">") and message(result).tool_calls == (ADD,)
+
+
+def test_several_samples_and_callers_are_read_alike():
+    backend, _ = scripted(lambda prompt: JSON_CALL)
+    with LLMPolicy(backend, chat_template=HERMES, response_parser="hermes", batching=True, num_samples=2) as policy:
+        out = policy(TensorDict(history=History.from_chats([[ASKED], [ASKED]])))
+        assert [chat[0].tool_calls for chat in out["history"].response.chats] == [(ADD,)] * 4
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused_before_an_engine_is_opened():
+    with pytest.raises(InvalidRequestError, match="did you mean 'hermes'") as caught:
+        PolicyOptions(response_parser="hermse")
+    assert caught.value.field == "response_parser"
+    with pytest.raises(InvalidRequestError, match="or a function"):
+        PolicyOptions(response_parser=3)
+
+
+def test_a_policy_prints_the_name_and_keeps_it_in_its_options():
+    backend, _ = scripted(lambda prompt: "Hi")
+    policy = LLMPolicy(backend, response_parser="hermes")
+    assert "response_parser='hermes'" in repr(policy) and policy.options.response_parser == "hermes"
+    assert policy.replace(response_parser=None).options.response_parser is None
+    backend.close()
+
+
+def test_auto_needs_a_tokenizer_that_says_how():
+    backend, _ = scripted(lambda prompt: "Hi")
+    with pytest.raises(InvalidRequestError, match="'auto' reads the response_template"):
+        LLMPolicy(backend, response_parser="auto")
+    assert not backend.closed
+    backend.close()
+
+
+def test_an_engine_that_was_opened_for_nothing_is_closed(caplog):
+    with caplog.at_level("INFO", "corelm"), pytest.raises(InvalidRequestError, match="response_template"):
+        LLMPolicy("toy", response_parser="auto")
+    assert "toy: opened" in caplog.text and "toy: closed" in caplog.text
