@@ -45,6 +45,7 @@ REQUIRED_HOOKS = ("generate", "score_logprobs")
 _NICKNAMES = {
     **dict.fromkeys(("hf", "huggingface", "hugging-face", "hugging_face", "torch", "pytorch", "peft"), "transformers"),
     **dict.fromkeys(("sgl", "srt"), "sglang"),
+    **dict.fromkeys(("openai-compatible", "openai_compatible", "llama.cpp", "llamacpp", "lmstudio"), "openai"),
 }
 
 
@@ -329,8 +330,8 @@ def _as_model(name: str, reachable: Iterable[str]) -> str:
     """Return what to call if the name is a model or an address: the name of a backend comes first."""
     if "://" in name:
         return (
-            "If it is the address of a server, call get_backend('vllm', base_url=…) or "
-            "get_backend('sglang', base_url=…)."
+            "If it is the address of a server, call get_backend('vllm', base_url=…), get_backend('sglang', base_url=…) "
+            "or, for servers of other makes that speak OpenAI's protocol, get_backend('openai', base_url=…)."
         )
     first = "transformers" if "transformers" in reachable else next(iter(sorted(reachable)), "NAME")
     return f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."

@@ -1,7 +1,7 @@
 """Code that several plugins need, written once. All of it is public.
 
-- `StopStrings`, `text_before_stop`, `skipped_texts`: which token completes a stop string, the text before it, and what
-  the text of an answer leaves out.
+- `StopStrings`, `text_before_stop`, `skipped_texts`, `stops_without_specials`: which token completes a stop string, the
+  text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
 - `AnswerTexts`: the text of answers whose tokens arrive little by little.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
 - `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_finish_reason`: is this the answer that a

@@ -59,6 +59,7 @@ from .signs import SignOfWork as SignOfWork
 from .stop_strings import StopStrings as StopStrings
 from .stop_strings import StopStringWatch as StopStringWatch
 from .stop_strings import skipped_texts as skipped_texts
+from .stop_strings import stops_without_specials as stops_without_specials
 from .stop_strings import text_before_stop as text_before_stop
 from .top_ids import TopIds as TopIds
 from .top_ids import log_tail_mass as log_tail_mass

@@ -143,6 +143,23 @@ def skipped_texts(tokenizer: Any) -> frozenset[str]:
     return frozenset(texts - {""})
 
 
+def stops_without_specials(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
+    """Return the stop strings of `sampling` for which an engine stops at the right token even if it looks for them in a
+    text that has the special tokens.
+
+    The text of an answer may have none, so such an engine would also stop for a string that is a piece of a special
+    token. The plugin has to find the others in the ids.
+    """
+    skipped = skipped_texts(tokenizer) if sampling.stop and sampling.skip_special_tokens else ()
+    return tuple(stop for stop in sampling.stop if not any(_may_overlap(stop, text) for text in skipped))
+
+
+def _may_overlap(stop: str, text: str) -> bool:
+    """Return whether a place where `stop` occurs may share a character with a place where `text` does."""
+    shifted = range(1, min(len(stop), len(text)))
+    return stop in text or text in stop or any(stop[:n] == text[-n:] or stop[-n:] == text[:n] for n in shifted)
+
+
 def text_before_stop(text: str, before: str, stops: Sequence[str]) -> str:
     """Return `text` up to the first stop string that its last token completed, or all of it if there is none.
 

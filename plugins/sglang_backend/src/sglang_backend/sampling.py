@@ -7,7 +7,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import Range, SamplingParams
-from corelm.support import skipped_texts
+from corelm.support import stops_without_specials
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
 #: `repetition_penalty` is missing: SGLang applies it to ids of the answer only, not to those of the prompt.
@@ -97,17 +97,9 @@ def safe_stops(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
     The server does not hold a stop string back until `min_new_tokens`. It also looks for it in a text with all special
     tokens, even if the text of the answer has none, and so would stop for one that is a piece of a special token.
     """
-    if sampling.min_new_tokens or not sampling.stop:
+    if sampling.min_new_tokens:
         return ()
-    skipped = skipped_texts(tokenizer) if sampling.skip_special_tokens else ()
-    safe = [stop for stop in sampling.stop if not any(_may_overlap(stop, text) for text in skipped)]
-    return tuple(safe[:MAX_STOP_STRINGS])
-
-
-def _may_overlap(stop: str, text: str) -> bool:
-    """Return whether a place where `stop` occurs may share a character with a place where `text` does."""
-    shifted = range(1, min(len(stop), len(text)))
-    return stop in text or text in stop or any(stop[:n] == text[-n:] or stop[-n:] == text[:n] for n in shifted)
+    return stops_without_specials(sampling, tokenizer)[:MAX_STOP_STRINGS]
 
 
 def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: frozenset[int]) -> None:

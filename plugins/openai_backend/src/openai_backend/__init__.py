@@ -1,0 +1,5 @@
+"""The `openai` backend of corelm."""
+
+from openai_backend.backend import OpenAIBackend
+
+__all__ = ["OpenAIBackend"]

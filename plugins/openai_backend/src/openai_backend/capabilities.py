@@ -1,0 +1,181 @@
+"""What a server can do, read from its list of models and from the caller's options.
+
+A server of this protocol says little about itself: `probing` adds what it is seen to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.spec import Capabilities
+from corelm.support import did_you_mean, eos_token_ids, why_unreadable
+from corelm.validate import count, invalid
+from openai_backend.sampling import VOUCHED
+from openai_backend.server_info import ServerInfo
+
+if TYPE_CHECKING:
+    from corelm.support import Deadline, HttpClient
+
+MODELS = "/v1/models"
+#: A page that many servers have, and that says more than the list of models: whether the engine runs.
+HEALTH = "/health"
+#: The fields that the plugin decides, so that `extra_body` may not hold them.
+SETTLED = frozenset(
+    {
+        *("model", "prompt", "n", "best_of", "stream", "stream_options", "echo", "suffix", "logprobs", "top_logprobs"),
+        *("max_tokens", "temperature", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
+        *("return_token_ids", "return_tokens_as_token_ids", *(name for _, name in VOUCHED.values())),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHints:
+    """What the caller says about the model.
+
+    Attributes:
+        name: the model's name in requests; None for the server's only model.
+        tokenizer: a tokenizer, or the folder or hub name of one; None to read the one that the model's name leads to.
+        vocab_size: ids are below it; None for the number of the tokenizer's entries.
+        max_context: the longest prompt + answer, in tokens; None for what the server says.
+        eos_token_ids: the ids with which the server ends every answer; None for those of the tokenizer and its folder.
+        trust_remote_code: allow code that comes with the tokenizer that the caller names.
+        honours: sampling parameters that the server is known to honour; see `sampling.VOUCHED`.
+        extra_body: fields that every request carries.
+    """
+
+    name: str | None = None
+    tokenizer: Any = None
+    vocab_size: int | None = None
+    max_context: int | None = None
+    eos_token_ids: Iterable[int] | None = None
+    trust_remote_code: bool = False
+    honours: Iterable[str] = ()
+    extra_body: Mapping[str, Any] | None = None
+
+
+def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
+    """Return what the server's list of models and `hints` say. Nothing is generated.
+
+    Raises:
+        InvalidRequestError: an option is wrong, or one is missing that the server does not say; `field` names it.
+        EngineError: the server does not answer.
+        TimeoutError: the deadline has passed.
+    """
+    extra = _checked_extra(hints.extra_body)
+    vouched = _checked_names(hints.honours)
+    card = _model_card(client, hints.name, deadline)
+    name = hints.name or str(card["id"])
+    tokenizer = _tokenizer(hints, str(card.get("root") or name))
+    known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    vocab_size = known if hints.vocab_size is None else count("vocab_size", hints.vocab_size, 1)
+    if vocab_size is None:
+        raise invalid("vocab_size", "the tokenizer does not say how many ids it has; pass vocab_size=")
+    given = hints.eos_token_ids
+    folder = getattr(tokenizer, "name_or_path", None)
+    sources = (set(given),) if given is not None else (tokenizer, _generation_config(folder))
+    capabilities = Capabilities(
+        vocab_size=vocab_size,
+        max_context=_max_context(card, hints.max_context),
+        eos_token_ids=eos_token_ids(*sources, vocab_size=vocab_size),
+        sampling={parameter: VOUCHED[parameter][0] for parameter in vouched},
+        concurrent_calls=True,
+        # Not `stops_at_timeout`: some servers go on with an answer whose connection was closed.
+        abort=True,
+    )
+    health = HEALTH if client.answers(HEALTH, min(5.0, deadline.left() or 5.0)) else MODELS
+    return ServerInfo(capabilities, tokenizer, name, health, {"model": name, **extra}, extra=frozenset(extra))
+
+
+def _checked_extra(given: Any) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise invalid("extra_body", f"expected a mapping of field names, got {type(given).__name__}")
+    for name in given:
+        if name in SETTLED:
+            raise invalid("extra_body", f"corelm sets {name!r} itself; pass it as a sampling parameter or an option")
+    return given
+
+
+def _checked_names(given: Any) -> frozenset[str]:
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if name not in VOUCHED:
+            known = did_you_mean(str(name), list(VOUCHED)) or f"; expected some of {', '.join(VOUCHED)}"
+            raise invalid("honours", f"{name!r} is no parameter that a caller can vouch for{known}")
+    return frozenset(names)
+
+
+def _model_card(client: HttpClient, name: str | None, deadline: Deadline) -> Mapping[str, Any]:
+    """Return the server's entry for the model; an empty one if the caller names a model that is not listed.
+
+    Some servers list only a part of what they serve, and some fail to list anything.
+    """
+    if name is not None and not client.answers(MODELS, min(30.0, deadline.left() or 30.0)):
+        return {}
+    page = client.get(MODELS, timeout=deadline.left())
+    found = page.get("data") if isinstance(page, dict) else None
+    cards = {
+        str(card["id"]): card
+        for card in (found if isinstance(found, list) else ())
+        if isinstance(card, dict) and "id" in card
+    }
+    if name is not None:
+        return cards.get(name, {})
+    if len(cards) != 1:
+        listed = ", ".join(map(repr, cards)) or "none"
+        raise invalid("model", f"the server lists {listed[:300]}; name one of them with model=")
+    return next(iter(cards.values()))
+
+
+def _max_context(card: Mapping[str, Any], given: int | None) -> int | None:
+    stated = card.get("max_model_len")
+    stated = stated if type(stated) is int and stated > 0 else None
+    if given is None:
+        return stated
+    given = count("max_context", given, 2)
+    if stated is not None and given > stated:
+        raise invalid("max_context", f"the server's context is {stated} tokens, got {given}")
+    return given
+
+
+def _tokenizer(hints: ModelHints, model: str) -> Any:
+    given = hints.tokenizer
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return given
+    from transformers import AutoTokenizer
+
+    try:
+        # A server must not choose whose code runs here.
+        trusted = hints.trust_remote_code and given is not None
+        return AutoTokenizer.from_pretrained(model if given is None else given, trust_remote_code=trusted)
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"tokenizer: that of {os.fspath(given or model)!r} {why_unreadable(error)}; pass tokenizer=, the server's "
+            "own tokenizer or its folder: the protocol does not hand it over",
+            field="tokenizer",
+        ) from error
+
+
+def _generation_config(folder: Any) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder) if isinstance(folder, str) and folder else None
+    except (OSError, ValueError):
+        return None
+
+
+def no_completions(client: HttpClient, name: str, why: str) -> EngineError:
+    """Return the error for a server without completions, such as one that only chats."""
+    return EngineError(
+        f"{client.base_url} does not answer /v1/completions for the model {name!r} ({why}). A server that only chats "
+        "renders conversations by itself, so the ids that it reads would not be those that corelm has rendered and "
+        "records. Use one that has /v1/completions: llama.cpp, vLLM, SGLang, LM Studio and `transformers serve` do",
+        usable=False,
+    )

@@ -1,0 +1,129 @@
+"""`Vocabulary`: the ids of the tokens that a server names, and the texts that a server reads as the ids of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from corelm.support import RowError
+from openai_backend.replies import BY_ID
+
+#: How a server names a token: ``token_id:5``, the text that its id decodes to alone, or its entry in the vocabulary.
+Naming = Literal["id", "text", "entry"]
+#: What an incomplete character decodes to.
+_HALF_CHARACTER = "\ufffd"
+
+
+class Vocabulary:
+    """The tokenizer that the caller says is the server's, as far as names and texts of tokens go.
+
+    Args:
+        tokenizer: a tokenizer as `corelm.spec.hookspecs` describes it.
+        size: ids are below it.
+    """
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+
+    def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return what ids decode to."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def encode(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = self.tokenizer([text], add_special_tokens=add_special_tokens, **options)["input_ids"][0]
+        return ids
+
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the ids of an answer's text. A special token in it was written letter by letter: servers leave out
+        those that were sampled.
+        """
+        special = [token for token in getattr(self.tokenizer, "all_special_tokens", ()) if token and token in text]
+        return self.encode(text, **({"split_special_tokens": True} if special else {}))
+
+    def prompt_text(self, ids: list[int], adds_special_tokens: bool) -> str | None:
+        """Return a text that a server reads as exactly these ids; None if there is no such text.
+
+        Args:
+            adds_special_tokens: whether the server adds the tokenizer's special tokens to a text.
+        """
+        added = self.encode("", add_special_tokens=True) if adds_special_tokens else []
+        # What a tokenizer adds to an empty text it puts before a text, or after it. The last line finds out.
+        start = len(added) if ids[: len(added)] == added else 0
+        text = self.text(ids[start:])
+        return text if self.encode(text, add_special_tokens=adds_special_tokens) == ids else None
+
+    def ids_of(self, names: Sequence[str], naming: Naming) -> list[int]:
+        """Return the id of each token that a server names.
+
+        Raises:
+            RowError: a name stands for no id, or for several.
+        """
+        if naming == "id":
+            return [_number(name) for name in names]
+        known = self._by_text if naming == "text" else self._by_entry
+        ids = []
+        for position, name in enumerate(names):
+            found = known.get(name)
+            if found is None:
+                many = "several tokens" if name in known else "no token"
+                raise RowError(f"it names token {position} {name[:40]!r}, which {many} of the tokenizer may be")
+            ids.append(found)
+        return ids
+
+    def known(self, names: Iterable[str], naming: Naming) -> int:
+        """Return how many of these names stand for an id."""
+        table = self._by_text if naming == "text" else self._by_entry
+        return sum(naming == "id" or name in table for name in names)
+
+    def are_names(self, names: Sequence[str], ids: Sequence[int], naming: Naming) -> int | None:
+        """Return the first position where a server's name is not that of the id; None if all are.
+
+        Servers show a token that is not whole characters in different ways, so such a name says nothing.
+        """
+        for position, (name, token) in enumerate(zip(names, ids, strict=True)):
+            if name == self.name(token, naming):
+                continue
+            if naming == "text" and _HALF_CHARACTER in self.text([token]):
+                continue
+            return position
+        return None
+
+    def name(self, token: int, naming: Naming) -> str:
+        """Return how a server names an id."""
+        if naming == "id":
+            return f"{BY_ID}{token}"
+        entry = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        return self.text([token]) if naming == "text" or entry is None else str(entry(token))
+
+    @cached_property
+    def _by_text(self) -> dict[str, int | None]:
+        return _inverse([self.text([token]) for token in range(self._known)])
+
+    @cached_property
+    def _by_entry(self) -> dict[str, int | None]:
+        if not hasattr(self.tokenizer, "convert_ids_to_tokens"):
+            return {}
+        return _inverse(self.tokenizer.convert_ids_to_tokens(list(range(self._known))))
+
+    @property
+    def _known(self) -> int:
+        # A model may have more outputs than its tokenizer has entries.
+        return min(self.size, len(self.tokenizer)) if hasattr(self.tokenizer, "__len__") else self.size
+
+
+def _inverse(names: Sequence[str]) -> dict[str, int | None]:
+    """Return the id of each name; None for a name that several ids have."""
+    found: dict[str, int | None] = {}
+    for token, name in enumerate(names):
+        found[name] = None if name in found else token
+    return found
+
+
+def _number(name: str) -> int:
+    text = name.removeprefix(BY_ID)
+    if not name.startswith(BY_ID) or not text.isdecimal():
+        raise RowError(f"it names a token {name[:40]!r}, and not by its id as it did when it was tried")
+    return int(text)

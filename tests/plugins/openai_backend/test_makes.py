@@ -1,0 +1,313 @@
+"""Servers of different makes: what is found out by trying, and log-probs against a plain forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import corelm
+from corelm import Backend
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from helpers import oracle
+from helpers.fake_openai import MODEL, PENALTIES, PROTOCOL, FakeOpenAI
+from helpers.http_server import FaultServer, json_reply
+from helpers.letters import EOS, bos_tokenizer, letter_model, letter_tokenizer, letters
+
+#: What servers of the named make do, as far as it matters here.
+MAKES: dict[str, dict[str, Any]] = {
+    "hosted": {"strict": True, "names": "text", "knows": PROTOCOL | PENALTIES, "says_eos": False},
+    "llama.cpp": {"names": "content", "knows": (PROTOCOL | PENALTIES | {"ignore_eos"}) - {"stop"}},
+    "entries": {"names": "entry", "mode": "processed", "echoes": 1},
+    "scaled": {"states_ids": True, "names": "text", "mode": "scaled", "echoes": 0},
+    "ids": {"states_ids": True, "names": "id", "knows": PROTOCOL | {"stop_token_ids", "ignore_eos"}, "echoes": 0},
+}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
+PROMPTS = [letters()[3:9], letters()[40:41], letters()[60:80]]
+
+
+@contextmanager
+def opened(fake: FakeOpenAI, **options: Any) -> Iterator[Backend]:
+    with FaultServer(fake) as server:
+        options = {"base_url": server.url, "tokenizer": letter_tokenizer(), **options}
+        with corelm.get_backend("openai", **options) as backend:
+            yield backend
+
+
+@pytest.fixture(scope="module", params=MAKES)
+def make(request: pytest.FixtureRequest) -> Iterator[tuple[str, Backend]]:
+    with opened(FakeOpenAI(**MAKES[request.param])) as backend:
+        yield request.param, backend
+
+
+def test_what_a_server_does_is_found_out(make):
+    name, backend = make
+    found = backend.capabilities
+    modes = {"entries": "processed", "scaled": "scaled"}
+    assert found.generation_modes == {modes.get(name, "raw")}
+    assert found.score == ("echoes" in MAKES[name])
+    assert found.max_context == (255 if found.score else 256)
+    assert found.per_answer_seeds and found.seeds_are_costly
+    assert found.sampling.keys() >= {"temperature", "top_p", "stop"}
+    # What the answers of a server that ends them early do not show is not declared either.
+    assert name == "hosted" or (found.sampling.keys() >= PENALTIES) == (name == "llama.cpp")
+    assert not found.update_weights and not found.streaming and not found.top_logprobs
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_log_probs_are_those_of_a_plain_forward_pass(make, mode, sampling):
+    _, backend = make
+    try:
+        # Some makes give no log-prob of EOS.
+        batch = backend.generate(PROMPTS, {"max_new_tokens": 6, **sampling}, logprobs=mode, on_error="skip")
+    except CapabilityError as error:
+        # Each make lacks some of them: that is what the tests of the modes are about.
+        assert error.capability == "generation_modes" and sampling
+        return
+    assert batch.errors is None or make[0] == "hosted"
+    for prompt, ids, found in zip(PROMPTS, batch.ids.tolist(), batch.logprobs.split(), strict=True):
+        if batch.mode == "raw" or not sampling:
+            expected = oracle.answer_logprobs(letter_model(), prompt, ids)
+        elif sampling == {"temperature": 0.6}:
+            expected = oracle.answer_logprobs(letter_model(), prompt, ids, 0.6)
+        else:
+            expected = torch.zeros(len(ids)) if sampling == {"temperature": 0.0} else None
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_scores_are_those_of_a_plain_forward_pass(make):
+    _, backend = make
+    rows = [*PROMPTS, [letters()[0], EOS, letters()[1], 0, 200]]
+    if not backend.capabilities.score:
+        with pytest.raises(CapabilityError):
+            backend.score_logprobs(rows)
+        return
+    batch = backend.score_logprobs(rows)
+    for row, found in zip(rows, batch.logprobs.split(), strict=True):
+        torch.testing.assert_close(found, oracle.logprobs(letter_model(), row), rtol=0, atol=1e-4)
+
+
+def test_an_answer_ends_with_eos_and_keeps_it(make):
+    name, backend = make
+    batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none")
+    ended = [ids for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True) if reason == "stop"]
+    assert ended and all(ids[-1] == EOS and EOS not in ids[:-1] for ids in ended)
+    if name != "hosted":
+        scored = backend.generate(PROMPTS, {"max_new_tokens": 16}, logprobs="raw")
+        for prompt, ids, found in zip(PROMPTS, scored.ids.tolist(), scored.logprobs.split(), strict=True):
+            expected = oracle.answer_logprobs(letter_model(), prompt, ids)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_an_eos_without_a_log_prob_fails_its_row_if_log_probs_were_asked_for():
+    with opened(FakeOpenAI(**MAKES["hosted"])) as backend:
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="raw", on_error="skip")
+    failed = [error for error in batch.errors if error]
+    assert failed and all("ended with EOS, of which it gives no log-prob" in error for error in failed)
+    assert "length" in batch.finish_reasons
+
+
+@pytest.mark.parametrize("says_eos", [True, False])
+def test_an_eos_is_found_where_no_bias_can_show_how_it_is_reported(says_eos):
+    with opened(FakeOpenAI(knows=PROTOCOL - {"logit_bias"}, says_eos=says_eos)) as backend:
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none")
+    for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
+        assert (reason == "stop") == (ids[-1] == EOS) and EOS not in ids[:-1]
+    assert "stop" in batch.finish_reasons
+
+
+def test_an_end_that_the_backend_does_not_know_fails_its_row():
+    with opened(FakeOpenAI(states_ids=True), eos_token_ids=[1]) as backend:
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none", on_error="skip")
+    failed = [error for error in batch.errors if error]
+    assert failed and all("may have stop ids that this backend does not know" in error for error in failed)
+
+
+def test_a_server_that_takes_no_temperature_above_one():
+    def refuse(body: Any, reply: dict[str, Any]) -> Any:
+        return json_reply({"error": "temperature must be at most 1"}, 400) if body["temperature"] > 1 else None
+
+    fake = FakeOpenAI(ends=False)
+    fake.change = refuse
+    with opened(fake) as backend:
+        assert backend.capabilities.sampling["temperature"] == (0.0, 1.0)
+        # One temperature does not show which log-probs these are, except where all are the same.
+        assert backend.generate(PROMPTS, {"max_new_tokens": 3}).mode == "raw"
+        with pytest.raises(CapabilityError, match="could not be found out"):
+            backend.generate(PROMPTS, {"max_new_tokens": 3, "temperature": 0.5})
+
+
+def test_stop_ids_and_an_ignored_eos(make):
+    name, backend = make
+    stop_ids = letters()[::2]
+    batch = backend.generate(PROMPTS * 4, {"max_new_tokens": 12, "stop_token_ids": stop_ids}, logprobs="none")
+    for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
+        assert not {*ids[:-1]} & {*stop_ids, EOS}
+        assert (reason == "stop") == (ids[-1] in {*stop_ids, EOS})
+    if name in ("llama.cpp", "ids"):
+        batch = backend.generate(PROMPTS * 3, {"max_new_tokens": 16, "ignore_eos": True}, logprobs="none")
+        assert batch.ids.lengths.tolist() == [16] * 9
+        assert any(EOS in ids for ids in batch.ids.tolist())
+    else:
+        with pytest.raises(CapabilityError, match="ignore_eos") as caught:
+            backend.generate(PROMPTS, {"max_new_tokens": 4, "ignore_eos": True}, logprobs="none")
+        assert caught.value.capability == "ignore_eos"
+
+
+def test_a_stop_string_ends_text_and_ids_together(make):
+    _, backend = make
+    free = backend.generate(PROMPTS, GREEDY, logprobs="none").ids.tolist()
+    stop = letter_tokenizer().decode(free[0][2:4])
+    ids = backend.generate(PROMPTS[:1], {**GREEDY, "stop": [stop]}, logprobs="none").ids.tolist()[0]
+    whole = letter_tokenizer().decode(free[0])
+    assert ids == free[0][: whole.index(stop) + 2]
+
+
+# What cannot be trusted is refused ------------------------------------------------------------------------------------
+
+
+def test_a_server_that_only_chats_is_refused():
+    with (
+        pytest.raises(EngineError, match=r"does not answer /v1/completions for.* renders conversations by itself"),
+        opened(FakeOpenAI(chats_only=True)),
+    ):
+        pass
+
+
+def test_another_tokenizer_than_the_servers_is_refused():
+    from helpers.tiny_models import tiny_tokenizer
+
+    with (
+        pytest.raises(EngineError, match="pass the server's own"),
+        opened(FakeOpenAI(takes_ids=False), tokenizer=tiny_tokenizer()),
+    ):
+        pass
+
+
+class Rotated:
+    """A tokenizer that gives every letter the id of another one."""
+
+    def __init__(self) -> None:
+        self._own = letter_tokenizer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
+        return {"input_ids": [[_moved(token, 1) for token in ids] for ids in self._own(texts, **options)["input_ids"]]}
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return self._own.decode([_moved(token, -1) for token in ids], **options)
+
+
+def _moved(token: int, by: int) -> int:
+    places = letters()
+    return places[(places.index(token) + by) % len(places)] if token in places else token
+
+
+@pytest.mark.parametrize("states_ids", [True, False])
+def test_ids_of_another_tokenizer_are_not_believed(states_ids):
+    with (
+        pytest.raises(EngineError, match=r"another tokenizer.*pass the server's own"),
+        opened(FakeOpenAI(states_ids=states_ids), tokenizer=Rotated()),
+    ):
+        pass
+
+
+def test_a_parameter_that_is_ignored_is_not_declared():
+    ignored = frozenset({"model", "prompt", "max_tokens", "logprobs"})
+    with opened(FakeOpenAI(knows=ignored)) as backend:
+        # It samples at temperature 1 whatever it is told: no number says otherwise.
+        assert "top_p" not in backend.capabilities.sampling and not backend.capabilities.per_answer_seeds
+        assert not PENALTIES & backend.capabilities.sampling.keys()
+
+
+def test_a_penalty_that_is_in_raw_log_probs_is_not_declared():
+    # As with SGLang's "original" log-probs: they are the model's own only until a penalty changes the logits.
+    with opened(FakeOpenAI(names="content", mode="penalised", knows=PROTOCOL | PENALTIES)) as backend:
+        assert backend.capabilities.generation_modes == {"raw"}
+        assert not PENALTIES & backend.capabilities.sampling.keys()
+
+
+def test_a_repetition_penalty_under_another_name_is_not_declared():
+    with opened(FakeOpenAI(names="content", knows=PROTOCOL | PENALTIES, swaps_penalties=True)) as backend:
+        assert not PENALTIES & backend.capabilities.sampling.keys()
+
+
+def test_a_server_that_adds_bos_to_a_text_is_sent_the_text_without_it():
+    tokenizer = bos_tokenizer()
+    with opened(FakeOpenAI(takes_ids=False, tokenizer=tokenizer), tokenizer=tokenizer) as backend:
+        rows = [[1, *PROMPTS[0]], PROMPTS[0]]
+        batch = backend.generate(rows, GREEDY, logprobs="raw", on_error="skip")
+        assert "adds its special tokens" in batch.errors[1] and not batch.errors[0]
+        expected = oracle.answer_logprobs(letter_model(), rows[0], batch.ids.tolist()[0])
+        torch.testing.assert_close(batch.logprobs.split()[0], expected, rtol=0, atol=1e-4)
+
+
+def test_opening_takes_some_two_hundred_short_requests():
+    with FaultServer(FakeOpenAI(**MAKES["ids"])) as server:
+        corelm.get_backend("openai", base_url=server.url, tokenizer=letter_tokenizer()).close()
+    sent = [request.body for request in server.requests if request.method == "POST"]
+    assert len(sent) <= 300 and max(body["max_tokens"] for body in sent) <= 24
+
+
+def test_a_temperature_that_is_ignored_is_not_declared():
+    fake = FakeOpenAI(knows=PROTOCOL - {"temperature"}, ends=False)
+    with opened(fake) as backend, pytest.raises(CapabilityError, match="does not honour temperature"):
+        backend.generate(PROMPTS, {"max_new_tokens": 4, "temperature": 0.5}, logprobs="none")
+
+
+def test_raw_log_probs_with_a_penalty_nobody_tried_are_refused():
+    with opened(FakeOpenAI(), honours=["repetition_penalty"]) as backend:
+        backend.generate(PROMPTS, {**GREEDY, "repetition_penalty": 1.2}, logprobs="none")
+        with pytest.raises(CapabilityError, match="not known whether the server's log-probs include"):
+            backend.generate(PROMPTS, {**GREEDY, "repetition_penalty": 1.2})
+
+
+@pytest.mark.parametrize(
+    ("fake", "extra", "modes"),
+    [
+        (FakeOpenAI(), {"user": "me"}, {"raw"}),
+        (FakeOpenAI(mode="processed"), {"min_keep": 5}, set()),
+        (FakeOpenAI(mode="scaled"), {"min_keep": 5}, set()),
+        (FakeOpenAI(knows=PROTOCOL | {"even_ids_only"}), {"even_ids_only": True}, set()),
+    ],
+    ids=["without effect", "processed", "scaled", "a grammar"],
+)
+def test_fields_of_the_caller_leave_raw_log_probs_only_if_they_do_not_change_them(fake, extra, modes):
+    with opened(fake, extra_body=extra) as backend:
+        assert backend.capabilities.generation_modes == modes
+        assert len(backend.generate(PROMPTS, {"max_new_tokens": 3}, logprobs="none").ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"base_url": None}, "base_url"),
+        ({"model": 5}, "model"),
+        ({"extra_body": {"n": 2}}, "extra_body"),
+        ({"honours": "topp"}, "honours"),
+        ({"max_context": 1000}, "max_context"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"tokenizer": "/no/such/folder"}, "tokenizer"),
+        ({"tokenizer": None}, "tokenizer"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_by_name(options, field):
+    with pytest.raises(InvalidRequestError) as caught, opened(FakeOpenAI(), **options):
+        pass
+    assert caught.value.field == field
+
+
+def test_a_model_can_be_named():
+    with opened(FakeOpenAI(), model=MODEL) as backend:
+        assert backend.model_name == MODEL

@@ -1,0 +1,158 @@
+"""Ids for names and texts, texts for ids, and replies of any form: a row fails, and nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corelm import SamplingParams
+from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from corelm.support import RowError
+from helpers.letters import EOS, bos_tokenizer, letter_tokenizer, letters
+from helpers.tiny_models import VOCAB, tiny_tokenizer
+from openai_backend.protocol import generation_requests, generation_result, scoring_requests, scoring_result
+from openai_backend.server_info import ServerInfo
+from openai_backend.vocabulary import Vocabulary
+
+CAPABILITIES = Capabilities(
+    vocab_size=VOCAB,
+    max_context=64,
+    eos_token_ids=frozenset({EOS}),
+    generation_modes=frozenset({"raw"}),
+    score=True,
+    sampling={"temperature": None, "stop": None},
+)
+INFO: dict[str, Any] = {"samples": True, "logprobs": "raw", "takes_ids": True, "counts_prompts": True, "echo": 0}
+
+
+def server(**known: Any) -> ServerInfo:
+    return ServerInfo(CAPABILITIES, tiny_tokenizer(), "a-model", "/health", {"model": "a-model"}, **(INFO | known))
+
+
+def request(logprobs: str, *prompts: list[int], **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=Ragged.from_list(list(prompts)),
+        sampling=SamplingParams(**{"max_new_tokens": 3, **sampling}),
+        logprobs=logprobs,  # type: ignore[arg-type]
+        seeds=None,
+        stop_ids=frozenset({EOS}),
+        request_ids=tuple(map(str, range(len(prompts)))),
+        timeout=None,
+    )
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+LOGPROBS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tokens": st.lists(st.text(max_size=3) | st.just("token_id:5") | JSON, max_size=4) | JSON,
+        "token_logprobs": st.lists(st.floats(-5, 0) | JSON, max_size=4) | JSON,
+        "top_logprobs": JSON,
+        "content": st.lists(st.dictionaries(st.sampled_from(["id", "token", "logprob"]), JSON), max_size=4) | JSON,
+    },
+)
+CHOICE = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": st.text(max_size=5) | JSON,
+        "token_ids": st.lists(st.integers(-1, VOCAB), max_size=4) | JSON,
+        "prompt_token_ids": JSON,
+        "finish_reason": st.sampled_from(["stop", "length", "abort", None]) | JSON,
+        "logprobs": LOGPROBS | JSON,
+    },
+)
+REPLY = (
+    st.fixed_dictionaries({"choices": st.lists(CHOICE, min_size=1, max_size=1) | JSON}, optional={"usage": JSON}) | JSON
+)
+KINDS = [{"states_ids": True, "naming": "id"}, {"naming": "text"}, {"naming": "entry"}, {"naming": "id"}, {}]
+
+
+@pytest.mark.parametrize("known", KINDS, ids=str)
+@given(reply=REPLY)
+def test_a_reply_of_any_form_is_an_answer_or_fails_its_row(known, reply):
+    for logprobs in ("raw", "none") if known else ("none",):
+        asked = request(logprobs, [5, 6])
+        info = server(**known)
+        batch = generation_result(asked, generation_requests(asked, info), [reply], info)
+        assert (batch.finish_reasons == ("error",)) == bool(batch.errors)
+        assert batch.errors or batch.logprobs is None or batch.logprobs.lengths.equal(batch.ids.lengths)
+
+
+@given(reply=REPLY)
+def test_a_score_of_any_form_is_a_score_or_fails_its_row(reply):
+    asked = ScoreRequest(
+        sequences=Ragged.from_list([[5, 6, 7]]),
+        score_from=torch.ones(1, dtype=torch.int64),
+        temperature=1.0,
+        return_logits=False,
+        grad=False,
+        device=None,
+        request_ids=("a",),
+        timeout=None,
+    )
+    info = server(naming="id")
+    batch = scoring_result(asked, scoring_requests(asked, info), [reply], info)
+    assert bool(batch.errors) != bool(batch.scored.values.any())
+
+
+def test_a_stop_string_that_may_be_a_piece_of_a_special_token_is_not_left_to_the_server():
+    # SGLang looks for stop strings in a text that has the special tokens, <|im_end|> for example.
+    info = server(states_ids=True, stops_at_strings=True)
+    (payload,) = generation_requests(request("none", [5, 6], stop=("e", "d|", " Q", "5")), info).values()
+    assert payload["stop"] == [" Q", "5"]
+    (payload,) = generation_requests(request("none", [5, 6], stop=("e",)), info).values()
+    assert "stop" not in payload
+    (ids,) = (tiny_tokenizer()("the sea")["input_ids"],)
+    reply = {"choices": [{"token_ids": ids, "text": "the sea", "finish_reason": "length"}], "usage": {}}
+    asked = request("none", [5, 6], stop=("e",), max_new_tokens=len(ids))
+    batch = generation_result(asked, generation_requests(asked, info), [reply], info)
+    assert batch.finish_reasons == ("stop",) and "e" in tiny_tokenizer().decode(batch.ids.values.tolist())
+    assert "e" not in tiny_tokenizer().decode(batch.ids.values.tolist()[:-1])
+
+
+# Texts and names ------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet="ab e<>|imendst\n é猫", max_size=12))
+def test_a_text_stands_for_the_ids_that_it_is_encoded_to(text):
+    vocabulary = Vocabulary(tiny_tokenizer(), VOCAB)
+    ids = vocabulary.encode(text)
+    assert vocabulary.prompt_text(ids, adds_special_tokens=False) == text
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=8))
+def test_no_text_stands_for_ids_that_the_tokenizer_would_not_make(ids):
+    vocabulary = Vocabulary(tiny_tokenizer(), VOCAB)
+    text = vocabulary.prompt_text(ids, adds_special_tokens=False)
+    assert text is None or tiny_tokenizer()(text)["input_ids"] == ids
+    assert text is not None or tiny_tokenizer()(tiny_tokenizer().decode(ids))["input_ids"] != ids
+
+
+def test_what_a_server_adds_to_a_text_is_left_out_of_it():
+    vocabulary = Vocabulary(bos_tokenizer(), len(bos_tokenizer()))
+    row = letters()[3:9]
+    assert vocabulary.prompt_text([1, *row], adds_special_tokens=True) == letter_tokenizer().decode(row)
+    assert vocabulary.prompt_text(row, adds_special_tokens=True) is None
+
+
+def test_a_name_that_stands_for_several_ids_stands_for_none():
+    tokenizer = letter_tokenizer()
+    vocabulary = Vocabulary(tokenizer, len(tokenizer))
+    assert vocabulary.ids_of([tokenizer.decode([token]) for token in letters()], "text") == letters()
+    # Parts of characters all look alike.
+    with pytest.raises(RowError, match="several tokens"):
+        vocabulary.ids_of(["\ufffd"], "text")
+    with pytest.raises(RowError, match="no token"):
+        vocabulary.ids_of(["猫"], "text")
+    with pytest.raises(RowError, match="not by its id"):
+        vocabulary.ids_of(["a"], "id")
