@@ -1,7 +1,7 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
 # make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, make test-harnesses with lm-eval,
 # TRL and inspect_ai, and make test-tensordict with the newest tensordict, each in its own environment; make test-hosts uses
-# those of the engines.
+# those of the engines, and so does make test-harnesses if both are there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -60,7 +60,8 @@ test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; 
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/engines/ray
 
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries; takes minutes
-	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses
+	OMP_NUM_THREADS=1 $(and $(wildcard .venv-vllm/.installed),$(wildcard .venv-sglang/.installed),CORELM_TEST_HOSTS=1) \
+		.venv-harnesses/bin/python -m pytest tests/harnesses
 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 #: By the beginning of their names.
-NEEDED = {"corelm.interop.torchrl": "torchrl", "corelm.interop.inspect_": "inspect_ai"}
+NEEDED = {
+    "corelm.interop.torchrl": "torchrl",
+    "corelm.interop.inspect_": "inspect_ai",
+    "corelm.interop.lm_eval_": "lm_eval",
+}
 
 
 def missing_for(module: str) -> str | None:
