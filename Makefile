@@ -1,7 +1,7 @@
 # make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
 # make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, make test-harnesses with lm-eval,
 # TRL and inspect_ai, and make test-tensordict with the newest tensordict, each in its own environment; make test-hosts uses
-# those of the engines, and so does make test-harnesses if both are there.
+# those of the engines.
 
 PYTHON ?= python3
 VENV := .venv
@@ -60,18 +60,19 @@ test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; 
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/engines/ray
 
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries; takes minutes
-	OMP_NUM_THREADS=1 $(and $(wildcard .venv-vllm/.installed),$(wildcard .venv-sglang/.installed),CORELM_TEST_HOSTS=1) \
-		.venv-harnesses/bin/python -m pytest tests/harnesses
+	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses
 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
-	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py
+	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py \
+		tests/harnesses/test_lm_eval.py
 
-test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine
+test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
 	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
 		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
+	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

@@ -72,7 +72,7 @@ def ours(tiny_model: Path, watcher: Watcher):
     [
         "transformers",
         *(
-            pytest.param(name, marks=pytest.mark.skipif(not HOSTS, reason="CORELM_TEST_HOSTS=1 runs it"))
+            pytest.param(name, marks=pytest.mark.skipif(not HOSTS, reason="make test-hosts runs it"))
             for name in ("vllm", "sglang")
         ),
     ],
