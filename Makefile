@@ -64,7 +64,8 @@ test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL
 
 test-hosts: install .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments; takes minutes
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
-	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py
+	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py \
+		tests/harnesses/test_lm_eval.py
 
 test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
 	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \

@@ -41,9 +41,10 @@ PARTS = (
     "fleet",
     "ray",
     "vllm_overhead",
+    "lm_eval",
 )
-#: Parts that need an engine, and the interpreter of the environment in which it is installed.
-ELSEWHERE = {"ray": ("ray", Path(".venv-ray/bin/python")), "vllm_overhead": ("vllm", Path(".venv-vllm/bin/python"))}
+#: Parts that need an engine or a harness: the module to look for, and the name of the environment that has it.
+ELSEWHERE = {"ray": ("ray", "ray"), "vllm_overhead": ("vllm", "vllm"), "lm_eval": ("lm_eval", "harnesses")}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -73,10 +74,11 @@ def main() -> None:
 
 def measured(part: str, quick: bool) -> dict[str, Any] | None:
     """Measure a part and print its figures; return what is saved, or None if the part cannot be measured here."""
-    engine, python = ELSEWHERE.get(part, (None, None))
-    if engine is not None and python is not None and find_spec(engine) is None:
+    needed, environment = ELSEWHERE.get(part, (None, ""))
+    if needed is not None and find_spec(needed) is None:
+        python = Path(f".venv-{environment}/bin/python")
         if not python.exists():
-            print(f"\n{part}: skipped, {engine} is not installed (make test-{engine} installs it)")
+            print(f"\n{part}: skipped, {needed} is not installed (make test-{environment} installs it)")
             return None
         with tempfile.TemporaryDirectory() as folder:
             options = ["--quick"] if quick else []

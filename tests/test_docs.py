@@ -42,6 +42,8 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         pytest.importorskip("uvicorn", reason="the server needs the extra serve")
     if page.path.name == "inspect.md":
         pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; make test-harnesses runs the page")
+    if page.path.name == "lm-eval.md":
+        pytest.skip("tests/harnesses/test_lm_eval_command.py runs it, after the commands of the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     page.run()
