@@ -23,7 +23,10 @@ def completed(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("corelm ", {"backends", "fleet", "generate", "score", "chat"}),
+        (
+            "corelm ",
+            {"backends", "fleet", "generate", "score", "chat", "serve", "conformance", "new-backend"},
+        ),
         ("corelm gen", {"generate"}),
         ("corelm generate --max", {"--max-new-tokens"}),
         (
