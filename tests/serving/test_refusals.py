@@ -80,6 +80,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (TOKENS, {"prompt_token_ids": "abc"}, "prompt_token_ids", "a list of ids"),
     (TOKENS, {"prompt_token_ids": [1], "stream": True}, "stream", "does not know this field"),
     (TOKENS, {"prompt_token_ids": [1], "logprobs": "all"}, "logprobs", "expected one of"),
+    (TOKENS, {"prompt_token_ids": [3], "logprobs": "none", "top_logprobs": 2}, "top_logprobs", "as raw or processed"),
     (TOKENS, {"prompt_token_ids": [[]]}, "prompt_token_ids", "has no tokens"),
 ]
 

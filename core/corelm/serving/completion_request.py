@@ -112,6 +112,9 @@ class TokenAsk:
         check_names(given, _TOKENS)
         logprobs = given.get("logprobs", "raw")
         one_of("logprobs", logprobs, ("none", "raw", "processed"))
+        top = count("top_logprobs", given.get("top_logprobs", 0), 0)
+        if top and logprobs == "none":
+            raise invalid("top_logprobs", "they belong to logprobs; give logprobs as raw or processed, or leave it out")
         sampling = sampling_of(given, default_max_tokens=16)
         rows = given.get("prompt_token_ids")
         if not isinstance(rows, list) or not rows:
@@ -123,7 +126,7 @@ class TokenAsk:
             prompts=prompts,
             sampling=sampling,
             logprobs=logprobs,
-            top_logprobs=count("top_logprobs", given.get("top_logprobs", 0), 0),
+            top_logprobs=top,
         )
 
 
