@@ -64,6 +64,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         "chat_template_kwargs",
         "leave it",
     ),
+    (CHATS, {"messages": CHAT, "chat_template_kwargs": {"max_length": 5}}, "chat_template_kwargs", "max_length"),
     (CHATS, {"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object"),
     (CHATS, {"messages": CHAT, "model": 5}, "model", "expected a text"),
     (COMPLETIONS, {}, "prompt", "expected a text"),

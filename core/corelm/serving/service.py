@@ -28,6 +28,7 @@ from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm.validate import shown
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class Service:
             Refusal: the server has no model of this name.
         """
         if name is not None and name != self.name:
-            message = f"the model {name!r} does not exist; give {self.name!r}"
+            message = f"the model {shown(name)} does not exist; give {self.name!r}"
             raise Refusal(404, message, code="model_not_found", param="model")
 
     # What is asked of the engine -------------------------------------------------------------------------------------
