@@ -104,7 +104,7 @@ class Service:
         """Whether answers are parsed, so that a client is told nothing before they are complete."""
         return self._reader.parser is not None
 
-    # Who is answered -------------------------------------------------------------------------------------------------
+    # Admission -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Service:
             message = f"the model {shown(name)} does not exist; give {self.name!r}"
             raise Refusal(404, message, code="model_not_found", param="model")
 
-    # What is asked of the engine -------------------------------------------------------------------------------------
+    # Calls to the engine ---------------------------------------------------------------------------------------------
 
     def render(
         self, messages: Chat, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any]
@@ -227,7 +227,7 @@ class Service:
             return "none"
         return self.options.log_probs
 
-    # What is made of its answers -------------------------------------------------------------------------------------
+    # Its answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, result: GenerateResult, sampling: SamplingParams) -> list[Answer]:
         """Return the answers of a result."""
