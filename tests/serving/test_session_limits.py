@@ -1,4 +1,4 @@
-"""Sessions within the limits of a store: which are dropped, and which are not because they are in use."""
+"""Sessions within the limits of a store: which are dropped, which are in use, and what is read while they go on."""
 
 import gc
 import random
@@ -6,6 +6,7 @@ import random
 import pytest
 
 from corelm.errors import MissingKeyError
+from corelm.serving.session_tree import SessionIndex, SessionTree
 from corelm.serving.sessions import SessionStore
 from helpers.serving import told
 
@@ -86,3 +87,13 @@ def test_what_is_dropped_is_what_a_list_in_order_of_use_says(seed):
             continue
         used(name)
         assert store.ids() == tuple(kept) and store.tokens == sum(held[one] for one in kept)
+
+
+def test_a_session_is_read_as_it_was_while_it_goes_on():
+    tree = SessionTree("a", named=True, now=0.0, index=SessionIndex())
+    first = tree.add(None, "message", 1.0)
+    read = tree.reader()
+    tree.updated = 2.0
+    tree.add(first, "message", 2.0)
+    tree.remove_unasked(first.children[0])
+    assert [node.id for node in read().nodes] == [0] and read().updated == 0.0

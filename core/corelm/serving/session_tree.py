@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias
@@ -239,9 +239,14 @@ class SessionTree:
         """Whether a turn is open."""
         return any(True for _ in self.turns)
 
-    def record(self) -> SessionRecord:
-        """Return the session as plain values."""
-        return SessionRecord(self.id, self.created, self.updated, tuple(node.record() for node in self.nodes.values()))
+    def reader(self) -> Callable[[], SessionRecord]:
+        """Return a function that returns the session, as it is now, as plain values.
+
+        It may be called later and on any thread: a node's values do not change. It takes a second for ten million ids,
+        in which the store can serve others.
+        """
+        head, nodes = (self.id, self.created, self.updated), [*self.nodes.values()]
+        return lambda: SessionRecord(*head, tuple(node.record() for node in nodes))
 
     # Beginnings ------------------------------------------------------------------------------------------------------
 

@@ -164,7 +164,8 @@ class SessionStore:
                     "were dropped to stay within the limits",
                     field="session",
                 )
-            return tree.record()
+            read = tree.reader()
+        return read()
 
     def to_json(self, session_id: str) -> dict[str, Any]:
         """Return ``get(session_id)`` in values that JSON has. See `session_records`.
