@@ -32,9 +32,12 @@ from transformers import AutoModelForCausalLM
 import corelm.interop.inspect_ai
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.examples.tiny import build_tiny
+from corelm.interop.inspect_messages import log_probs_of
+from corelm.serving.token_texts import TokenTexts
 from helpers import oracle
 from helpers.pages import Page
 from helpers.scripted import scripted
+from helpers.tiny_models import tiny_tokenizer
 from helpers.tool_templates import HERMES, QWEN_XML
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +120,7 @@ def test_log_probs_are_those_of_a_plain_forward(tiny):
             text = "".join(each.token for each in tokens)
             ids = backend.tokenizer(text, add_special_tokens=False)["input_ids"]
             assert len(ids) == len(tokens) and text.removesuffix("<|im_end|>") == choice.message.text
+            assert b"".join(bytes(each.bytes) for each in tokens) == text.encode()
             logits = oracle.next_logits(plain, [*prompt, *ids]).log_softmax(-1)
             for at, (token_id, each) in enumerate(zip(ids, tokens, strict=True), start=len(prompt)):
                 assert each.logprob == pytest.approx(logits[at - 1, token_id].item(), abs=2e-5)
@@ -136,6 +140,12 @@ def test_log_probs_are_those_of_a_plain_forward(tiny):
     finally:
         asyncio.run(close(model))
     assert backend.closed
+
+
+def test_tokens_that_are_parts_of_a_character_have_their_bytes():
+    ids = tiny_tokenizer()("日", add_special_tokens=False)["input_ids"]
+    tokens = log_probs_of(TokenTexts(tiny_tokenizer()), ids, [-1.0] * len(ids)).content
+    assert len(ids) > 1 and b"".join(bytes(each.bytes) for each in tokens) == "日".encode()
 
 
 async def close(model):

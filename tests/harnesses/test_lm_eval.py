@@ -212,6 +212,8 @@ def test_sampled_answers_follow_the_seed_whatever_shares_their_call(tiny_model):
     for size in ("auto", 1, 3):
         with CoreLM("transformers", tiny_model, dtype="float32", batch_size=size) as model:
             found.append(model.generate_until(asked))
+            # As after an interruption, when the cache has the first answers.
+            assert model.generate_until(asked[3:]) == found[-1][3:]
     assert found[0] == found[1] == found[2] and len(set(found[0][:3])) == 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from corelm import Backend, hookimpl
 from corelm.serving import ServerOptions, ServerThread, SessionStore
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.message import Chat
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "Where is the cat?"}]
@@ -110,3 +111,12 @@ def chat_ids(messages: list[dict[str, Any]]) -> list[int]:
     found = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tiny_tokenizer()(found, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def told(
+    store: SessionStore, messages: Sequence[Any], answer: Mapping[str, Any], ids: Sequence[int] = (7, 8), **options: Any
+) -> tuple[str, Chat]:
+    """Answer a request of a store, and return its session and the messages that it was to render."""
+    with store.begin(messages, **options) as turn:
+        turn.record(prompt_ids=[1, 2, 3], ids=ids, message=answer)
+    return turn.session_id, turn.messages

@@ -9,7 +9,7 @@ import torch
 
 from corelm import Backend
 from corelm.serving import ServerThread
-from helpers.serving import Seen, client_of, http_of
+from helpers.serving import Seen, client_of, http_of, serving
 
 PROMPTS = ["The cat is", "Où est", "A small bird sings"]
 
@@ -102,6 +102,22 @@ def test_the_token_endpoint_answers_in_ids_with_log_probs_and_provenance(
         assert choice["top_ids"] == top.tolist()
         assert choice["provenance"]["mode"] == "raw" and choice["provenance"]["weight_version"] == "0"
     assert found["usage"]["prompt_tokens"] == sum(map(len, rows))
+
+
+def test_the_token_endpoint_has_the_log_probs_of_the_server_unless_others_are_asked_for(tiny: Backend) -> None:
+    asked = {"prompt_token_ids": [3, 7], "max_tokens": 5, "seed": 5, "temperature": 2.0}
+    with serving(tiny, model_name="m", log_probs="processed") as server, http_of(server) as client:
+        (own,), (raw,) = (
+            client.post("/v1/tokens", json=body).json()["choices"] for body in (asked, {**asked, "logprobs": "raw"})
+        )
+        assert server.sessions is not None
+        recorded = [node for name in server.sessions.ids() for node in server.sessions.get(name).nodes]
+    sequence = torch.tensor([[3, 7, *own["token_ids"]]])
+    for choice, temperature in ((own, 2.0), (raw, 1.0)):
+        expected = tiny.score_logprobs(sequence, temperature=temperature).logprobs.tolist()[0][2:]
+        assert choice["logprobs"] == pytest.approx(expected, abs=1e-5) and choice["token_ids"] == own["token_ids"]
+    answers = [node for node in recorded if node.kind == "answer"]
+    assert [node.provenance and node.provenance.mode for node in answers] == ["processed", "raw"]
 
 
 def test_seeds_give_the_same_answers_again_and_others_do_not(toy_server: ServerThread) -> None:

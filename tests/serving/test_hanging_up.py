@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from corelm import Backend
 from corelm.serving import ServerThread
+from corelm.serving.connection import Connection
 from helpers.processes import wait_until
-from helpers.serving import http_of, raw_request, serving
+from helpers.serving import PATIENCE, http_of, raw_request, serving
 from helpers.streaming_fakes import dripping, engine_of
 
 ASKED = {"prompt": [3, 7], "max_tokens": 8}
@@ -122,3 +125,25 @@ def test_a_client_that_hangs_up_before_its_body_is_complete_leaves_nothing(toy: 
         )
         half.close()
         assert wait_until(lambda: server.service.admitted_now == 0)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_client_that_does_not_read_is_given_up(begins: bool) -> None:
+    """Uvicorn lets the beginning of a reply wait too, while the client has not read the reply before it."""
+    sent, gone = [], asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+        if message["type"].endswith("start") == begins:
+            await gone.wait()
+
+    async def receive() -> Message:
+        raise AssertionError("the reply does not read")
+
+    async def reply() -> bool:
+        connection = Connection({"type": "http", "headers": []}, receive, send, send_patience=0.01)
+        await asyncio.wait_for(connection.reply({}), PATIENCE)
+        return connection.left
+
+    assert asyncio.run(reply())
+    assert sent == ["http.response.start", "http.response.body"][: 1 if begins else 2]

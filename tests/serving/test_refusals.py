@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from corelm import Backend
 from corelm.errors import InvalidRequestError
 from corelm.serving import ServerOptions, ServerThread
 from helpers.fakes import Gate, fake
+from helpers.processes import wait_until
 from helpers.serving import CHAT, client_of, http_of, serving
 
 COMPLETIONS, CHATS, TOKENS = "/v1/completions", "/v1/chat/completions", "/v1/tokens"
@@ -64,6 +64,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         "chat_template_kwargs",
         "leave it",
     ),
+    (CHATS, {"messages": CHAT, "chat_template_kwargs": {"max_length": 5}}, "chat_template_kwargs", "max_length"),
     (CHATS, {"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object"),
     (CHATS, {"messages": CHAT, "model": 5}, "model", "expected a text"),
     (COMPLETIONS, {}, "prompt", "expected a text"),
@@ -80,6 +81,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (TOKENS, {"prompt_token_ids": "abc"}, "prompt_token_ids", "a list of ids"),
     (TOKENS, {"prompt_token_ids": [1], "stream": True}, "stream", "does not know this field"),
     (TOKENS, {"prompt_token_ids": [1], "logprobs": "all"}, "logprobs", "expected one of"),
+    (TOKENS, {"prompt_token_ids": [3], "logprobs": "none", "top_logprobs": 2}, "top_logprobs", "as raw or processed"),
     (TOKENS, {"prompt_token_ids": [[]]}, "prompt_token_ids", "has no tokens"),
 ]
 
@@ -187,10 +189,10 @@ def test_a_full_server_tells_clients_to_come_again() -> None:
     ):
         asked = {"prompt": [3], "max_tokens": 2}
         under_way = [pool.submit(client.post, COMPLETIONS, json=asked) for _ in range(2)]
-        gate.wait_for_call()
-        end = time.monotonic() + 30
-        while (answer := client.post(COMPLETIONS, json=asked)).status_code != 429:
-            assert time.monotonic() < end
+        # One that is sent before would take the place of the second.
+        assert wait_until(lambda: server.service.admitted_now == 2)
+        answer = client.post(COMPLETIONS, json=asked)
+        assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "queue_full"
         gate.opened.set()
         assert {each.result().status_code for each in under_way} == {200}

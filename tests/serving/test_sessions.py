@@ -1,6 +1,5 @@
 """Sessions by example: to which one a request belongs, which messages are the same, what is kept and dropped."""
 
-import gc
 import json
 import math
 import threading
@@ -8,22 +7,16 @@ import threading
 import pytest
 
 from corelm import Provenance
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import InvalidRequestError
 from corelm.serving.session_records import SessionRecord
 from corelm.serving.sessions import SessionStore
+from helpers.serving import told
 
 HI = {"role": "user", "content": "Hi"}
 NEXT = {"role": "user", "content": "And then?"}
 PIP = {"role": "assistant", "content": "I am Pip."}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1, "b": [2.0, null]}'}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-
-
-def told(store, messages, answer, ids=(7, 8), **options):
-    """Answer a request and return its session and the messages that it was to render."""
-    with store.begin(messages, **options) as turn:
-        turn.record(prompt_ids=[1, 2, 3], ids=ids, message=answer)
-    return turn.session_id, turn.messages
 
 
 def kept_ids(store, messages, **options):
@@ -313,48 +306,6 @@ def test_chats_and_ids_are_told_apart():
     session, _ = told(store, [HI], PIP)
     with store.begin_tokens([1, 2, 3, 7, 8]) as turn:
         assert turn.session_id != session
-
-
-# Limits ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_sessions_used_longest_ago_are_dropped_but_none_in_use():
-    store = SessionStore(limit_sessions=3)
-    names = "abcd"
-    turns = {name: store.begin([HI], session=name) for name in names}
-    assert store.ids() == tuple(names)
-    for name in "bca":
-        turns[name].record(prompt_ids=[1], ids=[2], message=PIP)
-    turns["b"].close()
-    assert store.ids() == ("d", "c", "a") and store.dropped == 1
-    with pytest.raises(MissingKeyError, match="'b'"):
-        store.get("b")
-    turns["c"].close()
-    told(store, [HI], PIP, session="e")
-    assert store.ids() == ("d", "a", "e") and store.dropped == 2
-    # What was dropped is no longer found, and its name is free.
-    session, messages = told(store, [HI, PIP, NEXT], PIP, session="b")
-    assert messages[1].token_ids is None and len(store.get(session).nodes) == 4
-
-
-def test_ids_are_limited_over_all_sessions():
-    store = SessionStore(limit_tokens=25)
-    for name in "abc":
-        with store.begin_tokens(range(8), session=name) as turn:
-            turn.record(ids=[1])
-    assert store.ids() == ("b", "c") and store.tokens == 18 and store.dropped == 1
-    with store.begin_tokens(range(100), session="d") as turn:
-        assert store.ids() == ("d",)
-    assert store.ids() == () and store.tokens == 0
-
-
-def test_a_turn_that_its_owner_lost_does_not_keep_a_session():
-    store = SessionStore(limit_sessions=1)
-    turn = store.begin([HI], session="a")
-    del turn
-    gc.collect()
-    told(store, [HI], PIP, session="b")
-    assert store.ids() == ("b",) and store.dropped == 1
 
 
 # Many threads ----------------------------------------------------------------------------------------------------

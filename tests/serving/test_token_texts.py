@@ -41,6 +41,18 @@ def test_pieces_of_sentencepiece_keep_their_space_and_bytes_are_bytes() -> None:
     assert [each.partial for each in found] == [False, False, True, True, True]
 
 
+def test_pieces_of_several_spaces_keep_all_of_them() -> None:
+    pieces = ["<unk>", "▁", "▁▁", "▁▁▁▁", "▁▁x", "x"]
+    made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    # As Llama 2 and Mistral decode: without the first space of a text.
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    ids = tokenizer.convert_tokens_to_ids(["x", *pieces[1:]])
+    found = TokenTexts(tokenizer).of(ids)
+    assert "".join(each.text for each in found) == tokenizer.decode(ids) == "x" + " " * 7 + "  xx"
+    assert all(each.data == each.text.encode() for each in found)
+
+
 def test_a_tokenizer_that_does_not_tell_bytes_gives_none_for_parts_of_characters() -> None:
     found = TokenTexts(ByteTokenizer()).of([*"aé".encode(), ByteTokenizer.eos_token_id])
     assert [each.data for each in found] == [b"a", None, None, b"<|im_end|>"]

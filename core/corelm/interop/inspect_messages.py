@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inspect_ai.model import (
@@ -14,13 +14,14 @@ from inspect_ai.model import (
     ContentReasoning,
     ContentText,
     GenerateConfig,
-    Logprob,
     Logprobs,
-    TopLogprob,
 )
 from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
 
 from corelm.errors import CapabilityError
+from corelm.serving.answers import Top
+from corelm.serving.logprob_shapes import chat_logprobs
+from corelm.serving.token_texts import TokenTexts
 from corelm.spec.message import Message
 from corelm.validate import invalid
 
@@ -139,29 +140,15 @@ def assistant_of(answer: Message, model: str) -> ChatMessageAssistant:
 
 
 def log_probs_of(
-    ids: Sequence[int],
-    log_probs: Sequence[float],
-    decode: Callable[[int], str],
-    top: Sequence[tuple[Sequence[int], Sequence[float]]] | None = None,
+    texts: TokenTexts, ids: Sequence[int], log_probs: Sequence[float], top: Sequence[Top] | None = None
 ) -> Logprobs:
     """Return the log-probs of an answer.
 
     Args:
+        texts: the texts of the tokens.
         ids: its tokens.
         log_probs: one per token.
-        decode: returns the text of an id.
-        top: for each token the most probable ids and their log-probs, as far as there are so many.
+        top: for each token the most probable ids with their log-probs; None if none were asked for.
     """
-
-    def told(kind: Any, token_id: int, value: float, **more: Any) -> Any:
-        text = decode(token_id)
-        # A token may be a part of a character, whose bytes its text does not show.
-        return kind(token=text, logprob=value, bytes=None if "\ufffd" in text else list(text.encode()), **more)
-
-    content = []
-    for at, (token_id, value) in enumerate(zip(ids, log_probs, strict=True)):
-        likely = None
-        if top is not None:
-            likely = [told(TopLogprob, one, its) for one, its in zip(*top[at], strict=True) if one >= 0]
-        content.append(told(Logprob, token_id, value, top_logprobs=likely))
-    return Logprobs(content=content)
+    # Inspect has the shape of the OpenAI protocol.
+    return Logprobs.model_validate({"content": chat_logprobs(texts, ids, log_probs, top)["content"]})

@@ -32,6 +32,8 @@ from corelm.opening.by_name import get_backend
 from corelm.policy.options import PolicyOptions
 from corelm.policy.policy import LLMPolicy
 from corelm.rendering.response_parsers import AUTO, NamedParser, parser_named
+from corelm.serving.answers import top_of
+from corelm.serving.token_texts import TokenTexts
 from corelm.spec.message import Message
 from corelm.spec.provenance import Mode
 from corelm.validate import invalid
@@ -124,6 +126,7 @@ class CoreLMAPI(ModelAPI):
             raise
         self._reasoning = reasoning_key or _reasoning_key(parser)
         self._engine_kwargs = dict(engine_kwargs or {})
+        self._texts = TokenTexts(tokenizer)
         self._ignored: set[str] = set()
 
     @property
@@ -222,16 +225,12 @@ class CoreLMAPI(ModelAPI):
             ids, values = (ragged(found, ("log_probs", name)).tolist() for name in ("top_ids", "top_log_probs"))
             # These are as long as prompt and answer.
             tops = [
-                list(zip(one[-len(answer) :], other[-len(answer) :], strict=True)) if answer else []
+                [top_of(*at) for at in zip(one[-len(answer) :], other[-len(answer) :], strict=True)] if answer else []
                 for one, other, answer in zip(ids, values, answers, strict=True)
             ]
         return [
-            convert.log_probs_of(ids, row, self._text_of, top)
-            for ids, row, top in zip(answers, rows, tops, strict=True)
+            convert.log_probs_of(self._texts, ids, row, top) for ids, row, top in zip(answers, rows, tops, strict=True)
         ]
-
-    def _text_of(self, token_id: int) -> str:
-        return str(self.backend.tokenizer.decode([token_id], skip_special_tokens=False))
 
     def _stop_reason(self, message: Message, reason: str, length: int) -> StopReason:
         if reason == "length":

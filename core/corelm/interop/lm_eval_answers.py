@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -128,6 +130,15 @@ class AnswerWriter:
         if not isinstance(self._think_end, int) or self._think_end not in ids:
             return ids
         return ids[len(ids) - ids[::-1].index(self._think_end) :]
+
+
+def stable_numbers(prompts: Iterable[str]) -> Iterator[int]:
+    """Yield a number for each prompt that depends on its text, and on how many equal prompts precede it."""
+    seen: Counter[str] = Counter()
+    for prompt in prompts:
+        digest = blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        yield int.from_bytes(digest, "big") + seen[prompt]
+        seen[prompt] += 1
 
 
 #: The finish reasons of rows without a whole answer.

@@ -24,7 +24,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.registry import list_backends
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import EngineError, InvalidRequestError, Problems, TemplateError, first_few, refuse
-from corelm.interop.lm_eval_answers import AnswerWriter
+from corelm.interop.lm_eval_answers import AnswerWriter, stable_numbers
 from corelm.interop.lm_eval_texts import TextEncoder
 from corelm.opening.by_name import get_backend
 from corelm.rendering.template import Template
@@ -319,12 +319,15 @@ class CoreLM(TemplateLM):
         rows = self._texts.encode(prompts)
         found: dict[int, str] = {}
         for group, settings in kinds:
+            numbers = dict(zip(group, stable_numbers(prompts[row] for row in group), strict=True))
             # The longest prompts come first, so that an engine that runs out of memory does so early.
             group.sort(key=lambda row: (-len(rows[row]), rows[row]))
             sampling = settings.sampling
             for some in self._batches(group, "generate_until", disable_tqdm):
-                # The seed of an answer does not depend on which requests share its call.
-                seeds = None if sampling.seed is None or sampling.greedy else answer_seeds(sampling.seed, some)
+                # The seed of an answer does not depend on which other requests there are, so that a run that is
+                # resumed gives the answers that it would have given.
+                drawn = sampling.seed is not None and not sampling.greedy
+                seeds = answer_seeds(sampling.seed or 0, [numbers[row] for row in some]) if drawn else None
                 answers, failed = self._write([rows[row] for row in some], settings, seeds)
                 for at, (row, answer) in enumerate(zip(some, answers, strict=True)):
                     if at not in failed:

@@ -74,7 +74,7 @@ def load(
         ProvenanceMismatchError: the log-probs of a row are of different distributions, because a client changed its
             sampling parameters; the message names the rows.
         BackendNotInstalledError: `source` is a URL, and httpx is not installed.
-        EngineError: the server could not be reached, or its reply is no session.
+        EngineError: the server could not be reached, or its reply is not a session.
     """
     validate.one_of("rows", rows, ("leaves", "calls"))
     found: list[_Row] = []

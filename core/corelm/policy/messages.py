@@ -1,7 +1,7 @@
 """From an engine's answers to their texts, and to the messages that they add to conversations.
 
-The text of an answer is cut before a stop string. A message holds the ids that were sampled, whatever a parser makes of
-their text.
+The text of an answer is cut before a stop string. A message holds the ids that were sampled, also if a parser
+changes their text.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class NamedParser:
         return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
 
     def __call__(self, text: str) -> Message:
-        """Return the message of an answer of which nothing but the text is known. See `parse`."""
+        """Return the message of an answer, if only its text is known. See `parse`."""
         return self.parse(text)
 
     def parse(self, text: str, *, prefix: str = "", tools: Tools | None = None) -> Message:

@@ -1,6 +1,6 @@
 """Serve any engine over HTTP in the OpenAI protocol, and record what clients said and were told, token for token.
 
-- `ServerThread`: a server on a thread of this process; ``corelm serve`` is one in a process of its own.
+- `ServerThread`: a server on a thread of this process; ``corelm serve`` is one in a separate process.
 - `ServingApp`: the ASGI application, for a server of yours.
 - `ServerOptions`: what is answered, whom, and how much at a time.
 - `SessionStore`: recorded sessions. It needs no HTTP.

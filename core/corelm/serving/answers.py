@@ -96,9 +96,10 @@ def _top(ids: Ragged | None, logprobs: Ragged | None) -> list[list[Top]] | None:
     rows: list[list[Top]] = []
     for row_ids, row_logprobs in zip(ids.split(), logprobs.split(), strict=True):
         pairs: Any = zip(row_ids.tolist(), row_logprobs.tolist(), strict=True)
-        rows.append([_pairs(some_ids, some) for some_ids, some in pairs])
+        rows.append([top_of(some_ids, some) for some_ids, some in pairs])
     return rows
 
 
-def _pairs(ids: list[int], logprobs: list[float]) -> Top:
+def top_of(ids: Sequence[int], logprobs: Sequence[float]) -> Top:
+    """Return the most probable ids at one token with their log-probs, without pads and ids of probability 0."""
     return [(each, value) for each, value in zip(ids, logprobs, strict=True) if each >= 0 and value > -math.inf]

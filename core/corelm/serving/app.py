@@ -47,6 +47,7 @@ class ServingApp:
     def __init__(self, backend: Backend, options: ServerOptions, sessions: SessionStore | None = None) -> None:
         store = (sessions if sessions is not None else SessionStore()) if options.sessions else None
         self.service = Service(batched(backend, options), options, store)
+        self._batches = self.service.backend is not backend
         guard = Middleware(_NameGuard)
         if options.api_key is not None:
             guard = Middleware(_KeyGuard, key=options.api_key)
@@ -66,6 +67,9 @@ class ServingApp:
             yield
         finally:
             await self.service.end()
+            if self._batches:
+                # The owner of the backend does not know of these threads, and its `close` does not end them.
+                await asyncio.to_thread(self.service.backend.cleanup, flush=False)
 
 
 class _KeyGuard:
@@ -128,7 +132,7 @@ def _routes(service: Service) -> list[Route]:
         return JSONResponse(_model(service))
 
     async def health(request: Request) -> Response:
-        healthy = not service.ending and await asyncio.to_thread(_is_healthy, service)
+        healthy = not service.ending and await service.is_healthy()
         return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
 
     async def sessions(request: Request) -> Response:
@@ -159,13 +163,6 @@ def _routes(service: Service) -> list[Route]:
 
 def _model(service: Service) -> dict[str, Any]:
     return {"id": service.name, "object": "model", "created": service.created, "owned_by": "corelm"}
-
-
-def _is_healthy(service: Service) -> bool:
-    try:
-        return service.backend.health()
-    except CoreLMError:
-        return False
 
 
 def _store(service: Service) -> SessionStore:

@@ -1,4 +1,4 @@
-"""What a client's message says, whichever way its library wrote it; and whether it repeats what was told before.
+"""Read the messages of clients, as any client library writes them, and find those that repeat an earlier answer.
 
 Clients do not send messages back as they got them: they add and drop keys, and write the JSON of tool calls in another
 order. `said` reads a message, and `MessageKey` compares what messages say:
@@ -145,7 +145,7 @@ def chained(before: bytes, text: str) -> bytes:
 
 
 def canonical(value: Any) -> str:
-    """Return JSON that is equal for equal values, whatever the order of their keys; 1.0 is 1."""
+    """Return JSON that is equal for equal values, in any order of their keys; 1.0 is 1."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), default=str)
 
 

@@ -28,6 +28,13 @@ _OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
 _SET_BY_THE_SERVER = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools"}
 )
+#: Arguments of `apply_chat_template` of transformers. No template reads them, so they would be ignored, or fail.
+_NO_VARIABLES = frozenset(
+    {
+        *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -89,6 +96,8 @@ def _template_kwargs(given: Any) -> Mapping[str, Any]:
         raise invalid(field, f"expected an object, got {shown(given)}")
     if set_here := sorted(_SET_BY_THE_SERVER & given.keys()):
         raise invalid(field, f"the server sets {set_here[0]} itself; leave it out")
+    if odd := sorted(_NO_VARIABLES & given.keys()):
+        raise invalid(field, f"{odd[0]} is not a variable of the template; leave it out")
     return given
 
 

@@ -92,14 +92,14 @@ class TokenAsk:
         model: the model that the client names, or None.
         prompts: the prompts.
         sampling: how to sample.
-        logprobs: the distribution of the log-probs to return.
+        logprobs: the distribution of the log-probs to return; None for that of the server.
         top_logprobs: how many of the most probable ids to return for each token.
     """
 
     model: str | None
     prompts: tuple[Ids, ...]
     sampling: SamplingParams
-    logprobs: Literal["none", "raw", "processed"]
+    logprobs: Literal["none", "raw", "processed"] | None
     top_logprobs: int
 
     @classmethod
@@ -110,8 +110,12 @@ class TokenAsk:
             InvalidRequestError: a field is unknown, not supported or illegal; `field` names it.
         """
         check_names(given, _TOKENS)
-        logprobs = given.get("logprobs", "raw")
-        one_of("logprobs", logprobs, ("none", "raw", "processed"))
+        logprobs = given.get("logprobs")
+        if logprobs is not None:
+            one_of("logprobs", logprobs, ("none", "raw", "processed"))
+        top = count("top_logprobs", given.get("top_logprobs", 0), 0)
+        if top and logprobs == "none":
+            raise invalid("top_logprobs", "they belong to logprobs; give logprobs as raw or processed, or leave it out")
         sampling = sampling_of(given, default_max_tokens=16)
         rows = given.get("prompt_token_ids")
         if not isinstance(rows, list) or not rows:
@@ -123,7 +127,7 @@ class TokenAsk:
             prompts=prompts,
             sampling=sampling,
             logprobs=logprobs,
-            top_logprobs=count("top_logprobs", given.get("top_logprobs", 0), 0),
+            top_logprobs=top,
         )
 
 

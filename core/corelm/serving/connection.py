@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from corelm.serving.refusals import Refusal
 
@@ -26,15 +26,19 @@ class ClientLeft(Exception):
 class Connection:
     """One request and its reply.
 
+    Args:
+        send_patience: seconds that the client may take to read what it was sent last.
+
     Attributes:
         headers: those of the request.
-        left: whether the client has hung up.
+        left: whether the client has hung up, or does not read.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_patience: float = SEND_PATIENCE) -> None:
         self.headers = Headers(scope=scope)
         self.left = False
         self._receive, self._send = receive, send
+        self._send_patience = send_patience
         self._started = self._streams = self._complete = False
         self._on_left: Callable[[], Awaitable[None]] | None = None
         self._leaving: asyncio.Future[None] | None = None
@@ -150,15 +154,20 @@ class Connection:
         self._started = True
         given = {**headers, "cache-control": "no-store", "x-content-type-options": "nosniff", **(more or {})}
         pairs = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in given.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self._deliver({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        """Send a part of the body. Nothing is sent to a client that has hung up, or does not read."""
+        await self._deliver({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _deliver(self, message: Message) -> None:
+        """Send a part of the reply. Nothing is sent to a client that has hung up, or does not read.
+
+        The beginning of a reply may wait as well: until the client has read the reply before it on the same connection.
+        """
         if self.left:
             return
-        message = {"type": "http.response.body", "body": data, "more_body": more}
         try:
-            await asyncio.wait_for(self._send(message), SEND_PATIENCE)
+            await asyncio.wait_for(self._send(message), self._send_patience)
         except (asyncio.TimeoutError, OSError):
             self._hang_up()
 

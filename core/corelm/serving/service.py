@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from corelm.backend.backend import Backend
 from corelm.backend.check_requests import generation_mode
 from corelm.batching import DynamicBatcher, Limits
-from corelm.errors import CapabilityError, spelled_out
+from corelm.errors import CapabilityError, CoreLMError, spelled_out
 from corelm.policy.conversations import ChatRenderer
 from corelm.policy.messages import AnswerReader
 from corelm.policy.rows import InputRows
@@ -28,6 +28,7 @@ from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm.validate import shown
 
 _log = logging.getLogger(__name__)
 
@@ -96,13 +97,14 @@ class Service:
         self._specials = special_tokens(self.backend.tokenizer)
         self._reader = AnswerReader.of(self.options.response_parser, None, self.backend, opened_here=False)
         self._open: set[Leaves] = set()
+        self._health: asyncio.Task[bool] | None = None
 
     @property
     def parses(self) -> bool:
         """Whether answers are parsed, so that a client is told nothing before they are complete."""
         return self._reader.parser is not None
 
-    # Who is answered -------------------------------------------------------------------------------------------------
+    # Admission -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -140,6 +142,16 @@ class Service:
             for each in late:
                 each.cancel()
 
+    async def is_healthy(self) -> bool:
+        """Return whether the engine can serve.
+
+        Those who ask at the same time share an answer. They need no key, and each would take a thread from requests
+        that have one, for as long as an engine that hangs does not answer.
+        """
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(asyncio.to_thread(_health_of, self.backend))
+        return await asyncio.shield(self._health)
+
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
 
@@ -147,10 +159,10 @@ class Service:
             Refusal: the server has no model of this name.
         """
         if name is not None and name != self.name:
-            message = f"the model {name!r} does not exist; give {self.name!r}"
+            message = f"the model {shown(name)} does not exist; give {self.name!r}"
             raise Refusal(404, message, code="model_not_found", param="model")
 
-    # What is asked of the engine -------------------------------------------------------------------------------------
+    # Calls to the engine ---------------------------------------------------------------------------------------------
 
     def render(
         self, messages: Chat, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any]
@@ -215,7 +227,7 @@ class Service:
             return "none"
         return self.options.log_probs
 
-    # What is made of its answers -------------------------------------------------------------------------------------
+    # Its answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, result: GenerateResult, sampling: SamplingParams) -> list[Answer]:
         """Return the answers of a result."""
@@ -251,6 +263,13 @@ def _with_call_ids(message: Message) -> Message:
         return message
     calls = tuple({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", **call} for call in message.tool_calls)
     return replace(message, tool_calls=calls)
+
+
+def _health_of(backend: Backend) -> bool:
+    try:
+        return backend.health()
+    except CoreLMError:
+        return False
 
 
 def batched(backend: Backend, options: ServerOptions) -> DynamicBatcher:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -103,6 +103,12 @@ class Node:
             yield node
             node = node.parent
 
+    def with_ids(self, message: Message) -> Message:
+        """Return the answer that a client sent back, with the ids that were sampled; any other message as it came."""
+        if self.kind != "answer" or self.message is None or self.reading is None or not self.reading.sampled:
+            return message
+        return replace(self.message, token_ids=tuple(self.reading.sampled))
+
     def record(self) -> NodeRecord:
         """Return the node as plain values."""
         reading, ids, sampled, log_probs = self.reading, None, None, None
@@ -132,11 +138,17 @@ class Node:
 
 
 class SessionIndex:
-    """Which sessions have a node of a digest, and how long the prompts are that clients sent as ids."""
+    """What a store knows of all its sessions: which of them have a node of a digest.
+
+    Attributes:
+        prompt_lengths: how long the prompts are that clients sent as ids, and how many have this length.
+        tokens: how many ids all sessions hold.
+    """
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Counter[SessionTree]] = {}
         self.prompt_lengths: Counter[int] = Counter()
+        self.tokens = 0
 
     def sessions(self, digest: bytes) -> Sequence[SessionTree]:
         """Return the sessions that have a node of this digest."""
@@ -188,7 +200,7 @@ class SessionTree:
         self.nodes[node.id] = node
         if parent is not None:
             parent.children.append(node)
-        self.tokens += 0 if node.reading is None else len(node.reading.ids)
+        self._count(node, 1)
         if node.digest:
             self._by_digest.setdefault(node.digest, []).append(node)
             self._index.change(self, node, 1)
@@ -201,7 +213,6 @@ class SessionTree:
             del self.nodes[node.id]
             if node.parent is not None:
                 node.parent.children.remove(node)
-            self.tokens -= 0 if node.reading is None else len(node.reading.ids)
             node = node.parent
 
     def clear(self) -> None:
@@ -210,6 +221,7 @@ class SessionTree:
             self._forget(node)
 
     def _forget(self, node: Node) -> None:
+        self._count(node, -1)
         if node.digest:
             nodes = self._by_digest[node.digest]
             nodes.remove(node)
@@ -217,11 +229,31 @@ class SessionTree:
                 del self._by_digest[node.digest]
             self._index.change(self, node, -1)
 
-    def record(self) -> SessionRecord:
-        """Return the session as plain values."""
-        return SessionRecord(self.id, self.created, self.updated, tuple(node.record() for node in self.nodes.values()))
+    def _count(self, node: Node, by: int) -> None:
+        tokens = 0 if node.reading is None else by * len(node.reading.ids)
+        self.tokens += tokens
+        self._index.tokens += tokens
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a turn is open."""
+        return any(True for _ in self.turns)
+
+    def reader(self) -> Callable[[], SessionRecord]:
+        """Return a function that returns the session, as it is now, as plain values.
+
+        It may be called later and on any thread: a node's values do not change. It takes a second for ten million ids,
+        in which the store can serve others.
+        """
+        head, nodes = (self.id, self.created, self.updated), [*self.nodes.values()]
+        return lambda: SessionRecord(*head, tuple(node.record() for node in nodes))
 
     # Beginnings ------------------------------------------------------------------------------------------------------
+
+    def is_continued_by(self, path: Sequence[Node]) -> bool:
+        """Return whether a request without a name that begins with these nodes belongs to the session."""
+        answered = any(node.kind == "answer" for node in path)
+        return answered or (not self.named and any(node.asked for node in path))
 
     def path_of(self, digest: bytes, keys: Sequence[MessageKey]) -> list[Node] | None:
         """Return the nodes of a whole conversation, of those that say the same the most alike; None if there are none.

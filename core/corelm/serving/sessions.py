@@ -33,10 +33,10 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -83,6 +83,10 @@ class SessionStore:
         self._index = SessionIndex()
         #: The session used last is the last one.
         self._sessions: OrderedDict[str, SessionTree] = OrderedDict()
+        #: Those without an open turn, so that dropping one does not take a look at all that are in use.
+        self._idle: OrderedDict[SessionTree, None] = OrderedDict()
+        #: Sessions of turns that were collected, perhaps unclosed. The collector must not wait for the lock.
+        self._collected: deque[SessionTree] = deque()
         self._uses = 0
         self._dropped = 0
 
@@ -117,7 +121,7 @@ class SessionStore:
                 values = {"digest": digests[at], "message": chat[at], "key": keys[at]}
                 node = tree.add(node, "message", now, **values, tools=given or None if node is None else None)
             assert node is not None
-            kept = tuple(_with_ids(one, message) for one, message in zip(path, chat, strict=False))
+            kept = tuple(one.with_ids(message) for one, message in zip(path, chat, strict=False))
             return self._opened(tree, node, now, (*kept, *chat[len(path) :]))
 
     def begin_tokens(self, prompt_ids: Sequence[int], *, session: str | None = None) -> Turn:
@@ -160,7 +164,8 @@ class SessionStore:
                     "were dropped to stay within the limits",
                     field="session",
                 )
-            return tree.record()
+            read = tree.reader()
+        return read()
 
     def to_json(self, session_id: str) -> dict[str, Any]:
         """Return ``get(session_id)`` in values that JSON has. See `session_records`.
@@ -179,7 +184,7 @@ class SessionStore:
     def tokens(self) -> int:
         """How many ids all sessions hold."""
         with self._lock:
-            return sum(tree.tokens for tree in self._sessions.values())
+            return self._index.tokens
 
     # Finding ---------------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class SessionStore:
             found = []
             for tree in self._index.sessions(digest) if named is None else [named]:
                 path = tree.path_of(digest, keys[:count])
-                if path and (named is not None or _continues(tree, path)):
+                if path and (named is not None or tree.is_continued_by(path)):
                     found.append((tree, path))
             if found:
                 return max(found, key=lambda one: one[0].used)
@@ -206,7 +211,7 @@ class SessionStore:
         for length, digest in digests_of_beginnings(ids, [*self._index.prompt_lengths]):
             for tree in self._index.sessions(digest) if named is None else [named]:
                 place = tree.place_after(digest, ids, length)
-                if place is None or not (named is not None or _continues(tree, [*place[0].upwards()])):
+                if place is None or not (named is not None or tree.is_continued_by([*place[0].upwards()])):
                     continue
                 rank = (place[1], tree.used, length)
                 if best is None or rank > best[0]:
@@ -230,6 +235,8 @@ class SessionStore:
         node.asked += 1
         turn = Turn(self, tree, node, messages, now)
         tree.turns.add(turn)
+        weakref.finalize(turn, self._collected.append, tree).atexit = False
+        self._idle.pop(tree, None)
         self._touch(tree, now)
         return turn
 
@@ -238,18 +245,18 @@ class SessionStore:
         self._uses += 1
         tree.used, tree.updated = self._uses, now
         self._sessions.move_to_end(tree.id)
-        tokens = sum(one.tokens for one in self._sessions.values())
-        for one in [*self._sessions.values()]:
-            if len(self._sessions) <= self.limit_sessions and tokens <= self.limit_tokens:
-                break
-            if not one.turns:
-                tokens -= one.tokens
-                self._dropped += 1
-                self._remove(one)
+        while self._collected:
+            one = self._collected.popleft()
+            if self._sessions.get(one.id) is one and not one.in_use:
+                self._idle.setdefault(one)
+        while self._idle and (len(self._sessions) > self.limit_sessions or self._index.tokens > self.limit_tokens):
+            self._dropped += 1
+            self._remove(next(iter(self._idle)))
 
     def _remove(self, tree: SessionTree) -> None:
         tree.clear()
         del self._sessions[tree.id]
+        self._idle.pop(tree, None)
 
     def _record(
         self,
@@ -298,7 +305,9 @@ class SessionStore:
             if not turn.answered:
                 turn.node.asked -= 1
                 tree.remove_unasked(turn.node)
-            if tree.nodes or tree.turns:
+            if not tree.in_use:
+                self._idle[tree] = None
+            if tree.nodes or tree.in_use:
                 self._touch(tree, self._clock())
             else:
                 self._remove(tree)
@@ -381,19 +390,6 @@ class Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _continues(tree: SessionTree, path: Sequence[Node]) -> bool:
-    """Return whether a request without a name that begins with these nodes belongs to the session."""
-    answered = any(node.kind == "answer" for node in path)
-    return answered or (not tree.named and any(node.asked for node in path))
-
-
-def _with_ids(node: Node, message: Message) -> Message:
-    """Return the answer that a client sent back with the ids that were sampled; any other message as the client's."""
-    if node.kind != "answer" or node.message is None or node.reading is None or not node.reading.sampled:
-        return message
-    return replace(node.message, token_ids=tuple(node.reading.sampled))
 
 
 def _read_name(session: str | None) -> str | None:

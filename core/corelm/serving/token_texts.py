@@ -86,8 +86,8 @@ def _data(token: str, text: str) -> bytes | None:
     """Return the bytes of a token whose text was decoded alone; None if the vocabulary does not tell them."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
-    if token.startswith(_SPACE) and not text.startswith(" ") and HALF_CHARACTER not in text:
-        # SentencePiece drops the space at the beginning of a text.
+    if token.startswith(_SPACE) and token.replace(_SPACE, " ") == f" {text}":
+        # SentencePiece drops the first space of a text.
         return f" {text}".encode()
     if all(letter in _BYTES for letter in token):
         data = bytes(_BYTES[letter] for letter in token)
