@@ -306,6 +306,20 @@ def test_trls_own_tool_calls_are_answered_by_the_backend(tmp_path, backend, more
     assert 0 < logged(trainer, DIFFERENCE)[0] < 1e-4, "the log-probs of both answers are the sampler's"
 
 
+def test_a_long_conversation_shortens_its_own_answer_alone(tmp_path, backend):
+    trainer = make_trainer(tiny_model(), GRPORollout(backend), tmp_path, max_completion_length=12)
+    trainer.train()
+    context = backend.capabilities.max_context
+    prompts = [[5, 6, 7], [8] * (context - 4), [9, 10]]
+    given, ids, logprobs, _ = trainer.vllm_generation.generate(prompts, None, 1)
+    assert given == prompts
+    assert len(ids[1]) <= 4 and max(len(ids[0]), len(ids[2])) == 12
+    for prompt, answer, numbers in zip(prompts, ids, logprobs, strict=True):
+        scores = backend.score_logprobs([[*prompt, *answer]], temperature=trainer.args.temperature)
+        expected = scores.logprobs.tolist()[0][len(prompt) :]
+        assert [number for (number,) in numbers] == pytest.approx(expected, abs=1e-4)
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 

@@ -199,15 +199,35 @@ class _InPlaceOfVLLM:
         if images is not None:
             raise invalid("images", "a rollout cannot read images; let the tools return text")
         policy = policy_for(trainer, self.rollout.sampler)
-        limit, sampling = policy.backend.capabilities.max_context, policy.options.sampling
-        if limit is not None:
-            left = max(limit - max(map(len, prompts)), 1)
-            longest = left if sampling.max_new_tokens is None else min(sampling.max_new_tokens, left)
-            sampling = replace(sampling, max_new_tokens=longest)
+        sampling, adapter = policy.options.sampling, policy.options.adapter
+        answers: dict[int, tuple[list[int], list[float]]] = {}
         with profiler or nullcontext():
-            made = policy.backend.generate(prompts, sampling, logprobs="processed", adapter=policy.options.adapter)
-        assert made.logprobs is not None, "it was asked for them"
-        return prompts, made.ids.tolist(), [[[number] for number in row] for row in made.logprobs.tolist()], None
+            # A conversation that has nearly filled the context shortens its own answer, and not those of the others.
+            for limit, rows in _rows_by_limit(prompts, sampling.max_new_tokens, policy.backend).items():
+                made = policy.backend.generate(
+                    [prompts[row] for row in rows],
+                    replace(sampling, max_new_tokens=limit),
+                    logprobs="processed",
+                    adapter=adapter,
+                )
+                assert made.logprobs is not None, "it was asked for them"
+                answers.update(zip(rows, zip(made.ids.tolist(), made.logprobs.tolist(), strict=True), strict=True))
+        found = [answers[row] for row in range(len(prompts))]
+        return prompts, [ids for ids, _ in found], [[[number] for number in numbers] for _, numbers in found], None
+
+
+def _rows_by_limit(
+    prompts: Sequence[Sequence[int]], longest: int | None, backend: Backend
+) -> dict[int | None, list[int]]:
+    """Return the rows whose answers may have as many tokens, by that number. A full context has room for one."""
+    context = backend.capabilities.max_context
+    rows: dict[int | None, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        limit = longest
+        if longest is not None and context is not None:
+            limit = max(min(longest, context - len(prompt)), 1)
+        rows.setdefault(limit, []).append(row)
+    return rows
 
 
 def _rollout(row: TensorDictBase) -> dict[str, Any]:
