@@ -120,6 +120,24 @@ def test_the_token_endpoint_has_the_log_probs_of_the_server_unless_others_are_as
     assert [node.provenance and node.provenance.mode for node in answers] == ["processed", "raw"]
 
 
+def test_echo_returns_log_probs_of_one_distribution(tiny: Backend) -> None:
+    asked = {
+        "model": "m",
+        "prompt": [3, 7, 9],
+        "max_tokens": 4,
+        "echo": True,
+        "logprobs": 0,
+        "temperature": 2.0,
+        "seed": 5,
+    }
+    with serving(tiny, model_name="m", log_probs="processed") as server, http_of(server) as client:
+        (choice,) = client.post("/v1/completions", json=asked).json()["choices"]
+        body = {"prompt_token_ids": [3, 7, 9], "max_tokens": 4, "temperature": 2.0, "seed": 5}
+        (answer,) = client.post("/v1/tokens", json=body).json()["choices"]
+    expected = tiny.score_logprobs([[3, 7, 9, *answer["token_ids"]]]).logprobs.tolist()[0]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected[1:], abs=1e-5)
+
+
 def test_seeds_give_the_same_answers_again_and_others_do_not(toy_server: ServerThread) -> None:
     asked = {"model": "m", "prompt": "The", "max_tokens": 30}
     with client_of(toy_server) as client:

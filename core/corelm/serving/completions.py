@@ -71,7 +71,9 @@ class _CompletionReply:
             await self._whole([])
             return
         top = ask.logprobs or 0
-        options = service.generate_options(ask.sampling, wanted=ask.logprobs is not None, top_logprobs=top)
+        # One list holds the log-probs of prompt and answer. Those of a prompt that was not drawn can only be raw.
+        mode = "raw" if self._scored else None
+        options = service.generate_options(ask.sampling, wanted=ask.logprobs is not None, top_logprobs=top, mode=mode)
         generation = self._exchange.add(Generation(service.backend, self._prompts, ask.sampling, **options))
         # The tokens of a stream come without the most probable ids.
         if ask.stream and not top:
