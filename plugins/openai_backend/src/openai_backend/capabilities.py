@@ -117,7 +117,7 @@ def _checked_names(given: Any) -> frozenset[str]:
     for name in names:
         if name not in VOUCHED:
             known = did_you_mean(str(name), list(VOUCHED)) or f"; expected some of {', '.join(VOUCHED)}"
-            raise invalid("honours", f"{name!r} is no parameter that a caller can vouch for{known}")
+            raise invalid("honours", f"a caller cannot vouch for {name!r}{known}")
     return frozenset(names)
 
 
