@@ -124,8 +124,8 @@ def test_a_text_whose_sampled_tokens_are_not_counted_fails_its_row():
     asked = request("none", [5, 6], max_new_tokens=len(tiny_tokenizer()("the sea")["input_ids"]))
     reply = {"choices": [{"text": "the sea", "finish_reason": "length"}]}
     counted = {**reply, "usage": {"completion_tokens": asked.sampling.max_new_tokens}}
-    for given, fails in ((counted, False), (reply, True), ({**reply, "usage": None}, True)):
-        batch = generation_result(asked, generation_requests(asked, server()), [given], server())
+    for sent, fails in ((counted, False), (reply, True), ({**reply, "usage": None}, True)):
+        batch = generation_result(asked, generation_requests(asked, server()), [sent], server())
         assert bool(batch.errors) == fails
         assert not fails or "does not count the tokens" in batch.errors[0]
 
