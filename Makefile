@@ -160,6 +160,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels dist build demo-output grpo-output distill-output
+	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels dist build reports demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

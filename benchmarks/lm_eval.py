@@ -1,7 +1,7 @@
 """lm-eval through corelm, compared with its own model `hf`: the same 200 multiple-choice prompts, four choices each.
 
     hf, batches of 16   lm-eval's `hf` on the same model object, padded rows
-    hf, one at a time   the same with the batch size that lm-eval uses if nobody says otherwise
+    hf, one at a time   the same with the batch size that lm-eval uses by default
     corelm              `CoreLM` over the transformers backend, as it comes
 
 All requests of a task go through ``loglikelihood``, from texts to numbers, so tokenizing is included. "With examples"

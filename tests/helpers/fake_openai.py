@@ -38,7 +38,8 @@ class FakeOpenAI:
         states_ids: replies have ``token_ids``.
         names: how log-probs name tokens: "id", "text", "entry", or "content", the form of llama.cpp; "" for no
             log-probs.
-        mode: the distribution of the log-probs: "raw", "scaled" or "processed"; "penalised": raw but for penalties.
+        mode: the distribution of the log-probs: "raw", "scaled" or "processed"; "penalised": raw but for penalties;
+            "truncated": raw but for top-p; "unpenalised": processed but for penalties; "divided": not normalised.
         says_eos: EOS is among the tokens.
         echoes: score prompts, with ``max_tokens`` of at least this; None scores none.
         chats_only: have no completions.
@@ -141,9 +142,11 @@ class FakeOpenAI:
                     continue
                 logits[token] -= body.get("frequency_penalty", 0.0) * times + body.get("presence_penalty", 0.0)
             scaled = logits / (heat or 1.0)
-            drawn = _truncated(scaled, body.get("top_p", 1.0))
-            kinds = {"raw": raw, "penalised": logits, "scaled": scaled, "processed": drawn}
-            reported = kinds[self.mode].log_softmax(-1)
+            top_p = body.get("top_p", 1.0)
+            drawn = _truncated(scaled, top_p)
+            kinds = {"raw": raw, "penalised": logits, "scaled": scaled, "processed": drawn, "divided": raw}
+            kinds |= {"truncated": _truncated(raw, top_p), "unpenalised": _truncated(raw / (heat or 1.0), top_p)}
+            reported = kinds[self.mode].log_softmax(-1) / ((heat or 1.0) if self.mode == "divided" else 1.0)
             mass = drawn.softmax(-1)
             ids.append(int(drawn.argmax() if heat == 0 else torch.multinomial(mass, 1, generator=generator)))
             steps.append(reported)

@@ -44,6 +44,13 @@ def test_the_scale_of_rslora_is_written_as_a_plain_one(tmp_path: Path, by_path: 
     assert float((other - expected).abs().max()) > 0.1
 
 
+@pytest.mark.parametrize("more", [{"lora_alpha": None}, {"lora_alpha": "8"}, {"r": None}], ids=str)
+def test_a_scale_of_rslora_that_is_not_known_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(more))) as caught:
+        adapter_folder(update({**CONFIG, "use_rslora": True, **more}), None, **LIMITS)
+    assert caught.value.field == "state_dict"
+
+
 def test_an_engine_that_knows_rslora_gets_it_as_it_is() -> None:
     config = {**CONFIG, "use_rslora": True}
     with adapter_folder(update(config), None, **LIMITS, honoured={"use_rslora"}) as folder:

@@ -71,7 +71,7 @@ def adapter_folder(
         problems=problems,
     )
     if "use_rslora" not in honoured:
-        config = _plainly_scaled(config)
+        config = _plainly_scaled(config, "path" if request.state_dict is None else "state_dict")
     temporary = TemporaryDirectory(prefix="corelm-adapter-")
     folder = Path(temporary.name)
     try:
@@ -173,10 +173,17 @@ def _ignored_fields(config: Mapping[str, Any], honoured: Collection[str]) -> lis
     ]
 
 
-def _plainly_scaled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _plainly_scaled(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     """Return the configuration without rsLoRA, which scales by ``lora_alpha / sqrt(r)``, and with the same scale."""
     if not config.get("use_rslora"):
         return config
+    for name in ("r", "lora_alpha"):
+        if type(config.get(name)) not in (int, float) or config[name] <= 0:
+            raise InvalidRequestError(
+                f"{field}: the adapter's scale needs {name} as a number above 0 in its configuration, got "
+                f"{config.get(name)!r}",
+                field=field,
+            )
     return {**config, "use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
 
 

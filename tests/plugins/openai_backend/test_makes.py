@@ -237,6 +237,43 @@ def test_a_penalty_that_is_in_raw_log_probs_is_not_declared():
         assert not PENALTIES & backend.capabilities.sampling.keys()
 
 
+def test_a_penalty_is_taken_next_to_processed_log_probs_only_if_it_is_in_them():
+    for mode in ("processed", "unpenalised"):
+        with opened(FakeOpenAI(names="content", mode=mode, knows=PROTOCOL | PENALTIES | {"ignore_eos"})) as backend:
+            assert backend.capabilities.generation_modes == {"processed"}
+            sampling = {"max_new_tokens": 12, "ignore_eos": True, "frequency_penalty": 1.5}
+            backend.generate(PROMPTS, sampling, logprobs="none")
+            if mode == "processed":
+                batch = backend.generate(PROMPTS, sampling, logprobs="processed")
+                for prompt, ids, found in zip(PROMPTS, batch.ids.tolist(), batch.logprobs.split(), strict=True):
+                    torch.testing.assert_close(found, _with_penalty(prompt, ids, 1.5), rtol=0, atol=1e-4)
+            else:
+                with pytest.raises(CapabilityError, match="not known whether the server's log-probs include"):
+                    backend.generate(PROMPTS, sampling, logprobs="processed")
+
+
+def _with_penalty(prompt: list[int], ids: list[int], penalty: float) -> torch.Tensor:
+    """Return the log-probs of an answer under a frequency penalty, by a plain forward pass."""
+    logits = oracle.next_logits(letter_model(), [*prompt, *ids])[len(prompt) - 1 : -1].clone()
+    for at in range(len(ids)):
+        for token in ids[:at]:
+            logits[at, token] -= penalty
+    return logits.log_softmax(-1)[torch.arange(len(ids)), ids]
+
+
+@pytest.mark.parametrize("mode", ["truncated", "divided"])
+def test_log_probs_of_no_known_distribution_are_used_only_where_all_are_the_same(mode):
+    with opened(FakeOpenAI(mode=mode)) as backend:
+        batch = backend.generate(PROMPTS, {"max_new_tokens": 6})
+        for prompt, ids, found in zip(PROMPTS, batch.ids.tolist(), batch.logprobs.split(), strict=True):
+            torch.testing.assert_close(found, oracle.answer_logprobs(letter_model(), prompt, ids), rtol=0, atol=1e-4)
+        for sampling in ({"top_p": 0.8}, {"temperature": 0.5}):
+            for logprobs in ("raw", "processed"):
+                with pytest.raises(CapabilityError) as caught:
+                    backend.generate(PROMPTS, {"max_new_tokens": 3, **sampling}, logprobs=logprobs)
+                assert caught.value.capability == "generation_modes"
+
+
 def test_a_repetition_penalty_under_another_name_is_not_declared():
     with opened(FakeOpenAI(names="content", knows=PROTOCOL | PENALTIES, swaps_penalties=True)) as backend:
         assert not PENALTIES & backend.capabilities.sampling.keys()
@@ -295,6 +332,11 @@ def test_fields_of_the_caller_leave_raw_log_probs_only_if_they_do_not_change_the
         ({"model": 5}, "model"),
         ({"extra_body": {"n": 2}}, "extra_body"),
         ({"honours": "topp"}, "honours"),
+        ({"honours": 3}, "honours"),
+        ({"model": ""}, "model"),
+        ({"eos_token_ids": 2}, "eos_token_ids"),
+        ({"eos_token_ids": ["</s>"]}, "eos_token_ids"),
+        ({"eos_token_ids": [9999]}, "eos_token_ids"),
         ({"max_context": 1000}, "max_context"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"tokenizer": "/no/such/folder"}, "tokenizer"),

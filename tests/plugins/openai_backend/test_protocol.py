@@ -120,6 +120,16 @@ def test_a_stop_string_that_may_be_a_piece_of_a_special_token_is_not_left_to_the
     assert "e" not in tiny_tokenizer().decode(batch.ids.values.tolist()[:-1])
 
 
+def test_a_text_whose_sampled_tokens_are_not_counted_fails_its_row():
+    asked = request("none", [5, 6], max_new_tokens=len(tiny_tokenizer()("the sea")["input_ids"]))
+    reply = {"choices": [{"text": "the sea", "finish_reason": "length"}]}
+    counted = {**reply, "usage": {"completion_tokens": asked.sampling.max_new_tokens}}
+    for sent, fails in ((counted, False), (reply, True), ({**reply, "usage": None}, True)):
+        batch = generation_result(asked, generation_requests(asked, server()), [sent], server())
+        assert bool(batch.errors) == fails
+        assert not fails or "does not count the tokens" in batch.errors[0]
+
+
 # Texts and names ------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm.support import did_you_mean, eos_token_ids, why_unreadable
-from corelm.validate import count, invalid
+from corelm.validate import count, invalid, shown, token_ids
 from openai_backend.sampling import VOUCHED
 from openai_backend.server_info import ServerInfo
 
@@ -77,7 +77,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         raise invalid("vocab_size", "the tokenizer does not say how many ids it has; pass vocab_size=")
     given = hints.eos_token_ids
     folder = getattr(tokenizer, "name_or_path", None)
-    sources = (set(given),) if given is not None else (tokenizer, _generation_config(folder))
+    sources = (_given_eos(given, vocab_size),) if given is not None else (tokenizer, _generation_config(folder))
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=_max_context(card, hints.max_context),
@@ -102,12 +102,22 @@ def _checked_extra(given: Any) -> Mapping[str, Any]:
     return given
 
 
+def _given_eos(given: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = token_ids("eos_token_ids", given)
+    for token in ids:
+        if token >= vocab_size:
+            raise invalid("eos_token_ids", f"the vocabulary has the ids 0 to {vocab_size - 1}, got {token}")
+    return ids
+
+
 def _checked_names(given: Any) -> frozenset[str]:
+    if not isinstance(given, Iterable):
+        raise invalid("honours", f"expected names of sampling parameters, got {shown(given)}")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         if name not in VOUCHED:
             known = did_you_mean(str(name), list(VOUCHED)) or f"; expected some of {', '.join(VOUCHED)}"
-            raise invalid("honours", f"{name!r} is no parameter that a caller can vouch for{known}")
+            raise invalid("honours", f"a caller cannot vouch for {name!r}{known}")
     return frozenset(names)
 
 
@@ -116,6 +126,8 @@ def _model_card(client: HttpClient, name: str | None, deadline: Deadline) -> Map
 
     Some servers list only a part of what they serve, and some fail to list anything.
     """
+    if name == "":
+        raise invalid("model", "expected the model's name in requests, or None, got ''")
     if name is not None and not client.answers(MODELS, min(30.0, deadline.left() or 30.0)):
         return {}
     page = client.get(MODELS, timeout=deadline.left())

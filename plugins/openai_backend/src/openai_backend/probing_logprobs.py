@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -63,7 +63,8 @@ def with_penalties(trials: Trials, info: ServerInfo) -> ServerInfo:
     shown = {name for name in PENALTIES if _is_penalised(trials, info, name)}
     sampling = {**info.capabilities.sampling, **dict.fromkeys(shown, (-2.0, 2.0))}
     capabilities = replace(info.capabilities, sampling=sampling)
-    return replace(info, tried=frozenset(shown), capabilities=capabilities)
+    tried = frozenset(name for name in shown if info.logprobs != "processed" or _is_included(trials, info, name))
+    return replace(info, tried=tried, capabilities=capabilities)
 
 
 def with_scores(trials: Trials, info: ServerInfo) -> ServerInfo:
@@ -119,7 +120,8 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
     """Return which log-probs the server returns, as far as two temperatures and a truncation can show it.
 
     The difference between two tokens does not contain the normaliser. A temperature divides it unless the log-probs are
-    the model's own; a truncation moves all that are left if they are those of the distribution drawn from.
+    the model's own; a truncation moves all that are left if they are those of the distribution drawn from. What a
+    server has only divided by the temperature is not a distribution.
     """
     cold, hot, greedy = (_by_name(trials, info, temperature=heat) for heat in (_COLD, _HOT, 0.0))
     if cold is None:
@@ -127,20 +129,25 @@ def _mode(trials: Trials, info: ServerInfo) -> LogprobsMode:
     common = sorted(cold.keys() & (hot or {}).keys(), key=lambda name: -cold[name])
     if hot is None or len(common) < 2 or (spread := cold[common[0]] - cold[common[-1]]) < _SPREAD:
         return _undecided(f"it names {len(common)} tokens at both temperatures, or equally likely ones")
-    quotient = (hot[common[0]] - hot[common[-1]]) / spread
-    if abs(quotient - 1) < _QUOTIENT:
-        # At temperature 0 they have to be the model's own as well.
-        return "raw" if _agree(cold, hot) and (greedy is None or _agree(cold, greedy)) else _undecided("they differ")
-    if abs(quotient - _COLD / _HOT) >= _QUOTIENT:
-        return _undecided(f"the distances of its tokens are {quotient:.3f} times as large at temperature {_HOT}")
+    if sum(map(math.exp, hot.values())) > 1 + _SAME:
+        return _undecided(f"at temperature {_HOT} the probabilities of its tokens have a sum above 1")
     best = math.exp(cold[common[0]])
+    if best > 1 - _SPREAD:
+        return _undecided("its likeliest token is almost certain, so that a truncation would not change its log-prob")
     cut = _by_name(trials, info, temperature=_COLD, top_p=best / 2)
     top = None if cut is None else cut.get(common[0])
-    if top is None or "top_p" not in info.capabilities.sampling or best > 1 - _SPREAD:
+    unmoved = top is not None and _agree(cold, {common[0]: top}) and (greedy is None or _agree(cold, greedy))
+    quotient = (hot[common[0]] - hot[common[-1]]) / spread
+    if abs(quotient - 1) < _QUOTIENT:
+        # At temperature 0 and under a truncation they have to be the model's own as well.
+        return "raw" if unmoved and _agree(cold, hot) else _undecided("they differ")
+    if abs(quotient - _COLD / _HOT) >= _QUOTIENT:
+        return _undecided(f"the distances of its tokens are {quotient:.3f} times as large at temperature {_HOT}")
+    if top is None or "top_p" not in info.capabilities.sampling:
         return _undecided("it could not be tried whether a truncation changes them")
     if abs(top) < _SAME:
         return "processed"
-    return "scaled" if _agree(cold, {common[0]: top}) and (greedy is None or _agree(cold, greedy)) else "untouched"
+    return "scaled" if unmoved else _undecided("they differ")
 
 
 def _same_without_extra(trials: Trials, info: ServerInfo) -> bool:
@@ -183,22 +190,63 @@ def _undecided(why: str) -> LogprobsMode:
 
 def _is_penalised(trials: Trials, info: ServerInfo, name: str) -> bool:
     """Return whether each greedy token is the likeliest one after the penalty, and some are others without it."""
-    asked = {"max_tokens": _LENGTH, "logprobs": CANDIDATES, name: _PENALTY}
-    asked |= {"ignore_eos": True} if info.ignores_eos else {}
     changed = False
     for text in TEXTS:
-        (answer,) = trials.ask(info, asked, text=text)
-        if answer is None or not answer.ids or answer.told is None or len(answer.told) != len(answer.ids):
+        answer, own = _penalised(trials, info, text, {name: _PENALTY})
+        if answer is None:
             return False
-        prompt = info.vocabulary.encode(text)
-        places = [[*prompt, *answer.ids[:at]] for at in range(len(answer.ids))]
-        one = {"max_tokens": 1, "temperature": 1.0, "logprobs": CANDIDATES}
-        own = trials.ask(info, *({**one, "ids": ids} for ids in places))
         here = _explains(answer, own, name, in_logprobs=info.logprobs == "raw")
         if here is None:
             return False
         changed |= here
     return changed
+
+
+def _is_included(trials: Trials, info: ServerInfo, name: str) -> bool:
+    """Return whether the log-probs of drawn tokens are those after the penalty, and some would be others without it."""
+    changed = False
+    for text in TEXTS:
+        answer, own = _penalised(trials, info, text, {name: _PENALTY, "temperature": 1.0})
+        if answer is None or answer.told is None:
+            return False
+        seen: Counter[str] = Counter()
+        for token, top, plain in zip(answer.told.names, answer.told.top, own, strict=True):
+            before, after = _candidates(plain), _numbers(top)
+            common = before.keys() & after.keys()
+            penalties = _penalties(common, seen, name)
+            # All tokens of a position are off by its normaliser.
+            moved = [after[each] - (before[each] - penalties[each]) for each in common]
+            if moved and max(moved) - min(moved) > _SAME:
+                return False
+            changed |= len({*penalties.values()}) > 1
+            seen[token] += 1
+    return changed
+
+
+def _penalised(
+    trials: Trials, info: ServerInfo, text: str, fields: Mapping[str, float]
+) -> tuple[Answer | None, list[Answer | None]]:
+    """Return an answer under a penalty, and for each of its tokens an answer of one token at the same place without it.
+
+    None if the server does not name the answer's tokens.
+    """
+    asked = {"max_tokens": _LENGTH, "logprobs": CANDIDATES, **fields}
+    (answer,) = trials.ask(info, asked | ({"ignore_eos": True} if info.ignores_eos else {}), text=text)
+    if answer is None or not answer.ids or answer.told is None or len(answer.told) != len(answer.ids):
+        return None, []
+    prompt = info.vocabulary.encode(text)
+    one = {"max_tokens": 1, "temperature": 1.0, "logprobs": CANDIDATES}
+    return answer, trials.ask(info, *({**one, "ids": [*prompt, *answer.ids[:at]]} for at in range(len(answer.ids))))
+
+
+def _candidates(answer: Answer | None) -> dict[str, float]:
+    """Return the log-probs of the most probable first tokens by name; none if the answer does not have them."""
+    return {} if answer is None or answer.told is None or not answer.told.top else _numbers(answer.told.top[0])
+
+
+def _penalties(names: Iterable[str], seen: Mapping[str, int], name: str) -> dict[str, float]:
+    """Return what the penalty of this name takes from the logit of each token, which was sampled so many times."""
+    return {each: _PENALTY * (seen.get(each, 0) if name == "frequency_penalty" else each in seen) for each in names}
 
 
 def _explains(answer: Answer, own: list[Answer | None], name: str, in_logprobs: bool) -> bool | None:
@@ -213,15 +261,11 @@ def _explains(answer: Answer, own: list[Answer | None], name: str, in_logprobs: 
     seen: Counter[str] = Counter()
     changed = False
     for at, (token, plain) in enumerate(zip(answer.told.names, own, strict=True)):
-        if plain is None or plain.told is None or not plain.told.top:
-            return None
-        logprobs = _numbers(plain.told.top[0])
+        logprobs = _candidates(plain)
         if len(logprobs) < 2:
             return None
-        penalised = {
-            each: value - _PENALTY * (seen[each] if name == "frequency_penalty" else seen[each] > 0)
-            for each, value in logprobs.items()
-        }
+        penalties = _penalties(logprobs, seen, name)
+        penalised = {each: value - penalties[each] for each, value in logprobs.items()}
         best = max(penalised, key=lambda each: penalised[each])
         # What is not among the candidates is less likely than the last of them.
         if penalised[best] > min(logprobs.values()) and penalised.get(token, -math.inf) < penalised[best] - _SAME:

@@ -181,13 +181,14 @@ def _encoded_answer(reply: Any, info: ServerInfo) -> list[int]:
     if info.vocabulary.text(ids, skip_special_tokens=True) != text:
         raise RowError(f"the tokenizer does not give back its text {text[:40]!r}")
     sampled = count(reply, "completion_tokens")
-    if sampled is not None:
-        # Most servers count the EOS that ended the answer.
-        ended = only_choice(reply).get("finish_reason") == "stop"
-        if len(ids) != sampled and not (ended and len(ids) == sampled - 1):
-            raise RowError(
-                f"its text is encoded to {len(ids)} tokens, but the server sampled {sampled}: which ones is not known"
-            )
+    if sampled is None:
+        raise RowError("it has no ids, and does not count the tokens that were sampled (usage.completion_tokens)")
+    # Most servers count the EOS that ended the answer.
+    ended = only_choice(reply).get("finish_reason") == "stop"
+    if len(ids) != sampled and not (ended and len(ids) == sampled - 1):
+        raise RowError(
+            f"its text is encoded to {len(ids)} tokens, but the server sampled {sampled}: which ones is not known"
+        )
     return ids
 
 

@@ -1,7 +1,7 @@
 """Behind a URL: the ids that each token was drawn from, of a server that runs with ``--return-sampling-mask``.
 
 Such a server returns them on one route only, and without their mass. The mass is the token's log-prob as part of a
-prompt, which is the model's own, less its log-prob as a sampled token, which is normalised over these ids. This is so
+prompt, which is the model's own, minus its log-prob as a sampled token, which is normalised over these ids. This is so
 at temperature 1 and without penalties, and nothing else is served. The server refuses greedy decoding and requests
 without top_k, whatever they ask for, so all requests get one that leaves every id.
 """
