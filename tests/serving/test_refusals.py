@@ -157,7 +157,11 @@ def test_only_the_key_opens_and_it_is_asked_for_first(shared_server: ServerThrea
 def test_other_paths_and_methods_are_not_found(shared_server: ServerThread) -> None:
     with http_of(shared_server) as client:
         assert client.get("/v1/embeddings").status_code == 404
-        assert client.get(CHATS).status_code == 405
+        other = client.get(CHATS)
+        assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_allowed")
+        # A name of any length is named, and not sent back whole.
+        long = client.post(CHATS, json={"messages": CHAT, "x" * 300_000: 1})
+        assert long.status_code == 400 and "xxx" in long.json()["error"]["message"] and len(long.content) < 2000
         assert client.get("/sessions/none-of-this-name").json()["error"]["code"] == "session_not_found"
         assert client.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
 

@@ -182,4 +182,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(Refusal(error.status_code, what, code="not_found", headers=error.headers))
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return _response(Refusal(error.status_code, what, code=code, headers=error.headers))

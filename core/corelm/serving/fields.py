@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from corelm.errors import brief
 from corelm.spec.sampling import LARGEST, SamplingParams
 from corelm.validate import count, did_you_mean, flag, invalid, shown
 
@@ -77,7 +78,8 @@ def check_names(given: Mapping[str, Any], known: Collection[str], where: str = "
             if any(value == each and type(value) is type(each) for each in legal):
                 continue
             raise invalid(name, f"{shown(value)} is not supported: {advice}")
-        field = f"{where}.{name}" if where else name
+        # A client may send any text as a name, however long.
+        field = brief(f"{where}.{name}" if where else name)
         raise invalid(field, f"the server does not know this field{did_you_mean(name, known) or '; leave it out'}")
 
 
