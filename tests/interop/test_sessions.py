@@ -260,6 +260,7 @@ def test_a_server_that_refuses_is_quoted_without_the_key(status):
     [
         (7, "source: expected a URL, a path, a dict or a list"),
         ("no-such-file.json", "source: cannot read no-such-file.json"),
+        ("localhost:8000/sessions/my-run", "a URL begins with http://"),
         ({"format": "other"}, "expected an object with 'format': 'corelm.session'"),
         ([{}], "expected an object with 'format'"),
     ],

@@ -139,5 +139,6 @@ def test_models_are_listed_and_one_is_served(toy_server: ServerThread) -> None:
     with client_of(toy_server) as client:
         assert [each.id for each in client.models.list()] == ["m"]
         assert client.models.retrieve("m").owned_by == "corelm"
+        assert client.models.retrieve("m").to_dict()["max_model_len"] == 512
         with pytest.raises(openai.NotFoundError, match="does not exist; give 'm'"):
             client.chat.completions.create(**{**ASKED, "model": "gpt-5"})

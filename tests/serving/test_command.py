@@ -113,17 +113,22 @@ def test_a_port_in_use_is_refused_before_the_engine_is_opened() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        result = corelm_command("serve", "--backend", "no-such-engine", "--port", taken.getsockname()[1])
-    assert result.exit_code == 2 and "Address already in use" in result.stderr
+        port = taken.getsockname()[1]
+        result = corelm_command("serve", "--backend", "no-such-engine", "--port", port)
+    assert result.exit_code == 2
+    assert f"cannot listen at 127.0.0.1, port {port}: Address already in use" in result.stderr
+    assert "give another --host or --port; --port 0 takes a free one" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--backend", "transformers"], "give --model PATH"),
         (["--host", "example.com"], "expected an IP address such as 127.0.0.1"),
         (["--api-key", "a", "--no-api-key"], "leave one of them out"),
         (["--response-parser", "hermse"], "did you mean 'hermes'?"),
         (["--api-key", " a"], "printable ASCII characters"),
+        (["--api-key", ""], "at least one character"),
         (["--chat-template", "./none.jinja"], "No such file or directory"),
     ],
 )

@@ -55,7 +55,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content",
-        "images",
+        'content: expected a text, or a list of parts such as {"type": "text"',
     ),
     (CHATS, {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "lone surrogate"),
     (
@@ -156,9 +156,13 @@ def test_only_the_key_opens_and_it_is_asked_for_first(shared_server: ServerThrea
 
 def test_other_paths_and_methods_are_not_found(shared_server: ServerThread) -> None:
     with http_of(shared_server) as client:
-        assert client.get("/v1/embeddings").status_code == 404
-        other = client.get(CHATS)
-        assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_allowed")
+        missing, wrong = client.post(CHATS.removeprefix("/v1")), client.get(CHATS)
+        assert missing.status_code == 404 and CHATS in missing.json()["error"]["message"]
+        assert wrong.status_code == 405 and wrong.json()["error"]["message"].endswith("send POST")
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
+        unnamed = client.post(CHATS, json={"model": "m", "messages": CHAT}, headers={"x-session-id": "a/b"})
+        assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "X-Session-Id"
+        assert unnamed.json()["error"]["message"].startswith("X-Session-Id: expected 1 to 128 letters")
         # A name of any length is named, and not sent back whole.
         long = client.post(CHATS, json={"messages": CHAT, "x" * 300_000: 1})
         assert long.status_code == 400 and "xxx" in long.json()["error"]["message"] and len(long.content) < 2000

@@ -354,7 +354,7 @@ def nested(depth):
         ([], {}, "messages: expected a list with at least one message"),
         ("Hi", {}, "messages: expected a list"),
         ([HI, {"content": "?"}], {}, "message|role is missing"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "lists of parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a list of parts such as"),
         ([HI], {"tools": "look"}, "tools: expected a list of dicts"),
         ([HI], {"tools": [nested(200)]}, "tools: .*nested more than"),
         ([{**HI, "extra": nested(200)}], {}, "nested more than"),

@@ -146,7 +146,7 @@ def serve(
         from corelm.serving.server import listening, new_key, run_server, url_of
         from corelm.serving.sessions import SessionStore
 
-    key = None if no_api_key else api_key or new_key()
+    key = None if no_api_key else new_key() if api_key is None else api_key
     ended_by: int | None = signal.SIGINT
     with typed_exits():
         options = ServerOptions(

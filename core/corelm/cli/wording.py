@@ -19,6 +19,8 @@ _PHRASES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
     (re.compile(r"\bleave out adapter='(.*?)'"), r"leave out --adapter \1"),
     (re.compile(r"\bCall load_adapter\('(.*?)', …\) first"), r"Give --adapter \1=FOLDER"),
     (re.compile(r"^(adapter: |path: (?=there is no readable adapter))"), "--adapter: "),
+    (re.compile(r"\bcall get_backend\('.*?', 'PATH'\)"), "give --model PATH"),
+    (re.compile(r"\bgive another host or port; port 0 takes"), "give another --host or --port; --port 0 takes"),
     (re.compile(r"^\[Errno \d+\] "), ""),
     (re.compile(r"\bpass jinja text \(not the path of a file\), or"), "give jinja text, a file such as ./NAME, or"),
 )

@@ -262,4 +262,5 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"source: cannot read {path} as JSON: {error}", field="source") from error
+        advice = "; a URL begins with http:// or https://" if isinstance(error, FileNotFoundError) else ""
+        raise InvalidRequestError(f"source: cannot read {path} as JSON: {error}{advice}", field="source") from error

@@ -114,6 +114,8 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
     if name != AUTO:
         own = json.dumps([dict(one.fields) for one in FORMATS[name].dialects], ensure_ascii=False).replace("\\", "")
         return NamedParser(name, None, frozenset(text for text in known if text and text not in own), eos)
+    if tokenizer is None:
+        raise invalid("tokenizer", "'auto' reads the response_template of a tokenizer; give it as the second argument")
     template = getattr(tokenizer, "response_template", None)
     if template is None:
         raise invalid(

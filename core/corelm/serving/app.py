@@ -162,7 +162,9 @@ def _routes(service: Service) -> list[Route]:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "corelm"}
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "corelm"}
+    # As servers of vLLM and SGLang say it. Clients read the longest prompt and answer from it.
+    return {**card, "max_model_len": service.backend.capabilities.max_context}
 
 
 def _store(service: Service) -> SessionStore:
@@ -181,6 +183,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    code, advice = "not_found", f"the paths are {', '.join(each.path_format for each in request.app.routes)}"
+    if error.status_code == 405:
+        code, advice = "method_not_allowed", f"send {(error.headers or {})['Allow']}"
+    what = f"{request.method} {request.url.path}: {error.detail}; {advice}"
     return _response(Refusal(error.status_code, what, code=code, headers=error.headers))

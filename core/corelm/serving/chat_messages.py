@@ -164,7 +164,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def _joined_parts(content: Any) -> Any:
-    """Return the text of a list of text parts; anything else as it is."""
+    """Return the text of a list of text parts; anything but a list as it is.
+
+    Raises:
+        InvalidRequestError: a part is not text.
+    """
     if not isinstance(content, (list, tuple)):
         return content
     texts = [
@@ -173,8 +177,11 @@ def _joined_parts(content: Any) -> Any:
         else part
         for part in content
     ]
-    texts = [part if isinstance(part, str) else None for part in texts]
-    return list(content) if None in texts else "\n".join(map(str, texts))
+    for part in texts:
+        if not isinstance(part, str):
+            expected = 'expected a text, or a list of parts such as {"type": "text", "text": "…"}'
+            raise invalid("content", f"{expected}, got the part {shown(part)}; images are not supported")
+    return "\n".join(texts)
 
 
 def _with_read_arguments(call: Any) -> Any:

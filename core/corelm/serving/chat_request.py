@@ -121,7 +121,7 @@ def _message(given: Any, where: str) -> Message:
     try:
         message = said({**given, "role": _ROLES[given["role"]]})
     except InvalidRequestError as error:
-        raise invalid(f"{where}.{error.field}", str(error)) from error
+        raise invalid(f"{where}.{error.field}", str(error).removeprefix(f"{error.field}: ")) from error
     if message.content is None and not message.tool_calls:
         raise invalid(f"{where}.content", "the message has neither content nor tool_calls; give one of them")
     return message

@@ -50,7 +50,8 @@ class ServerOptions:
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
             # Not the key itself: the message may be logged.
-            raise validate.invalid("api_key", "expected printable ASCII characters without spaces at the ends")
+            expected = "expected at least one character, only printable ASCII characters, and no spaces at the ends"
+            raise validate.invalid("api_key", expected)
         validate.one_of("log_probs", self.log_probs, ("raw", "processed"))
         for name in ("max_body", "max_requests"):
             object.__setattr__(self, name, validate.count(name, getattr(self, name), 1))

@@ -33,6 +33,8 @@ _WORDING: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 #: Core's names of what a request calls its prompt, and how its messages begin. One conversation has no rows.
 _PROMPTS = ("prompts", "sequences", "texts", "history")
+#: The header that names a session.
+_SESSION = "X-Session-Id"
 _OF_PROMPTS = re.compile(r"^(history: row 0|prompts|sequences|texts|history): ")
 
 
@@ -102,6 +104,8 @@ def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
         if isinstance(error, kind):
             param = getattr(error, "field", None) or getattr(error, "capability", None)
             message = as_asked(str(error))
+            if param == "session":
+                message, param = message.replace("session: ", f"{_SESSION}: ", 1), _SESSION
             if param in _PROMPTS:
                 message, param = _OF_PROMPTS.sub(f"{prompt}: ", message), prompt
             return Refusal(

@@ -57,6 +57,10 @@ def listening(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
         made.listen(2048)
+    except OSError as error:
+        made.close()
+        advice = "give another host or port; port 0 takes a free one"
+        raise OSError(error.errno, f"cannot listen at {host}, port {port}: {error.strerror}; {advice}") from error
     except BaseException:
         made.close()
         raise

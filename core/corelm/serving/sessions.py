@@ -160,7 +160,7 @@ class SessionStore:
             tree = self._sessions.get(session_id)
             if tree is None:
                 raise MissingKeyError(
-                    f"session: none is named {shown(session_id)}; {len(self._sessions)} are kept, and {self._dropped} "
+                    f"session: there is no session {shown(session_id)}; {len(self._sessions)} are kept, and {self._dropped} "
                     "were dropped to stay within the limits",
                     field="session",
                 )

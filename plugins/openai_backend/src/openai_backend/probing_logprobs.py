@@ -71,8 +71,10 @@ def with_scores(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether the server scores a prompt that it echoes, and whether sampled tokens have the same scores."""
     if info.logprobs == "none" or not info.takes_ids:
         return info
-    (answer,) = trials.ask(info, {"max_tokens": _LENGTH, "temperature": 1.0})
-    if answer is None or not answer.ids or answer.told is None:
+    # Several, because an answer may hold a token whose name says nothing.
+    answers = trials.ask(info, *([{"max_tokens": _LENGTH, "temperature": 1.0}] * _DRAWS))
+    answer = next((each for each in answers if each is not None and each.ids and each.told is not None), None)
+    if answer is None or answer.ids is None or answer.told is None:
         return info
     prompt = info.vocabulary.encode(TEXTS[0])
     ids, sampled = [*prompt, *answer.ids], answer.told.logprobs
@@ -158,13 +160,27 @@ def _same_without_extra(trials: Trials, info: ServerInfo) -> bool:
 
 
 def _by_name(trials: Trials, info: ServerInfo, **fields: float) -> dict[str, float] | None:
-    """Return the log-probs of the token after a prompt by name, as far as several replies give them, or None."""
+    """Return the log-probs of the token after a prompt by name, as far as several replies give them, or None.
+
+    Names that do not stand for one token are left out. All ids without an entry in the tokenizer have the name "", for
+    example: their log-probs differ, and say nothing about the distribution.
+    """
     requests = [{"max_tokens": 1, "logprobs": most, **fields} for most in (CANDIDATES, 1) for _ in range(_DRAWS)]
     found: dict[str, float] = {}
     for answer in trials.ask(info, *requests):
         if answer is not None and answer.told is not None and len(answer.told) == 1:
             found |= _numbers({**answer.told.top[0], answer.told.names[0]: answer.told.logprobs[0]})
-    return found or None
+    return {name: value for name, value in found.items() if _is_one_token(info, name)} or None
+
+
+def _is_one_token(info: ServerInfo, name: str) -> bool:
+    if info.naming is None:
+        return False
+    try:
+        info.vocabulary.ids_of([name], info.naming)
+    except RowError:
+        return False
+    return True
 
 
 def _numbers(given: Mapping[str, object]) -> dict[str, float]:

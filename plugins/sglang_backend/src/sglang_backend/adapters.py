@@ -121,7 +121,7 @@ class Adapters:
 
     def _unknown(self, name: str) -> InvalidRequestError:
         known = sorted({*self._loaded, *self._info.adapters})
-        others = f"there are {', '.join(map(repr, known))}" if known else "there is none"
+        others = f"there are {', '.join(map(repr, known))}" if known else "no adapter is loaded"
         return InvalidRequestError(
             f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
         )

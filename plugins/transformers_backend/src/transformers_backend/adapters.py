@@ -117,7 +117,7 @@ class Adapters:
         if name in known:
             return name
         known = sorted([*known, *self._loaded])
-        others = f"there are {', '.join(map(repr, known))}" if known else "there is none"
+        others = f"there are {', '.join(map(repr, known))}" if known else "no adapter is loaded"
         raise InvalidRequestError(
             f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first",
             field="adapter",

@@ -181,7 +181,7 @@ class ServerAdapters:
 
 def unknown(name: str, known: Any) -> InvalidRequestError:
     """Return the error for a request with an adapter that is not there."""
-    others = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there is none"
+    others = f"there are {', '.join(map(repr, sorted(known)))}" if known else "no adapter is loaded"
     return InvalidRequestError(
         f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
     )
