@@ -243,7 +243,7 @@ def test_auto_is_refused_where_the_tokenizer_has_no_usable_template(template) ->
 
 
 def test_auto_without_a_tokenizer_asks_for_one() -> None:
-    with pytest.raises(InvalidRequestError, match="tokenizer: .*give it as the second argument"):
+    with pytest.raises(InvalidRequestError, match=r"tokenizer: .*give it as the second argument"):
         parser_named("auto")
 
 

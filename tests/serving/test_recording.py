@@ -82,7 +82,7 @@ def test_a_refused_request_leaves_no_session(toy_server: ServerThread) -> None:
         answer = client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 10_000})
         assert answer.status_code == 400
         wrong = client.post("/v1/chat/completions", json={"messages": CHAT}, headers={"x-session-id": "a b"})
-        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "session"
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "X-Session-Id"
         assert client.get("/sessions").json()["data"] == []
 
 

@@ -160,8 +160,8 @@ class SessionStore:
             tree = self._sessions.get(session_id)
             if tree is None:
                 raise MissingKeyError(
-                    f"session: there is no session {shown(session_id)}; {len(self._sessions)} are kept, and {self._dropped} "
-                    "were dropped to stay within the limits",
+                    f"session: there is no session {shown(session_id)}; {len(self._sessions)} are kept, and "
+                    f"{self._dropped} were dropped to stay within the limits",
                     field="session",
                 )
             read = tree.reader()

@@ -23,8 +23,8 @@ def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(
                 assert found.score and found.generation_modes == {"raw"}
                 # A server of this protocol may have to sample a token when it scores.
                 assert found.max_context == engine.capabilities.max_context - 1
-                ids = backend.tokenize("My name is Pip.").ids
-                scores = backend.score_logprobs(ids).logprobs.values
+                rows = backend.tokenize("My name is Pip.").ids
+                scores, ids = backend.score_logprobs(rows).logprobs.values, rows.values
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         plain = model(input_ids=ids[None]).logits[0].log_softmax(-1)

@@ -71,8 +71,9 @@ def with_scores(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether the server scores a prompt that it echoes, and whether sampled tokens have the same scores."""
     if info.logprobs == "none" or not info.takes_ids:
         return info
-    # Several, because an answer may hold a token whose name says nothing.
-    answers = trials.ask(info, *([{"max_tokens": _LENGTH, "temperature": 1.0}] * _DRAWS))
+    # Several, and short ones as well, because an answer may hold a token whose name says nothing.
+    asked = [{"max_tokens": length, "temperature": 1.0} for length in (_LENGTH, 8, 2) for _ in range(_DRAWS)]
+    answers = trials.ask(info, *asked)
     answer = next((each for each in answers if each is not None and each.ids and each.told is not None), None)
     if answer is None or answer.ids is None or answer.told is None:
         return info
