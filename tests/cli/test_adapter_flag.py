@@ -87,7 +87,7 @@ def test_answers_and_chats_are_those_of_the_adapter(folder, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("policy", "--adapter: there is no 'policy'; there is none. Give --adapter policy=FOLDER"),
+        ("policy", "--adapter: there is no 'policy'; no adapter is loaded. Give --adapter policy=FOLDER"),
         ("policy={folder}", "--adapter: there is no readable adapter in {folder}"),
         ("a@b", "--adapter: expected a name"),
         ("=folder", "expected NAME or NAME=FOLDER, got '=folder'"),

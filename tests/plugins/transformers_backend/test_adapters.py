@@ -89,7 +89,7 @@ def test_an_adapter_is_replaced_and_unloaded(owned: Backend) -> None:
     assert_is(owned, "policy", three)
     owned.unload_adapter("policy")
     assert_is(owned, None, tiny_model())
-    with pytest.raises(InvalidRequestError, match="there is no 'policy'; there is none"):
+    with pytest.raises(InvalidRequestError, match="there is no 'policy'; no adapter is loaded"):
         owned.generate(ROWS, adapter="policy")
     assert not any("lora" in name for name, _ in owned.engine.plugin.engine.module.named_parameters())
     owned.load_adapter("policy", one)
