@@ -22,7 +22,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
-.PHONY: install test-faults drawings wheels pins format clean
+.PHONY: install test-faults docs drawings wheels pins format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -86,6 +86,9 @@ bench-gpu: install ## measure everything that one GPU can show, in under 40 minu
 format: install ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install ## build the site into docs/_build; a warning is an error
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --builder html docs docs/_build
 
 drawings: ## remake the pictures in docs/drawings from their .dot files; needs graphviz
 	for drawing in docs/drawings/*.dot; do dot -Tsvg $$drawing -o $${drawing%.dot}.svg || exit 1; done

@@ -20,7 +20,7 @@ from helpers.torchrl import skip_without_torchrl
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core" / "corelm"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = "write-a-backend.md"
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
 MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
@@ -30,7 +30,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 @pytest.mark.parametrize(
     "page",
     [page for path in PAGES if (page := Page(path)).blocks("python") and path.name != RUN_ELSEWHERE],
-    ids=lambda page: page.path.name,
+    ids=lambda page: str(page.path.relative_to(ROOT)),
 )
 def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
     if page.path.name == "torchrl.md":

@@ -12,6 +12,7 @@ NEEDED = {
     **dict.fromkeys(("corelm.serving.chat", "corelm.serving.completions", "corelm.serving.generation"), "starlette"),
     **dict.fromkeys(("corelm.serving.server", "corelm.serving.tokens"), "uvicorn"),
     "corelm.interop.lm_eval_": "lm_eval",
+    "corelm.wrappers.telemetry": "opentelemetry",
 }
 
 
