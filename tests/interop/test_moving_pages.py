@@ -43,6 +43,10 @@ def test_a_name_that_a_library_lacks_is_found(tmp_path, owner, name, missing):
 
 def test_each_page_is_checked_somewhere():
     tests = Path(__file__).parents[1]
-    files = [Path(__file__), *tests.glob("harnesses/test_*page*.py"), tests / "engines" / "vllm" / "test_moving_page.py"]
+    files = [
+        Path(__file__),
+        *tests.glob("harnesses/test_*page*.py"),
+        tests / "engines" / "vllm" / "test_moving_page.py",
+    ]
     named = "".join(path.read_text() for path in files)
     assert [page.name for page in PAGES.glob("from-*.md") if page.name not in named] == []
