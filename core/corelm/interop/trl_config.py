@@ -105,7 +105,7 @@ def must_be_served(trainer: GRPOTrainer, *, has_vllm: bool, in_turns: bool) -> N
     if trainer.args.vllm_structured_outputs_regex is not None:
         raise invalid(
             "vllm_structured_outputs_regex",
-            "only TRL's own vLLM reads it, and a grammar changes the distribution that tokens are drawn from; leave it out",
+            "only TRL's own vLLM reads it, and a grammar changes the distribution; leave it out",
         )
     mode = trainer.vllm_importance_sampling_mode
     if (
