@@ -1,0 +1,2 @@
+from .telemetry import Telemetry as Telemetry
+from .timing import Timing as Timing
