@@ -90,11 +90,19 @@ class ObservedCall:
         """Number of ids in the answers."""
         return self.result.ids.values.shape[0] if isinstance(self.result, GenerateResult) else 0
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """Number of ids of the prompts that the engine took from its prefix cache; None if it does not say."""
-        cached = getattr(self.result, "cached_tokens", None)
-        return None if cached is None else sum(cached)
+    def cached_tokens(self) -> tuple[int, int] | None:
+        """Return how many ids the engine took from its prefix cache, and how many the prompts have of which it says so.
+
+        None if it says so of no prompt.
+        """
+        cached = self.result.cached_tokens if isinstance(self.result, GenerateResult) else None
+        if cached is None:
+            return None
+        lengths = self.request.prompts.lengths.tolist()
+        said = [
+            (count, lengths[row * len(lengths) // len(cached)]) for row, count in enumerate(cached) if count is not None
+        ]
+        return sum(count for count, _ in said), sum(length for _, length in said)
 
     @property
     def finish_reasons(self) -> Sequence[str]:

@@ -201,8 +201,8 @@ def _answered(call: ObservedCall) -> dict[str, Any]:
         found["gen_ai.response.finish_reasons"] = list(reasons if len(reasons) <= _REASONS else sorted({*reasons}))
         if failed := reasons.count("error"):
             found["corelm.failed_rows"] = failed
-    if call.cached_tokens is not None:
-        found["gen_ai.usage.cache_read.input_tokens"] = call.cached_tokens
+    if (cached := call.cached_tokens()) is not None:
+        found["gen_ai.usage.cache_read.input_tokens"] = cached[0]
     if firsts := call.first_tokens():
         found["gen_ai.response.time_to_first_chunk"] = min(firsts)
     return found

@@ -107,10 +107,9 @@ class _Counts:
         self._failed_rows += call.finish_reasons.count("error")
         self._given += call.given_tokens
         self._sampled += call.sampled_tokens
-        cached = call.cached_tokens
-        if cached is not None:
+        if (cached := call.cached_tokens()) is not None:
             self._says_cached = True
-            self._cached, self._given_of_cached = self._cached + cached, self._given_of_cached + call.given_tokens
+            self._cached, self._given_of_cached = self._cached + cached[0], self._given_of_cached + cached[1]
 
     def summary(self, now: float) -> HookTiming:
         under_way = max(0.0, now - self._busy_since) if self.inside else 0.0

@@ -24,7 +24,7 @@ class HookTiming:
             engine samples it n times by itself.
         sampled_tokens: ids of their answers.
         cached_tokens: given ids that the engine took from its prefix cache; None if it never said.
-        cache_hits: `cached_tokens` as a share of the given ids of the calls that said so; None likewise.
+        cache_hits: `cached_tokens` as a share of the ids of the prompts of which the engine said so; None likewise.
         busy: the time in which at least one call was in the engine.
         duration: of a call, in the engine.
         wait: of a user's call, from the check of its arguments until the engine was asked: in the queue of the batcher
