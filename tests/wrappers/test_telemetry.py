@@ -397,3 +397,47 @@ def test_many_threads_of_users_each_get_their_own_child(world: World) -> None:
             users = dict(pool.map(ask, range(24)))
     spans = world.spans("text")
     assert {span.attributes["corelm.rows"]: span.parent.span_id for span in spans} == users
+
+
+# A server -------------------------------------------------------------------------------------------------------------
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    ("header", "continued"),
+    [(f"00-{TRACE}-{PARENT}-01", True), ("garbage", False), (None, False)],
+    ids=["a trace", "garbage", "none"],
+)
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_request_to_the_server_continues_the_trace_of_its_client(
+    world: World, header: str | None, continued: bool, streams: bool
+) -> None:
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    from helpers.serving import http_of, serving
+
+    headers = {} if header is None else {"traceparent": header}
+    body = {"model": "toy", "prompt": "Hello", "max_tokens": 4, "stream": streams}
+    with open_toy(world) as backend, serving(backend, model_name="toy") as server, http_of(server) as client:
+        for _ in range(2):
+            reply = client.post("/v1/completions", json=body, headers=headers)
+            assert reply.status_code == 200, reply.text
+        # Nothing of it is left for the next request of the connection.
+        client.post("/v1/completions", json=body)
+    first, second, last = world.spans("text")
+    for span in (first, second):
+        parent = None if span.parent is None else trace.format_span_id(span.parent.span_id)
+        assert parent == (PARENT if continued else None)
+        assert (trace.format_trace_id(span.context.trace_id) == TRACE) is continued
+    assert last.parent is None
+
+
+def test_a_span_of_an_instrumented_server_remains_the_parent(world: World) -> None:
+    from corelm.wrappers.trace_context import continued_trace
+
+    with world.tracer.start_as_current_span("POST /v1/completions") as request:
+        with continued_trace([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())]):
+            open_toy(world).generate([[72]], SHORT)
+        assert trace.get_current_span() is request
+    (span,) = world.spans("text")
+    assert span.parent.span_id == request.get_span_context().span_id

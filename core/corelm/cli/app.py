@@ -25,6 +25,7 @@ from corelm.cli.new_backend import new_backend
 from corelm.cli.serving import serve
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
+from corelm.cli.timing_flag import Timed
 from corelm.cli.wording import as_flags
 from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
@@ -105,6 +106,7 @@ def generate(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    timing: Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -174,6 +176,7 @@ def generate(
         ),
         samples=params.num_samples or 1,
         batch_size=batch_size,
+        timed=timing,
     )
     _run(job, as_json)
 
@@ -206,6 +209,7 @@ def score(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    timing: Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -268,6 +272,7 @@ def score(
             copy_input=copy_input,
         ),
         batch_size=batch_size,
+        timed=timing,
     )
     _run(job, as_json)
 
