@@ -43,5 +43,5 @@ def test_the_first_token_comes_before_the_others(shared: Backend) -> None:
     assert made.first_token.count == made.token_interval.count == 2
     assert made.wait.most < made.first_token.least <= read
     assert made.first_token.most < made.wait.most + made.duration.most
-    # The tokens after the first take the rest of the call.
+    # The tokens after the first come within the call.
     assert 63 * made.token_interval.most < made.duration.most
