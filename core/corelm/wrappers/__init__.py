@@ -2,6 +2,8 @@
 
 - `Timing` in `corelm.wrappers.timing`: how long calls take and what they yield, in bounded memory.
 - `Telemetry` in `corelm.wrappers.telemetry`: the same as spans and metrics of OpenTelemetry; needs the extra `otel`.
+- `Observer` in `corelm.wrappers.observer`: the class of both, for an observer of your own.
+- `current_call` in `corelm.backend.engine_call`: who made the call that a wrapper is in.
 
 The names are imported on first use.
 """

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from corelm import Backend
-from corelm.wrappers import Timing
-from helpers.tiny_models import random_rows
-
-#: Other tests of the same server do not use it.
-PROMPT = random_rows(211)[0]
-SAMPLING = {"max_new_tokens": 8, "ignore_eos": True}
-
-
-def observed(shared: Backend, timing: Timing) -> Backend:
-    """Return another backend on the same server. It is not closed, because the server is others' as well."""
-    return Backend.from_plugin(shared.engine.plugin, "sglang", wrappers=[timing])
+from helpers.measuring import check_cache_hits, check_first_token
 
 
 def test_the_second_call_finds_the_prompt_in_the_cache(shared: Backend) -> None:
-    timing = Timing()
-    backend = observed(shared, timing)
-    assert backend.generate([PROMPT], SAMPLING).cached_tokens == (0,)
-    (hit,) = backend.generate([PROMPT], SAMPLING).cached_tokens or (None,)
-    # At least the last id is computed.
-    assert hit is not None and 0.3 * len(PROMPT) < hit < len(PROMPT)
-    (changed,) = backend.generate([[PROMPT[0] + 1, *PROMPT[1:]]], SAMPLING).cached_tokens or (None,)
-    assert changed == 0
-    made = timing.summary().hooks["generate"]
-    assert made.cached_tokens == hit and made.cache_hits == hit / (3 * len(PROMPT))
+    check_cache_hits(shared)
 
 
 def test_the_first_token_comes_before_the_others(shared: Backend) -> None:
-    timing = Timing()
-    began = time.monotonic()
-    with observed(shared, timing).stream([PROMPT, PROMPT[:50]], {**SAMPLING, "max_new_tokens": 64}) as stream:
-        next(stream)
-        read = time.monotonic() - began
-        list(stream)
-    made = timing.summary().hooks["generate"]
-    assert made.first_token is not None and made.token_interval is not None and made.wait is not None
-    assert made.first_token.count == made.token_interval.count == 2
-    assert made.wait.most < made.first_token.least <= read
-    assert made.first_token.most < made.wait.most + made.duration.most
-    # The tokens after the first come within the call.
-    assert 63 * made.token_interval.most < made.duration.most
+    check_first_token(shared)
