@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,59 +16,22 @@ from toy_backend import ToyBackend
 import corelm
 from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
-from corelm.errors import EngineError
-from helpers.batching_fakes import LONG, SEEDED, GatedEngine, all_capabilities
+from helpers.batching_fakes import LONG, SEEDED, GatedEngine
 from helpers.fakes import SHORT, Fake
 from helpers.streaming_fakes import Dripping
 
 pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
 
 from opentelemetry import baggage, context, trace
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
-from corelm.wrappers import Telemetry
-
-
-class World:
-    """An SDK that keeps what it is given.
-
-    Attributes:
-        telemetry: reports to it.
-        tracer: makes the users' spans.
-    """
-
-    def __init__(self) -> None:
-        self._exporter, self._reader = InMemorySpanExporter(), InMemoryMetricReader()
-        self.provider = TracerProvider()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.telemetry = Telemetry(self.provider, MeterProvider([self._reader]))
-        self.tracer = self.provider.get_tracer("user")
-
-    def spans(self, name: str = "") -> list[ReadableSpan]:
-        """Return the finished spans whose names begin so."""
-        return [span for span in self._exporter.get_finished_spans() if span.name.startswith(name)]
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics by name."""
-        data = self._reader.get_metrics_data()
-        scopes = [scope for resource in data.resource_metrics for scope in resource.scope_metrics] if data else []
-        return {metric.name: metric for scope in scopes for metric in scope.metrics}
+from helpers.telemetry import World, open_toy
 
 
 @pytest.fixture
-def world(caplog: pytest.LogCaptureFixture) -> Iterator[World]:
-    yield World()
-    assert not [record for record in caplog.records if record.name == "corelm.wrappers.observer"]
-
-
-def open_toy(world: World, **options: Any) -> Backend:
-    return Backend.from_plugin(ToyBackend.open(), "toy", model_name="bigram", wrappers=[world.telemetry], **options)
+def world(sound: None) -> World:
+    return World()
 
 
 def test_a_call_is_a_span_with_the_names_of_the_conventions(world: World) -> None:
@@ -302,88 +261,6 @@ def test_no_text_and_no_secret_of_a_url_is_reported(world: World) -> None:
     assert "xylophone" not in told and len(answer) > 3 and answer not in told
 
 
-class Faulty(SpanProcessor):
-    """Raises where it is told to."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def on_start(self, span: Span, parent_context: Any = None) -> None:
-        if self.where == "start":
-            raise ConnectionError("no collector")
-
-    def on_end(self, span: ReadableSpan) -> None:
-        if self.where == "end":
-            raise ConnectionError("no collector")
-
-
-@pytest.mark.parametrize("where", ["start", "end", "export", "meter"])
-def test_a_faulty_exporter_changes_no_answer_and_leaves_no_span_behind(where: str) -> None:
-    world = World()
-    plain = ToyBackend.open()
-    expected = Backend.from_plugin(plain, "toy").generate([[72, 105], [65]], {"max_new_tokens": 6, "seed": 3})
-    if where == "export":
-
-        class Lost(InMemorySpanExporter):
-            def export(self, spans: Any) -> Any:
-                raise ConnectionError("no collector")
-
-        world.provider.add_span_processor(SimpleSpanProcessor(Lost()))
-    elif where == "meter":
-        # A callback of the SDK's exemplar reservoirs and views runs in `record`.
-        class LostMeter(MeterProvider):
-            def get_meter(self, *args: Any, **options: Any) -> Any:
-                meter = super().get_meter(*args, **options)
-
-                class Broken:
-                    def record(self, *args: Any, **options: Any) -> None:
-                        raise ConnectionError("no collector")
-
-                    add = record
-
-                meter.create_histogram = lambda *args, **options: Broken()
-                return meter
-
-        world.telemetry = Telemetry(world.provider, LostMeter())
-    else:
-        world.provider.add_span_processor(Faulty(where))
-    faulty = where in ("start", "end")  # then the user's own spans fail as well
-    user = nullcontext() if faulty else world.tracer.start_as_current_span("user")
-    with DynamicBatcher(open_toy(world)) as batcher, user:
-        current = trace.get_current_span()
-        for _ in range(2):
-            found = batcher.generate([[72, 105], [65]], {"max_new_tokens": 6, "seed": 3})
-            assert found.ids.tolist() == expected.ids.tolist()
-            assert torch.equal(found.logprobs.values, expected.logprobs.values)
-        assert trace.get_current_span() is current
-        # Nor is a span left on the thread of the batcher.
-        batcher.generate([[72]], {"max_new_tokens": 6, "seed": 3})
-    assert len(world.spans("text")) == (0 if where == "start" else 3)
-
-
-def test_a_failing_engine_keeps_its_error_with_a_faulty_exporter() -> None:
-    world = World()
-    world.provider.add_span_processor(Faulty("end"))
-    engine = GatedEngine(**all_capabilities())
-    with pytest.raises(EngineError, match="poisoned"):
-        Backend.from_plugin(engine, "gated", wrappers=[world.telemetry]).generate([[13]], SHORT)
-
-
-def test_without_an_sdk_nothing_is_reported_and_nothing_fails() -> None:
-    found = Backend.from_plugin(Fake(), "fake", wrappers=[Telemetry()]).generate([[3]], SHORT)
-    assert found.ids.tolist() == [[3, 3]]
-
-
-def test_without_opentelemetry_the_error_says_what_to_type() -> None:
-    code = (
-        "import sys; sys.modules['opentelemetry'] = None\n"
-        "from corelm.wrappers import Timing; Timing()\n"
-        "try:\n    from corelm.wrappers import Telemetry\nexcept ImportError as error:\n    print(error)"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert 'pip install "core[otel]"' in told.stdout
-
-
 def test_many_threads_of_users_each_get_their_own_child(world: World) -> None:
     with DynamicBatcher(
         Backend.from_plugin(Fake(concurrent_calls=True), "fake", wrappers=[world.telemetry])
@@ -398,47 +275,3 @@ def test_many_threads_of_users_each_get_their_own_child(world: World) -> None:
             users = dict(pool.map(ask, range(24)))
     spans = world.spans("text")
     assert {span.attributes["corelm.rows"]: span.parent.span_id for span in spans} == users
-
-
-# A server -------------------------------------------------------------------------------------------------------------
-
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-@pytest.mark.parametrize(
-    ("header", "continued"),
-    [(f"00-{TRACE}-{PARENT}-01", True), ("garbage", False), (None, False)],
-    ids=["a trace", "garbage", "none"],
-)
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_a_request_to_the_server_continues_the_trace_of_its_client(
-    world: World, header: str | None, continued: bool, streams: bool
-) -> None:
-    pytest.importorskip("starlette", reason="needs the extra serve")
-    from helpers.serving import http_of, serving
-
-    headers = {} if header is None else {"traceparent": header}
-    body = {"model": "toy", "prompt": "Hello", "max_tokens": 4, "stream": streams}
-    with open_toy(world) as backend, serving(backend, model_name="toy") as server, http_of(server) as client:
-        for _ in range(2):
-            reply = client.post("/v1/completions", json=body, headers=headers)
-            assert reply.status_code == 200, reply.text
-        # Nothing of it is left for the next request of the connection.
-        client.post("/v1/completions", json=body)
-    first, second, last = world.spans("text")
-    for span in (first, second):
-        parent = None if span.parent is None else trace.format_span_id(span.parent.span_id)
-        assert parent == (PARENT if continued else None)
-        assert (trace.format_trace_id(span.context.trace_id) == TRACE) is continued
-    assert last.parent is None
-
-
-def test_a_span_of_an_instrumented_server_remains_the_parent(world: World) -> None:
-    from corelm.wrappers.trace_context import continued_trace
-
-    with world.tracer.start_as_current_span("POST /v1/completions") as request:
-        with continued_trace([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())]):
-            open_toy(world).generate([[72]], SHORT)
-        assert trace.get_current_span() is request
-    (span,) = world.spans("text")
-    assert span.parent.span_id == request.get_span_context().span_id

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing, timing_flag
 from corelm.cli.conformance import conformance
 from corelm.cli.doctor import doctor
 from corelm.cli.engine import EngineChoice
@@ -26,7 +26,6 @@ from corelm.cli.new_backend import new_backend
 from corelm.cli.serving import serve
 from corelm.cli.streams import Messages, Stream, standard_output, tell
 from corelm.cli.summary import Summary
-from corelm.cli.timing_flag import Timed
 from corelm.cli.wording import as_flags
 from corelm.errors import CoreLMError
 from corelm.spec.sampling import SamplingParams
@@ -108,7 +107,7 @@ def generate(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
-    timing: Timed = False,
+    timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -211,7 +210,7 @@ def score(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
-    timing: Timed = False,
+    timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
