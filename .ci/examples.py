@@ -14,6 +14,7 @@ from pathlib import Path
 #: What a page needs besides, as an import.
 NEEDS = {
     "write-a-backend.md": "its own environments",
+    "measure.md": "opentelemetry.sdk",
     "serving.md": "openai",
     "torchrl.md": "torchrl",
     "trl.md": "trl",

@@ -33,6 +33,7 @@ PARTS = (
     "chats",
     "startup",
     "callers",
+    "observers",
     "in_flight",
     "client_time",
     "serving",

@@ -39,6 +39,8 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         skip_without_torchrl()
     if page.path.name in ("trl.md", "from-trl.md"):
         pytest.importorskip("trl", reason="TRL is not installed; make test-harnesses runs the page")
+    if page.path.name == "measure.md":
+        pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
     if page.path.name == "serving.md":
         pytest.importorskip("openai", reason="the official client is not installed")
         pytest.importorskip("uvicorn", reason="the server needs the extra serve")

@@ -1,4 +1,4 @@
-"""`registered`: an engine as pluggy knows it, together with core's default hooks and the user's wrappers."""
+"""An engine as pluggy knows it, together with core's default hooks and the user's wrappers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capa
     except (pluggy.PluginValidationError, ValueError) as error:
         raise _misfit(name, str(error)) from error
     return capabilities, manager.hook
+
+
+def implementers(hooks: Any, hook: str) -> list[object]:
+    """Return the plugins that implement a hook. Those that only wrap it, to observe it, do not.
+
+    Args:
+        hooks: pluggy's caller of the hooks.
+        hook: the hook's name.
+    """
+    implementations = getattr(hooks, hook).get_hookimpls()
+    return [each.plugin for each in implementations if not (each.wrapper or each.hookwrapper)]
 
 
 def _misfit(name: str, what: str) -> BackendIncompatibleError:
