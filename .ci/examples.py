@@ -7,24 +7,17 @@ A page that needs more than core and its transformers plugin is skipped, and nam
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-#: What a page needs besides, as an import.
-NEEDS = {
-    "write-a-backend.md": "its own environments",
-    "measure.md": "opentelemetry.sdk",
-    "serving.md": "openai",
-    "measure.md": "opentelemetry.sdk",
-    "from-torchrl.md": "torchrl",
-    "from-trl.md": "trl",
-    "from-lm-eval.md": "lm_eval",
-    "torchrl.md": "torchrl",
-    "trl.md": "trl",
-    "inspect.md": "inspect_ai",
-    "lm-eval.md": "lm_eval",
-}
+#: Pages that need more than an import shows.
+NEEDS = {"write-a-backend.md": "its own environments", "lm-eval.md": "lm_eval", "from-lm-eval.md": "lm_eval"}
+#: What is installed here. If it cannot be imported, that is a failure and no reason to skip.
+INSTALLED = {"corelm", "torch", "tensordict", "transformers", "transformers_backend"}
 RUN = """
 import pathlib, sys
 sys.path.append(sys.argv[1])
@@ -32,13 +25,24 @@ from helpers.pages import Page
 Page(pathlib.Path(sys.argv[2])).run()
 """
 
+
+def missing(page: str) -> list[str]:
+    """Return the packages that the page's Python imports and that are not installed here."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    roots = {name.partition(".")[0] for name in names}
+    return sorted(root for root in roots - INSTALLED if root and find_spec(root) is None)
+
+
 checkout = Path(sys.argv[1]).resolve()
 failed = []
 for page in [checkout / "README.md", *sorted((checkout / "docs").rglob("*.md"))]:
     name = page.relative_to(checkout)
     if "\n```python\n" not in page.read_text() or "_build" in page.parts:
         continue
-    if needed := NEEDS.get(page.name):
+    if needed := NEEDS.get(page.name) or ", ".join(missing(page.read_text())):
         print(f"skipped: {name} needs {needed}")
         continue
     command = [sys.executable, "-c", RUN, str(checkout / "tests"), str(page)]
