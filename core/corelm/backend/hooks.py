@@ -20,7 +20,7 @@ import tenacity
 from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
 from corelm.backend.hook_kinds import ALONE, GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED
-from corelm.backend.registering import registered
+from corelm.backend.registering import implementers, registered
 from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.sleep_state import SleepState
@@ -93,7 +93,7 @@ class EngineHooks:
         self._own_turns: dict[str, AbstractContextManager[object]] = {
             hook: turn
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
-            if all(isinstance(each.plugin, DefaultHooks) for each in getattr(self._hooks, hook).get_hookimpls())
+            if all(isinstance(plugin, DefaultHooks) for plugin in implementers(self._hooks, hook))
         }
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
@@ -101,8 +101,8 @@ class EngineHooks:
         self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:
-        """Return whether the engine, core or a wrapper implements the hook."""
-        return bool(getattr(self._hooks, hook).get_hookimpls())
+        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
+        return bool(implementers(self._hooks, hook))
 
     def require_open(self) -> None:
         """Refuse a call to a closed engine, and to one that another process has opened.
