@@ -4,6 +4,8 @@
 - `Telemetry` in `corelm.wrappers.telemetry`: the same as spans and metrics of OpenTelemetry; needs the extra `otel`.
 - `Observer` in `corelm.wrappers.observer`: the class of both, for an observer of your own.
 - `current_call` in `corelm.backend.engine_call`: who made the call that a wrapper is in.
+- `CassetteRecorder` in `corelm.wrappers.cassette_recorder`: writes every call to a cassette.
+- `CassetteBackend` in `corelm.wrappers.cassette_backend`: ``get_backend("cassette", path)``, a replay of these calls.
 
 The names are imported on first use.
 """

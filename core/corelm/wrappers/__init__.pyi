@@ -1,3 +1,6 @@
+from .cassette_backend import CassetteBackend as CassetteBackend
+from .cassette_recorder import RECORD_MODES as RECORD_MODES
+from .cassette_recorder import CassetteRecorder as CassetteRecorder
 from .histogram import Spread as Spread
 from .observer import EngineCall as EngineCall
 from .observer import ObservedCall as ObservedCall
