@@ -1,0 +1,64 @@
+"""The directive ``pages``: a toctree of pages, each shown with its title and its first sentence.
+
+Entries and patterns are those of a toctree with ``glob``. A pattern without a page is left out, so that a section can name
+the folder of pages that do not exist yet.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.directives.other import TocTree, glob_re
+from sphinx.util import docname_join
+from sphinx.util.matching import patfilter
+
+SENTENCE = re.compile(r"(?<=[.!?])\s")
+
+
+class PageList(nodes.General, nodes.Element):
+    """Stands for the list until every page was read."""
+
+
+class Pages(TocTree):
+    def run(self) -> list[nodes.Node]:
+        self.options.update(glob=None, hidden=None, maxdepth=1)
+        self.content = StringList([line for line in self.content if line and self.matches(line)], source="")
+        (wrapper,) = super().run()
+        (toctree,) = wrapper.children
+        return [wrapper, PageList(pages=toctree["includefiles"])]
+
+    def matches(self, line: str) -> bool:
+        here = self.env.current_document.docname
+        others = self.env.found_docs - {here}
+        return not glob_re.match(line) or bool(patfilter(others, docname_join(here, line)))
+
+
+def first_sentence(page: nodes.document) -> str:
+    """Return the first sentence of a page, or nothing where it begins with something else than a paragraph."""
+    sections = [each for each in page.children if isinstance(each, nodes.section)]
+    paragraphs = [each for each in sections[0].children if isinstance(each, nodes.paragraph)] if sections else []
+    return SENTENCE.split(paragraphs[0].astext().replace("\n", " "), maxsplit=1)[0] if paragraphs else ""
+
+
+def show(app: Any, document: nodes.document, page: str) -> None:
+    """Replace each `PageList` by a list of links."""
+    for node in list(document.findall(PageList)):
+        entries = nodes.bullet_list(classes=["pages"])
+        for name in node["pages"]:
+            title = app.env.titles[name].deepcopy()
+            link = nodes.reference(
+                "", "", *title.children, internal=True, refuri=app.builder.get_relative_uri(page, name)
+            )
+            text = first_sentence(app.env.get_doctree(name))
+            entries += nodes.list_item("", nodes.paragraph("", "", link), nodes.paragraph("", text))
+        node.replace_self(entries)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.add_node(PageList)
+    app.add_directive("pages", Pages)
+    app.connect("doctree-resolved", show)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
