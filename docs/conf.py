@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "mathml",
+    "public_names",
     "repository_links",
     "sections",
 ]
@@ -34,6 +35,15 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+
+# Docstrings mark code with single backticks. They become links where they hold a public name: public_names.py.
+default_role = "py:obj"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+napoleon_use_ivar = True
+add_module_names = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "core"
