@@ -24,6 +24,7 @@ extensions = [
     "mathml",
     "public_names",
     "repository_links",
+    "result_figures",
     "sections",
 ]
 exclude_patterns = ["_build", "_ext", "drawings"]

@@ -4,9 +4,9 @@
         hookspecs capabilities
         ```
 
-The names are those of the module's ``__all__``, so a name that is added there is on its page. They are grouped by the module
-that defines them, below the first paragraph of that module's docstring: the groups that the directive names come first. A
-name that another public module also has is described there, and once.
+The names are those of the module's ``__all__``, so a name that is added there is on its page. They are grouped by the
+module that defines them, below the first paragraph of that module's docstring: the groups that the directive names come
+first. A name that another public module also has is described there, and once.
 
 In docstrings, single backticks mark code. They become links where they hold a public name.
 """
@@ -28,6 +28,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import signature, stringify_signature
 
 #: The public modules. A name of several is described on the page of the first.
 PUBLIC = (
@@ -41,6 +42,7 @@ DIRECTIVE = re.compile(r"^```\{public-names\} ([\w.]+)\n(.*?)```$", re.MULTILINE
 SHAPE = re.compile(
     r"(::\n\n(?:[ ]+.*\n|\n)+|``.+?``|`[^`]+`)|(\b(?:b?float|u?int|bool)\d*\[[^\]`]*\])", re.MULTILINE | re.DOTALL
 )
+OPTIONS = {"class": "   :members:", "exception": "   :show-inheritance:"}
 SPELLED = {"kl": "KL", "http": "HTTP", "json": "JSON", "eos": "EOS", "ids": "ids"}
 
 
@@ -49,7 +51,9 @@ def public_names(module: ModuleType) -> list[str]:
     names = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
     ]
-    return sorted((name for name in set(names) if not name.startswith("_")), key=str.casefold)
+    names = list(dict.fromkeys(name for name in names if not name.startswith("_")))
+    # Without __all__ the order is that of the module, which is meant to be read.
+    return sorted(names, key=str.casefold) if hasattr(module, "__all__") else names
 
 
 @cache
@@ -115,7 +119,7 @@ def described(module: str, name: str) -> Iterator[str]:
         text = comment(homes(module).get(name, module), name)
         yield from (f".. py:data:: {name}", f"   :value: {value!r}", "", *(f"   {line}" for line in text), "")
     else:
-        yield from (f".. auto{kind}:: {module}.{name}", *(["   :members:"] if kind == "class" else []), "")
+        yield from (f".. auto{kind}:: {module}.{name}", OPTIONS.get(kind, ""), "")
 
 
 def comment(module: str, name: str) -> list[str]:
@@ -159,7 +163,10 @@ def resolve(app: Any, env: Any, node: pending_xref, text: nodes.Element) -> node
 
 
 def plain_defaults(app: Any, what: str, name: str, value: object, options: Any, given: str, returned: str) -> Any:
-    """Write ``...`` for the default of a dataclass field with a factory: Sphinx cannot parse what Python shows."""
+    """Write what Sphinx can parse for fields with a factory, and what ``__init__`` takes where a metaclass hides it."""
+    if what == "class" and given == "(*args, **kwargs)":
+        given = stringify_signature(signature(value.__init__, bound_method=True), unqualified_typehints=True)
+        return given.removesuffix(" -> None"), returned
     return (given.replace("=<factory>", "=..."), returned) if given else None
 
 

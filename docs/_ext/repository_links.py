@@ -1,7 +1,7 @@
 """Links that leave docs/ work on the site as they do on a host of the repository.
 
-A link to a Markdown file, such as ``../README.md#install``, leads to the page that includes this file. A link to any other
-file leads to a page of the site that shows the file.
+A link to a Markdown file, such as ``../README.md#install``, leads to the page that includes this file. A link to any
+other file leads to a page of the site that shows the file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The directive ``pages``: a toctree of pages, each shown with its title and its first sentence.
 
-Entries and patterns are those of a toctree with ``glob``. A pattern without a page is left out, so that a section can name
-the folder of pages that do not exist yet.
+Entries, titles and patterns are those of a toctree with ``glob``. A pattern without a page is left out, so that a section
+can name the folder of pages that do not exist yet.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -25,15 +26,21 @@ class PageList(nodes.General, nodes.Element):
 class Pages(TocTree):
     def run(self) -> list[nodes.Node]:
         self.options.update(glob=None, hidden=None, maxdepth=1)
-        self.content = StringList([line for line in self.content if line and self.matches(line)], source="")
+        self.content = StringList(list(self.lines()), source="")
         (wrapper,) = super().run()
         (toctree,) = wrapper.children
-        return [wrapper, PageList(pages=toctree["includefiles"])]
+        return [wrapper, PageList(entries=toctree["entries"])]
 
-    def matches(self, line: str) -> bool:
+    def lines(self) -> Iterator[str]:
+        """Yield the entries, without patterns that add nothing: a toctree warns of these."""
         here = self.env.current_document.docname
-        others = self.env.found_docs - {here}
-        return not glob_re.match(line) or bool(patfilter(others, docname_join(here, line)))
+        left = self.env.found_docs - {here}
+        for line in filter(None, self.content):
+            name = docname_join(here, line.rpartition("<")[2].rstrip(">"))
+            found = set(patfilter(left, name)) if glob_re.match(line) else {name}
+            left -= found
+            if found:
+                yield line
 
 
 def first_sentence(page: nodes.document) -> str:
@@ -47,13 +54,12 @@ def show(app: Any, document: nodes.document, page: str) -> None:
     """Replace each `PageList` by a list of links."""
     for node in list(document.findall(PageList)):
         entries = nodes.bullet_list(classes=["pages"])
-        for name in node["pages"]:
-            title = app.env.titles[name].deepcopy()
-            link = nodes.reference(
-                "", "", *title.children, internal=True, refuri=app.builder.get_relative_uri(page, name)
-            )
-            text = first_sentence(app.env.get_doctree(name))
-            entries += nodes.list_item("", nodes.paragraph("", "", link), nodes.paragraph("", text))
+        for title, name in node["entries"]:
+            text = [nodes.Text(title)] if title else app.env.titles[name].deepcopy().children
+            uri = app.builder.get_relative_uri(page, name)
+            link = nodes.reference("", "", *text, internal=True, refuri=uri)
+            about = nodes.paragraph("", first_sentence(app.env.get_doctree(name)))
+            entries += nodes.list_item("", nodes.paragraph("", "", link), about)
         node.replace_self(entries)
 
 
