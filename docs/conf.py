@@ -52,10 +52,12 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_sphinx = False
+html_show_sourcelink = False
 html_theme_options = {
     "navbar_align": "left",
     "header_links_before_dropdown": 8,
     "show_toc_level": 2,
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from docutils import nodes
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc, desc_signature, pending_xref
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import signature, stringify_signature
@@ -181,14 +181,27 @@ def mark_shapes(app: Any, what: str, name: str, value: object, options: Any, lin
     lines[:] = SHAPE.sub(lambda found: found[1] or f"``{found[2]}``", "\n".join(lines)).split("\n")
 
 
+@cache
+def other_homes() -> set[str]:
+    """Return the full names under which a public name is not described."""
+    every = {f"{module}.{name}" for module in PUBLIC for name in public_names(importlib.import_module(module))}
+    return every - set(described_at().values())
+
+
+def without_source(app: Any, document: nodes.document) -> None:
+    """Keep viewcode from such names, as it links back from a file to one module only; and from constants."""
+    for described in document.findall(desc):
+        for line in described.findall(desc_signature):
+            full = f"{line.get('module')}.{line.get('fullname')}"
+            if described["objtype"] == "data" or full in other_homes():
+                line.attributes.pop("module", None)
+
+
 def hide_aliases(app: Any, env: Any) -> None:
     """Let Sphinx take the full description of a name where it looks for the name without its module."""
     objects = env.get_domain("py").objects
-    for module in PUBLIC:
-        for name in public_names(importlib.import_module(module)):
-            full = f"{module}.{name}"
-            if full in objects and described_at()[name] != full:
-                objects[full] = objects[full]._replace(aliased=True)
+    for name in other_homes() & set(objects):
+        objects[name] = objects[name]._replace(aliased=True)
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -197,6 +210,7 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-signature", plain_defaults)
     app.connect("autodoc-process-docstring", mark_shapes)
+    app.connect("doctree-read", without_source, priority=400)
     app.connect("env-updated", hide_aliases)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -8,7 +8,7 @@
     ```
 
 The argument is a key of benchmarks/results/full.json, and the pieces of an option are divided by semicolons. Each way
-has a label; those that begin with ``core`` get the colour of the site. ``way @ work`` is a way of the works that match a
+has a label; those that begin with ``core`` get the colour of the site. ``way @ work`` takes a way from works of a
 pattern. ``measure`` is ``ratio`` (to the baseline; the default), ``seconds`` or ``mib``. With ``lines``, the number in
 the name of a work is the x-axis.
 """
@@ -192,7 +192,7 @@ def svg(canvas: Figure, name: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{description}">', text)
     used = set(re.findall(r"#([\w-]+)[\")]", text))
-    text = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
     text = re.sub(r"(font: [^'\";]*?px)[^;\"]*", r"\1 var(--pst-font-family-base)", text)
     return re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], text)
 

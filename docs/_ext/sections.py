@@ -1,7 +1,7 @@
 """The directive ``pages``: a toctree of pages, each shown with its title and its first sentence.
 
-Entries, titles and patterns are those of a toctree with ``glob``. A pattern without a page is left out, so that a section
-can name the folder of pages that do not exist yet.
+Entries, titles and patterns are those of a toctree with ``glob``. A pattern adds the pages that the document does not
+list above, and may match no page, so that a section can name a folder that is empty yet.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ class PageList(nodes.General, nodes.Element):
 
 class Pages(TocTree):
     def run(self) -> list[nodes.Node]:
-        self.options.update(glob=None, hidden=None, maxdepth=1)
+        self.options.update(hidden=None, maxdepth=1)
         self.content = StringList(list(self.lines()), source="")
         (wrapper,) = super().run()
         (toctree,) = wrapper.children
         return [wrapper, PageList(entries=toctree["entries"])]
 
     def lines(self) -> Iterator[str]:
-        """Yield the entries, without patterns that add nothing: a toctree warns of these."""
+        """Yield the entries, each pattern replaced by the pages that match it and are not listed above."""
         here = self.env.current_document.docname
-        left = self.env.found_docs - {here}
+        listed = self.env.metadata[here].setdefault("listed", [here])
         for line in filter(None, self.content):
             name = docname_join(here, line.rpartition("<")[2].rstrip(">"))
-            found = set(patfilter(left, name)) if glob_re.match(line) else {name}
-            left -= found
-            if found:
+            if glob_re.match(line):
+                found = sorted(set(patfilter(self.env.found_docs, name)).difference(listed))
+                yield from (f"/{each}" for each in found)
+                listed += found
+            else:
                 yield line
+                listed.append(name)
 
 
 def first_sentence(page: nodes.document) -> str:
