@@ -32,8 +32,6 @@ PAGES = sorted(
 #: Words of the pages that stand for something that a reader fills in.
 ELLIPSIS = "…"
 COMMAND = re.compile(r"^(?:\$ )?((?:python -m )?corelm [a-z][a-z-]*(?: .*)?)$", re.MULTILINE)
-#: Commands that pages promise.
-TO_COME = {"doctor"}
 
 
 def commands_in_blocks(text: str) -> Iterator[str]:
@@ -86,8 +84,6 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(("line", "complete"), [each[1:] for each in SHOWN], ids=[each[0] for each in SHOWN])
 def test_the_command_line_takes_what_the_pages_show(line, complete, tmp_path, monkeypatch, capsys):
     arguments = words(line)
-    if arguments[0] in TO_COME and arguments[0] not in typer.main.get_command(app).commands:
-        pytest.skip("this command is to come")
     monkeypatch.chdir(tmp_path)
     # A flag may act while the arguments are read: --install-completion writes to the home folder.
     monkeypatch.setenv("HOME", str(tmp_path))

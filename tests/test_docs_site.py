@@ -107,9 +107,8 @@ def test_every_page_is_two_clicks_from_the_first(pages):
             if target[0] in pages and target[0] not in clicks:
                 clicks[target[0]] = clicks[page] + 1
                 queue.append(target[0])
-    written = {
-        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
-    }
+    sources = [path for path in (ROOT / "docs").rglob("*.*") if path.suffix in (".md", ".ipynb")]
+    written = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in sources}
     assert written <= set(pages)
     far = {page: clicks.get(page) for page in pages if not page.startswith(MADE) and clicks.get(page, 9) > 2}
     assert not far
