@@ -148,6 +148,7 @@ def bars(rows: Sequence[Row], axis: str) -> Figure:
             at += 0.6
         axes.set_yticks(*zip(*ticks, strict=True))
         axes.tick_params(axis="y", length=0)
+        axes.spines.left.set_visible(False)
         axes.set_xlim(0, longest * 1.13)
         axes.set_ylim(at - 0.9, -0.5)
         axes.set_xlabel(axis)

@@ -12,6 +12,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.directives.other import TocTree, glob_re
 from sphinx.util import docname_join
 from sphinx.util.matching import patfilter
@@ -47,10 +48,15 @@ class Pages(TocTree):
 
 
 def first_sentence(page: nodes.document) -> str:
-    """Return the first sentence of a page, or nothing where it begins with something else than a paragraph."""
-    sections = [each for each in page.children if isinstance(each, nodes.section)]
-    paragraphs = [each for each in sections[0].children if isinstance(each, nodes.paragraph)] if sections else []
-    return SENTENCE.split(paragraphs[0].astext().replace("\n", " "), maxsplit=1)[0] if paragraphs else ""
+    """Return the first sentence of a page, or nothing where it begins with code, a table or a list."""
+    section = next((each for each in page.children if isinstance(each, nodes.section)), page)
+    shown = (
+        each for each in section.children if not isinstance(each, (nodes.Titular, nodes.Invisible, addnodes.index))
+    )
+    first = next(shown, None)
+    if not isinstance(first, nodes.paragraph):
+        return ""
+    return re.sub(":$", ".", SENTENCE.split(first.astext().replace("\n", " "), maxsplit=1)[0])
 
 
 def show(app: Any, document: nodes.document, page: str) -> None:
