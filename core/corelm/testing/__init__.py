@@ -1,4 +1,4 @@
-"""The conformance kit: tests that every backend must pass. An engine author inherits them.
+"""The conformance kit: tests that every backend must pass. An engine author inherits them::
 
     from corelm.testing import BackendConformance
 
