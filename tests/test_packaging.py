@@ -130,7 +130,15 @@ def modules_of(plugin: str) -> list[Path]:
 
 def test_the_extras_of_core_are_plain_requirements(built):
     metadata = metadata_of(built, "core")
-    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, "http", "cli", "plot", "serve", "otel", *HARNESSES}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        *BACKEND_EXTRAS,
+        "http",
+        "cli",
+        "plot",
+        "serve",
+        "otel",
+        *HARNESSES,
+    }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     assert all(requirement.url is None for requirement in requirements)
     for extra, expected in BACKEND_EXTRAS.items():

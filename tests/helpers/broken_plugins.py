@@ -25,6 +25,8 @@ from corelm.spec.records import (
     WeightUpdate,
 )
 from helpers.adapter_toys import AdapterToy as AdapterToy
+from helpers.beam_toys import Beams as Beams
+from helpers.beam_toys import BeamsSampled as BeamsSampled
 from helpers.broken_adapters import AdapterIgnoredWhileScoring as AdapterIgnoredWhileScoring
 from helpers.broken_adapters import AdaptersLostInSleep as AdaptersLostInSleep
 from helpers.broken_adapters import AdapterStaysOn as AdapterStaysOn

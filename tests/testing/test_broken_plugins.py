@@ -62,6 +62,8 @@ TABLE = {
     "LastIdsPenalised": "test_a_repetition_penalty_counts_the_whole_prompt",
     "EngineKwargsIgnored": "test_engine_kwargs_change_answers",
     "Modest": "",
+    "Beams": "",
+    "BeamsSampled": "test_beams_search_and_do_not_sample",
     "Sleeper": "",
     "WeightsLostInSleep": "test_an_engine_that_slept_has_its_weights_and_their_label",
     "WakesAsBefore": "test_weights_loaded_before_the_cache_wakes_are_in_force",

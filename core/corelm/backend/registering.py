@@ -12,6 +12,12 @@ from corelm.errors import BackendIncompatibleError, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec
 
+#: Capability → the hook without which it cannot work.
+_HOOKS = (
+    *(("score", "score_logprobs"), ("update_weights", "update_weights"), ("adapters", "update_weights")),
+    *(("sleep_levels", "sleep"), ("sleep_levels", "wake"), ("abort", "abort")),
+)
+
 
 def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capabilities, Any]:
     """Return what the engine can do, and pluggy's caller of its hooks.
@@ -41,7 +47,16 @@ def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capa
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:
         raise _misfit(name, str(error)) from error
+    for capability, hook in _HOOKS:
+        if getattr(capabilities, capability) and not _implemented(getattr(manager.hook, hook)):
+            raise _misfit(name, f"it declares {capability} and has no hook {hook}(self, request)")
     return capabilities, manager.hook
+
+
+def _implemented(hook: pluggy.HookCaller) -> bool:
+    """Return whether a plugin answers the hook. Wrappers only stand around an answer."""
+    # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+    return not all([each.wrapper or each.hookwrapper for each in hook.get_hookimpls()])  # noqa: C419
 
 
 def _misfit(name: str, what: str) -> BackendIncompatibleError:

@@ -50,7 +50,7 @@ class DistributionPromises(ConformanceBase):
         prompt, logprobs = self._uneven(backend)
         temperatures = in_range(backend, "temperature", 0.6, 1.5)
         if not temperatures:
-            not_applicable("a temperature other than 0 and 1")
+            not_applicable("needs a temperature other than 0 and 1")
         for temperature in temperatures:
             mass = reshaped(logprobs, temperature=temperature)
             self._assert_follows(backend, prompt, mass, temperature=temperature)
@@ -94,12 +94,12 @@ class DistributionPromises(ConformanceBase):
         prompt, logprobs = self._uneven(backend)
         names = [name for name in ("top_k", "top_p", "min_p") if name in backend.capabilities.sampling]
         if not names:
-            not_applicable("sampling:top_k or top_p or min_p")
+            not_applicable("none of top_k, top_p and min_p is declared")
         k = self._cut(logprobs, *names)
         values = {"top_k": k, "top_p": top_p_of(logprobs, k), "min_p": min_p_of(logprobs, k)}
         declared = {name: value for name, value in values.items() if legal(backend, name, value)}
         if not declared:
-            not_applicable(f"a range of {' or '.join(names)} that cuts off at the widest gap")
+            not_applicable(f"needs a range of {' or '.join(names)} that cuts off at the widest gap")
         for name, value in declared.items():
             sampling = seeded(backend, {"num_samples": 64, "max_new_tokens": 1, name: value})
             batch = backend.generate([prompt], sampling, logprobs="processed")
@@ -110,7 +110,7 @@ class DistributionPromises(ConformanceBase):
     @needs("sampling:temperature")
     def test_greedy_takes_the_likeliest_token_at_every_step(self, backend: Backend) -> None:
         if not legal(backend, "temperature", 0.0):
-            not_applicable("sampling:temperature=0")
+            not_applicable("sampling:temperature is not declared with 0")
         prompts = [*self.rows(backend, 4, 1), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
         batch = backend.generate(prompts, {"temperature": 0.0, "max_new_tokens": 4}, logprobs="none")
         for row, (prompt, answer) in enumerate(zip(prompts, batch.ids.tolist(), strict=True)):
@@ -155,9 +155,9 @@ class DistributionPromises(ConformanceBase):
                 except CapabilityError as error:
                     # An engine that applies them in another order may refuse the combination.
                     assert error.capability in (first, then)
-                    not_applicable(f"{first} with {then}")
+                    not_applicable(f"the engine refuses {first} with {then}")
                 return
-        not_applicable(f"a distribution for which {first} before {then} makes a difference")
+        not_applicable(f"needs a distribution for which {first} before {then} makes a difference")
 
     def _assert_follows(self, backend: Backend, prompt: list[int], mass: Tensor, **sampling: Any) -> None:
         sampling = seeded(backend, {**sampling, "num_samples": self.draws, "max_new_tokens": 1})
