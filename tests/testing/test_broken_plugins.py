@@ -62,6 +62,13 @@ TABLE = {
     "LastIdsPenalised": "test_a_repetition_penalty_counts_the_whole_prompt",
     "EngineKwargsIgnored": "test_engine_kwargs_change_answers",
     "Modest": "",
+    "Truncating": "",
+    "TopPBeforeTemperature": "test_top_p_is_applied_after_the_temperature",
+    "MinPBeforeTemperature": """
+        test_min_p_is_applied_after_the_temperature
+        test_min_p_is_applied_after_top_p""",
+    "TopPBeforeTopK": "test_top_p_is_applied_after_top_k",
+    "MinPBeforeTopP": "test_min_p_is_applied_after_top_p",
     "Beams": "",
     "BeamsSampled": "test_beams_search_and_do_not_sample",
     "Sleeper": "",

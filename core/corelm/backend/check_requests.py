@@ -120,7 +120,7 @@ def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, b
                 field="stop_token_ids",
             )
     if sampling.num_beams > 1:
-        names = [name for name in ("top_k", "top_p", "min_p") if name in sampling.engine_parameters()]
+        names: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in sampling.engine_parameters()]
         # 1 is the default, which a caller may have left alone.
         names += [] if sampling.temperature in (0.0, 1.0) else ["temperature"]
         if names:
