@@ -193,6 +193,7 @@ TABLE = {
         test_an_ignored_eos_is_an_ordinary_token
         test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "EosAlwaysEnds": """
+        test_samples_follow_the_model
         test_an_ignored_eos_is_an_ordinary_token
         test_later_tokens_follow_the_model_too""",
     "StopStringIgnored": """

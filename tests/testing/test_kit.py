@@ -268,6 +268,17 @@ class Narrow(ToyBackend):
     result.stdout.no_fnmatch_line("*FAILED*_under?temperature?*")
 
 
+def test_a_token_that_is_not_the_likeliest_is_named_with_its_row_and_prompt(run: Run) -> None:
+    lines = """
+def next_logprobs(self, ids, temperature):
+    return -TABLE[ids[-1]].log_softmax(-1)
+"""
+    result = run(lines, "-k", "greedy_takes")
+    assert result.parseoutcomes()["failed"] == 1
+    said = r"*row 0, after a prompt of 4 tokens that ends in [[]*, *, *, *], token 0: id * has log-prob *, but id *"
+    result.stdout.fnmatch_lines([said])
+
+
 def test_a_large_vocabulary_needs_next_logprobs() -> None:
     case = ConformanceBase()
     case.vocab_size = 32_000

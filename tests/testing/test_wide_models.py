@@ -15,7 +15,7 @@ from corelm.errors import InvalidRequestError
 from corelm.testing import PlainOracle, wide_model
 from corelm.testing.reference import MIN_P_VALUE, OPENINGS
 from corelm.testing.wide_models import CONTEXT, FAMILIES, VOCAB
-from helpers.tiny_models import random_rows
+from helpers.tiny_models import random_rows, tiny_tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,7 +29,8 @@ def test_every_family_is_wide_and_ends_some_of_its_answers(family: str, tmp_path
     found = torch.stack([oracle.next_logprobs(row, 1.0) for row in rows])
     assert found.shape == (len(rows), VOCAB) and float(found.std(-1).min()) > 1.0
     # The kit samples until an answer ends, after the prompt where that is likeliest, and at most 2000 times.
-    assert tokenizer.eos_token_id == 2
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer("It is so")["input_ids"] == tiny_tokenizer()("It is so")["input_ids"]
     assert math.log(MIN_P_VALUE) / math.log1p(-float(found[:, 2].exp().max())) < 2000
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,17 +45,26 @@ class DistributionPromises(ConformanceBase):
 
     draws: int = 2000
 
-    def test_samples_follow_the_model(self, backend: Backend) -> None:
-        prompt, logprobs = self._uneven(backend)
-        self._assert_follows(backend, prompt, reshaped(logprobs))
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pairs(cls, backend: Backend) -> list[list[int]]:
+        """Answers of two tokens to the prompt of `_uneven`, which two tests share."""
+        case = cls()
+        case.vocab_size = backend.capabilities.vocab_size
+        prompt, _ = case._uneven(backend)
+        sampling = seeded(backend, {"num_samples": cls.draws, "max_new_tokens": 2, "ignore_eos": True})
+        return backend.generate([prompt], sampling, logprobs="none").ids.tolist()
 
-    def test_later_tokens_follow_the_model_too(self, backend: Backend) -> None:
+    def test_samples_follow_the_model(self, backend: Backend, pairs: list[list[int]]) -> None:
+        _, logprobs = self._uneven(backend)
+        assert p_value(torch.tensor([answer[0] for answer in pairs]), reshaped(logprobs)) > MIN_P_VALUE
+
+    def test_later_tokens_follow_the_model_too(self, backend: Backend, pairs: list[list[int]]) -> None:
         prompt, _ = self._uneven(backend)
-        sampling = seeded(backend, {"num_samples": self.draws, "max_new_tokens": 2, "ignore_eos": True})
-        ids = torch.tensor(backend.generate([prompt], sampling, logprobs="none").ids.tolist())
-        first = int(ids[:, 0].mode().values)
-        second = ids[ids[:, 0] == first, 1]
-        assert p_value(second, reshaped(self.next_logprobs([*prompt, first], 1.0))) > MIN_P_VALUE
+        first, second = torch.tensor(pairs).unbind(-1)
+        common = int(first.mode().values)
+        mass = reshaped(self.next_logprobs([*prompt, common], 1.0))
+        assert p_value(second[first == common], mass) > MIN_P_VALUE
 
     @needs("sampling:temperature")
     def test_samples_follow_the_temperature(self, backend: Backend) -> None:
@@ -64,7 +74,12 @@ class DistributionPromises(ConformanceBase):
             not_applicable("needs a temperature other than 0 and 1")
         for temperature in temperatures:
             mass = reshaped(logprobs, temperature=temperature)
-            self._assert_follows(backend, prompt, mass, temperature=temperature)
+            draws = self.draws
+            if temperature != temperatures[0]:
+                # The first shows how exact the division is, the others that it is not capped, squared or turned over.
+                wrong = (1.0, temperatures[0], temperature**2, 1 / temperature)
+                draws = max(enough_draws(mass, reshaped(logprobs, temperature=each), draws) for each in wrong)
+            self._assert_follows(backend, prompt, mass, draws, temperature=temperature)
 
     @needs("sampling:top_k")
     def test_top_k_keeps_the_k_likeliest(self, backend: Backend) -> None:
@@ -129,8 +144,9 @@ class DistributionPromises(ConformanceBase):
                 logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
                 # Ids whose log-probs differ by less than the tolerance count as equally likely.
                 assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, (
-                    f"row {row}, after a prompt of {len(prompt)} tokens, token {step}: id {token} has log-prob "
-                    f"{float(logprobs[token]):.4g}, but id {int(logprobs.argmax())} has {float(logprobs.max()):.4g}"
+                    f"row {row}, after a prompt of {len(prompt)} tokens that ends in {prompt[-4:]}, token {step}: "
+                    f"id {token} has log-prob {float(logprobs[token]):.4g}, but id {int(logprobs.argmax())} has "
+                    f"{float(logprobs.max()):.4g}"
                 )
 
     # Helpers ---------------------------------------------------------------------------------------------------------

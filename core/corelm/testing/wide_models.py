@@ -6,6 +6,7 @@ Making it takes well under a second and needs transformers, which is imported by
 
 from __future__ import annotations
 
+import copy
 import functools
 from os import PathLike
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from corelm.examples.tiny import build_tokenizer, read_chats, refuse_used_folder, require_transformers
+from corelm.examples.tiny import PAD, START, build_tokenizer, read_chats, refuse_used_folder, require_transformers
 from corelm.validate import one_of
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def wide_model(path: str | PathLike[str], family: str = "llama", *, seed: int = 
     """Save a tiny random model and its tokenizer to the new folder `path`, as transformers saves them.
 
     The model has two layers, a width of 64, a vocabulary of 512 and a context of 512 tokens, in float32. The tokenizer
-    is a byte-level BPE with a chat template: pad is id 0, EOS id 2, and it has no BOS. The same arguments give the same
-    weights, and torch's generator is not changed.
+    is a byte-level BPE with a chat template: pad is id 0, BOS 1, EOS 2, and it adds none of them to a text. The same
+    arguments give the same weights, and torch's generator is not changed.
 
     Args:
         path: the new folder.
@@ -88,7 +89,10 @@ def wide_model(path: str | PathLike[str], family: str = "llama", *, seed: int = 
     # So that EOS is likely after some prompts and unlikely after others: the kit has to see answers that end.
     model.get_output_embeddings().weight.data[_EOS] *= 2.0
     model.save_pretrained(folder)
-    wide_tokenizer().save_pretrained(folder)
+    tokenizer = copy.deepcopy(wide_tokenizer())
+    # Some engines ask for the texts of both, such as CTranslate2. Neither is added to a text.
+    tokenizer.bos_token, tokenizer.unk_token = START, PAD
+    tokenizer.save_pretrained(folder)
     return folder
 
 
