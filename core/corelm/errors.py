@@ -24,6 +24,7 @@ Each is also a builtin exception that a caller would think to catch::
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -252,6 +253,18 @@ def message(error: BaseException) -> str:
         return str(error)
     except Exception as failure:
         return f"(its message cannot be read: {type(failure).__name__})"
+
+
+#: Packages whose functions stand between a caller and what warns: they call our modules, or hold our `with` blocks.
+_BETWEEN = frozenset({"corelm", "torch", "tensordict", "contextlib"})
+
+
+def level_of_caller() -> int:
+    """Return the stack level, as `warnings.warn` counts it, of the code that called `corelm`."""
+    depth = 1
+    while sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        depth += 1
+    return depth
 
 
 def is_interrupt(error: BaseException) -> bool:

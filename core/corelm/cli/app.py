@@ -19,6 +19,7 @@ from rich.console import Console
 from corelm._version import __version__
 from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
 from corelm.cli.conformance import conformance
+from corelm.cli.doctor import doctor
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.new_backend import new_backend
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(fleets.app, name="fleet")
 app.command(cls=flags.GroupedCommand)(conformance)
+app.command(cls=flags.GroupedCommand)(doctor)
 app.command(cls=flags.GroupedCommand)(serve)
 app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
