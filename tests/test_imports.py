@@ -65,7 +65,7 @@ def test_an_unknown_name_is_an_attribute_error():
     "name",
     [
         *("corelm.spec", "corelm.support", "corelm.containers", "corelm.kl", "corelm.batching"),
-        *("corelm.hosting", "corelm.fleet"),
+        *("corelm.hosting", "corelm.fleet", "corelm.testing"),
     ],
 )
 def test_every_name_of_a_public_package_exists(name: str):

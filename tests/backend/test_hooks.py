@@ -11,13 +11,15 @@ import pytest
 import tenacity
 import torch
 
-from corelm import Backend, Ragged, hookimpl
+from corelm import Backend, Capabilities, Ragged, hookimpl
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
     BackendTimeoutError,
+    CapabilityError,
     EngineError,
 )
+from corelm.spec import GenerateResult
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
 # Retries, turns, closing ---------------------------------------------------------------------------------------------
@@ -188,6 +190,50 @@ def test_a_hook_with_the_wrong_signature_is_an_error():
 
     with pytest.raises(BackendIncompatibleError, match="generate"):
         Backend.from_plugin(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
+
+
+@pytest.mark.parametrize(
+    ("declared", "hook"),
+    [
+        ({"score": True}, "score_logprobs"),
+        ({"update_weights": True}, "update_weights"),
+        ({"adapters": True}, "update_weights"),
+        ({"sleep_levels": frozenset({1})}, "sleep"),
+        ({"abort": True}, "abort"),
+    ],
+)
+def test_a_capability_without_its_hook_is_refused_when_the_engine_opens(declared, hook):
+    class Bare:
+        capabilities = Capabilities(vocab_size=4, max_context=None, **declared)
+        tokenizer = Fake.tokenizer
+
+        @hookimpl
+        def generate(self, request): ...
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def score_logprobs(self, request):
+            return (yield)
+
+    with pytest.raises(BackendIncompatibleError, match=rf"declares {next(iter(declared))} and has no hook {hook}\("):
+        Backend.from_plugin(Bare(), "bare", wrappers=[Watcher()])
+
+
+def test_an_engine_that_does_not_score_needs_no_hook_for_it():
+    class Sampler:
+        capabilities = Capabilities(vocab_size=4, max_context=None)
+        tokenizer = Fake.tokenizer
+
+        @hookimpl
+        def generate(self, request):
+            ids = Ragged.from_list([[1]] * len(request.prompts))
+            return GenerateResult(ids=ids, logprobs=None, finish_reasons=("length",) * len(request.prompts))
+
+    backend = Backend.from_plugin(Sampler(), "sampler")
+    assert backend.generate([[2], [3]], {"max_new_tokens": 1}, logprobs="none").ids.tolist() == [[1], [1]]
+    with pytest.raises(CapabilityError) as caught:
+        backend.score_logprobs([[1, 2]])
+    assert caught.value.capability == "score"
 
 
 # Failures of the engine that are not exceptions as usual -------------------------------------------------------------

@@ -5,7 +5,6 @@ Those without a defect, of which some inherit, are in `capable_plugins`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,8 @@ from corelm.spec.records import (
     WeightUpdate,
 )
 from helpers.adapter_toys import AdapterToy as AdapterToy
+from helpers.beam_toys import Beams as Beams
+from helpers.beam_toys import BeamsSampled as BeamsSampled
 from helpers.broken_adapters import AdapterIgnoredWhileScoring as AdapterIgnoredWhileScoring
 from helpers.broken_adapters import AdaptersLostInSleep as AdaptersLostInSleep
 from helpers.broken_adapters import AdapterStaysOn as AdapterStaysOn
@@ -44,12 +45,19 @@ from helpers.broken_supports import SupportOfTheFirstAnswer as SupportOfTheFirst
 from helpers.broken_supports import TailOfTheLast as TailOfTheLast
 from helpers.broken_supports import TopIdsOfTheModel as TopIdsOfTheModel
 from helpers.broken_supports import TopIdsUntempered as TopIdsUntempered
+from helpers.broken_timeouts import NeverStops as NeverStops
+from helpers.broken_timeouts import RaisesAndGoesOn as RaisesAndGoesOn
 from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled
 from helpers.capable_plugins import Sleeper as Sleeper
 from helpers.in_flight_toys import InFlight as InFlight
 from helpers.in_flight_toys import RunsTooEarly as RunsTooEarly
 from helpers.in_flight_toys import RunsTooLate as RunsTooLate
 from helpers.in_flight_toys import UpdateUnsaid as UpdateUnsaid
+from helpers.truncating_toys import MinPBeforeTemperature as MinPBeforeTemperature
+from helpers.truncating_toys import MinPBeforeTopP as MinPBeforeTopP
+from helpers.truncating_toys import TopPBeforeTemperature as TopPBeforeTemperature
+from helpers.truncating_toys import TopPBeforeTopK as TopPBeforeTopK
+from helpers.truncating_toys import Truncating as Truncating
 
 
 class CutThoughScaled(Scaled):
@@ -362,34 +370,3 @@ class OwnerUnheard(ToyBackend):
         if request.by_owner:
             raise AttributeError("'NoneType' object has no attribute 'items'")
         return super().update_weights(request)
-
-
-class NeverStops(ToyBackend):
-    """Declares that it stops at a timeout, and works on to the end."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.capabilities = replace(self.capabilities, stops_at_timeout=True)
-
-
-class RaisesAndGoesOn(NeverStops):
-    """Declares that it stops at a timeout. It raises in time, but the next call waits for what is left of the work."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.turn = threading.Lock()
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        answers: list[GenerateResult] = []
-
-        def work() -> None:
-            with self.turn:
-                answers.append(ToyBackend.generate(self, request))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(request.timeout)
-        if not answers:
-            raise TimeoutError("too slow")
-        return answers[0]

@@ -96,6 +96,10 @@ class Fake:
         self.requests.append(request)
         return self.updated
 
+    @hookimpl
+    def abort(self, request: Any) -> bool:
+        return True
+
 
 def fake(*args: Any, **capabilities: Any) -> Backend:
     """Return a `Backend` on a `Fake`."""

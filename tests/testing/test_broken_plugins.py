@@ -62,6 +62,15 @@ TABLE = {
     "LastIdsPenalised": "test_a_repetition_penalty_counts_the_whole_prompt",
     "EngineKwargsIgnored": "test_engine_kwargs_change_answers",
     "Modest": "",
+    "Truncating": "",
+    "TopPBeforeTemperature": "test_top_p_is_applied_after_the_temperature",
+    "MinPBeforeTemperature": """
+        test_min_p_is_applied_after_the_temperature
+        test_min_p_is_applied_after_top_p""",
+    "TopPBeforeTopK": "test_top_p_is_applied_after_top_k",
+    "MinPBeforeTopP": "test_min_p_is_applied_after_top_p",
+    "Beams": "",
+    "BeamsSampled": "test_beams_search_and_do_not_sample",
     "Sleeper": "",
     "WeightsLostInSleep": "test_an_engine_that_slept_has_its_weights_and_their_label",
     "WakesAsBefore": "test_weights_loaded_before_the_cache_wakes_are_in_force",
@@ -184,6 +193,7 @@ TABLE = {
         test_an_ignored_eos_is_an_ordinary_token
         test_the_kept_ids_do_not_depend_on_the_other_rows""",
     "EosAlwaysEnds": """
+        test_samples_follow_the_model
         test_an_ignored_eos_is_an_ordinary_token
         test_later_tokens_follow_the_model_too""",
     "StopStringIgnored": """

@@ -122,7 +122,9 @@ def test_claim_three(self): pass
 """
     result = run(lines, "-rs", "-k", "test_claim")
     result.assert_outcomes(passed=1, skipped=2, deselected=count_toy_tests())
-    result.stdout.fnmatch_lines(["*not applicable: abort", "*not applicable: sampling:min_p"], consecutive=False)
+    result.stdout.fnmatch_lines(
+        ["*not applicable: abort is not declared", "*not applicable: sampling:min_p is not declared"], consecutive=False
+    )
     result.stdout.fnmatch_lines(["corelm conformance: 1 passed, 2 not applicable (TestToy)"])
 
 
@@ -161,7 +163,10 @@ def test_broken(self, broken): pass
     outcomes = {key: test["outcome"] for key, test in found.items()}
     assert outcomes["test_good", "1"] == outcomes["test_good", "2"] == "passed"
     assert outcomes["test_bad", ""] == outcomes["test_broken", ""] == "failed"
-    assert outcomes["test_absent", ""] == "not applicable" and found["test_absent", ""]["reason"] == "abort"
+    assert (
+        outcomes["test_absent", ""] == "not applicable"
+        and found["test_absent", ""]["reason"] == "abort is not declared"
+    )
     assert outcomes["test_later", ""] == "xfailed" and found["test_later", ""]["reason"] == "not yet"
     assert found["test_closing_twice_is_fine", ""]["theme"] == "lifecycle"
     assert "one|two" in found["test_bad", ""]["reason"]
@@ -170,7 +175,7 @@ def test_broken(self, broken): pass
     assert suite["counts"]["passed"] == told["passed"] and suite["counts"]["failed"] == told["failed"] + told["errors"]
     table = (pytester.path / "reports/toy.md").read_text()
     assert "| lifecycle | closing twice is fine | passed |" in table
-    assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort |" in table
+    assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort is not declared |" in table
 
 
 def test_a_backend_with_minimal_capabilities_passes_and_the_rest_is_not_applicable(pytester: pytest.Pytester) -> None:
@@ -193,7 +198,8 @@ class Modest(ToyBackend):
     wrong = [test for test in suite["tests"] if test["outcome"] not in ("passed", "not applicable")]
     assert not wrong
     reasons = {test["reason"] for test in suite["tests"] if test["outcome"] == "not applicable"}
-    assert {"score", "generation_modes", "per_answer_seeds", "update_weights", "abort", "max_context"} <= reasons
+    lacking = {"score", "generation_modes", "per_answer_seeds", "update_weights", "abort", "max_context"}
+    assert {f"{name} is not declared" for name in lacking} <= reasons
     assert suite["counts"]["passed"] > 50
 
 
@@ -260,6 +266,17 @@ class Narrow(ToyBackend):
     result.stdout.fnmatch_lines(["*declared and not shown: presence_penalty. Declare*"])
     # The end of the range is used where none of the kit's own temperatures is legal.
     result.stdout.no_fnmatch_line("*FAILED*_under?temperature?*")
+
+
+def test_a_token_that_is_not_the_likeliest_is_named_with_its_row_and_prompt(run: Run) -> None:
+    lines = """
+def next_logprobs(self, ids, temperature):
+    return -TABLE[ids[-1]].log_softmax(-1)
+"""
+    result = run(lines, "-k", "greedy_takes")
+    assert result.parseoutcomes()["failed"] == 1
+    said = r"*row 0, after a prompt of 4 tokens that ends in [[]*, *, *, *], token 0: id * has log-prob *, but id *"
+    result.stdout.fnmatch_lines([said])
 
 
 def test_a_large_vocabulary_needs_next_logprobs() -> None:

@@ -98,7 +98,7 @@ def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, b
     """Check that the engine honours every sampling parameter in force.
 
     Raises:
-        CapabilityError: the engine does not declare a parameter.
+        CapabilityError: the engine does not declare a parameter, or one of them has no meaning in a beam search.
         InvalidRequestError: a value is outside the range that the engine declares, or a stop id outside the vocabulary.
     """
     for name, value in sampling.engine_parameters().items():
@@ -118,6 +118,16 @@ def sampling_is_honoured(sampling: SamplingParams, capabilities: Capabilities, b
             raise InvalidRequestError(
                 f"stop_token_ids: {token} is outside the vocabulary of {capabilities.vocab_size}",
                 field="stop_token_ids",
+            )
+    if sampling.num_beams > 1:
+        names: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in sampling.engine_parameters()]
+        # 1 is the default, which a caller may have left alone.
+        names += [] if sampling.temperature in (0.0, 1.0) else ["temperature"]
+        if names:
+            raise CapabilityError(
+                f"beam search does not sample, so {', '.join(names)} would have no effect; drop {', '.join(names)} or "
+                "num_beams",
+                capability=names[0],
             )
 
 

@@ -13,6 +13,12 @@ from corelm.errors import BackendIncompatibleError, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec
 
+#: Capability → the hook without which it cannot work.
+_HOOKS = (
+    *(("score", "score_logprobs"), ("update_weights", "update_weights"), ("adapters", "update_weights")),
+    *(("sleep_levels", "sleep"), ("sleep_levels", "wake"), ("abort", "abort")),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLabels:
@@ -57,6 +63,9 @@ def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capa
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:
         raise _misfit(name, str(error)) from error
+    for capability, hook in _HOOKS:
+        if getattr(capabilities, capability) and not implementers(manager.hook, hook):
+            raise _misfit(name, f"it declares {capability} and has no hook {hook}(self, request)")
     return capabilities, manager.hook
 
 

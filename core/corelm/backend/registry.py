@@ -40,7 +40,8 @@ BACKENDS = "corelm.backends"
 ENGINES = "corelm.engines"
 ALLOW_LIST = "CORELM_BACKENDS"
 DISTRIBUTION = "core"
-REQUIRED_HOOKS = ("generate", "score_logprobs")
+#: Those that every plugin has. `corelm.backend.registering` asks an open engine for those that it declares.
+REQUIRED_HOOKS = ("generate",)
 #: What people call a backend, and its name.
 _NICKNAMES = {
     **dict.fromkeys(("hf", "huggingface", "hugging-face", "hugging_face", "torch", "pytorch", "peft"), "transformers"),
@@ -356,10 +357,11 @@ def _faults(plugin: Any) -> Iterator[str]:
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
         yield "it has no open(model=None, **options)"
-    for hook in REQUIRED_HOOKS:
+    for hook in (*REQUIRED_HOOKS, "score_logprobs"):
         method = getattr(plugin, hook, None)
         if method is None:
-            yield f"it lacks the required hook {hook}(self, request)"
+            if hook in REQUIRED_HOOKS:
+                yield f"it lacks the required hook {hook}(self, request)"
         elif not hasattr(method, f"{PROJECT}_impl"):
             yield f"its method {hook} is not marked with @corelm.hookimpl"
 

@@ -63,7 +63,7 @@ def build_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFas
     Raises:
         BackendNotInstalledError: transformers is not installed.
     """
-    _require_transformers()
+    require_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -112,8 +112,8 @@ def build_tiny(
     if count("heads", heads, 2) % 2:
         raise invalid("heads", f"expected an even number, got {heads}")
     count("layers", layers, 1)
-    _refuse_used(path)
-    _require_transformers()
+    refuse_used_folder(path)
+    require_transformers()
     from tqdm import tqdm
 
     tokenizer = build_tokenizer("\n".join(f"{turn['role']}\n{turn['content']}" for chat in chats for turn in chat))
@@ -135,7 +135,8 @@ def build_tiny(
     return path
 
 
-def _refuse_used(path: Path) -> None:
+def refuse_used_folder(path: Path) -> None:
+    """Raise an `InvalidRequestError` if something is at `path` that is not an empty folder."""
     # The model of another project would be overwritten: its files have the same names.
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InvalidRequestError(
@@ -145,7 +146,8 @@ def _refuse_used(path: Path) -> None:
         )
 
 
-def _require_transformers() -> None:
+def require_transformers() -> None:
+    """Raise a `BackendNotInstalledError` that says what to install if transformers cannot be imported."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     terminal = sys.stderr.isatty()
     try:
-        _require_transformers()
+        require_transformers()
         if not terminal:
             # A log cannot show the bar that transformers draws while it saves a model.
             from transformers.utils.logging import disable_progress_bar

@@ -1,7 +1,8 @@
 """The specification: what a backend implements. Read this first.
 
 A backend is a class with three attributes and the hooks below, found through the entry-point group
-``corelm.backends``::
+``corelm.backends``. The group ``corelm.engines`` may name the module of its engine, under the same name: core tells
+from it, without importing anything, whether the engine is installed::
 
     class MyBackend:
         requires_api = ">=1,<2"                      # the versions of this specification it was written for
@@ -81,7 +82,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class BackendSpec:
     """Every hook takes one argument named `request`. The first result that is not None is used."""
 
-    # Required. Core implements `tokenize` and `to_containers`; a plugin implements the other two.
+    # Core implements `tokenize` and `to_containers`. A plugin implements `generate`, and `score_logprobs` if it scores.
 
     @hookspec(firstresult=True)
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:

@@ -69,6 +69,8 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 class SamplingParams:
     """How to sample an answer. Every default except `max_new_tokens` leaves the model's own distribution alone.
 
+    The order is penalties → temperature → top-k → top-p → min-p, and what one step has cut off, the next does not see.
+
     Attributes:
         max_new_tokens: answer length limit in tokens; None fills the model's context.
         min_new_tokens: no stop id and no stop string ends an answer before this many tokens.
@@ -86,8 +88,9 @@ class SamplingParams:
         num_samples: answers per prompt; None is one answer and adds no batch dimension.
         seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among that
             prompt's samples.
-        num_beams: number of beams, if the engine has beam search; 1 samples.
-        length_penalty: exponent of the length in a beam's score.
+        num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
+            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p.
+        length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.

@@ -12,8 +12,10 @@
             ...  # float32[len(ids)], computed without the backend
 
 pytest collects the inherited tests; the backend's `Capabilities` decide which of them apply. `ConformanceBase` lists
-what else an author can define. pytest imports this package in every session, so it must stay light: the test modules
-are imported on first access to `BackendConformance`.
+what else an author can define. `wide_model` makes a small model to test with, and `PlainOracle` computes its log-probs
+with transformers alone.
+
+pytest imports this package in every session, so it must stay light: what needs torch is imported on first access.
 """
 
 from __future__ import annotations
@@ -40,12 +42,24 @@ THEMES = (
 pytest.register_assert_rewrite(*(f"corelm.testing.{theme}" for theme in THEMES))
 
 if TYPE_CHECKING:
+    from corelm.testing.plain_oracle import PlainOracle as PlainOracle
     from corelm.testing.suite import BackendConformance as BackendConformance
+    from corelm.testing.wide_models import wide_model as wide_model
 
-__all__ = ["BackendConformance", "Cassettes", "ConformanceBase", "needs", "not_applicable"]
+__all__ = [
+    "BackendConformance",
+    "Cassettes",
+    "ConformanceBase",
+    "PlainOracle",
+    "needs",
+    "not_applicable",
+    "wide_model",
+]
+
+_ON_ACCESS = {"BackendConformance": "suite", "PlainOracle": "plain_oracle", "wide_model": "wide_models"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BackendConformance":
-        return importlib.import_module("corelm.testing.suite").BackendConformance
+    if name in _ON_ACCESS:
+        return getattr(importlib.import_module(f"corelm.testing.{_ON_ACCESS[name]}"), name)
     raise AttributeError(f"module 'corelm.testing' has no attribute {name!r}")

@@ -106,7 +106,7 @@ class AdapterPromises(ConformanceBase):
     def test_adapters_are_there_after_a_light_sleep(self, adapted: tuple[Backend, list[Oracle]]) -> None:
         backend, (one, _) = adapted
         if 1 not in backend.capabilities.sleep_levels:
-            not_applicable("sleep at level 1")
+            not_applicable("sleep level 1 is not declared")
         backend.sleep(level=1)
         backend.wake()
         self._assert_is(backend, "one", one, "0+one@1")

@@ -19,13 +19,20 @@ from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, S
 from corelm.testing.base import ConformanceBase, needs
 from corelm.testing.reference import seeded
 
+#: What has hooks that `ForwardingPlugin` lacks.
+NOT_FORWARDED: dict[str, Any] = {
+    **dict.fromkeys(("abort", "adapters", "update_weights", "weight_stream", "updates_in_flight"), False),
+    "sleep_levels": frozenset(),
+    "without_weights": False,
+}
+
 
 class ForwardingPlugin:
-    """A plugin that forwards requests to an opened backend and has the same model and tokenizer."""
+    """A plugin that samples from and scores with an opened backend, and has the same model and tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.capabilities = replace(backend.capabilities, native_samples=False)
+        self.capabilities = replace(backend.capabilities, native_samples=False, **NOT_FORWARDED)
         self.tokenizer = backend.tokenizer
 
     @hookimpl

@@ -42,9 +42,13 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.corelm_needs(*names)
 
 
-def not_applicable(name: str) -> NoReturn:
-    """Skip the running test as not applicable, because the backend or its author does not offer `name`."""
-    pytest.skip(NOT_APPLICABLE + name)
+def not_applicable(reason: str) -> NoReturn:
+    """Skip the running test as not applicable.
+
+    Args:
+        reason: why, as in ``"abort is not declared"`` or ``"needs a temperature other than 0 and 1"``.
+    """
+    pytest.skip(NOT_APPLICABLE + reason)
 
 
 def offers(capabilities: Capabilities, name: str) -> bool:
@@ -76,7 +80,7 @@ def require(backend: Backend, *names: str) -> None:
     """Skip the running test if a capability is missing: `needs` for a fixture that several tests share."""
     for name in names:
         if not offers(backend.capabilities, name):
-            not_applicable(name)
+            not_applicable(f"{name} is not declared")
 
 
 class ConformanceBase:
@@ -210,7 +214,7 @@ class ConformanceBase:
         found = use(backend, name)
         if found is None:
             if not honoured(backend, name):
-                not_applicable(f"sampling:{name}")
+                not_applicable(f"sampling:{name} is not declared")
             remedy = "declare a value other than the default, and the parameters without which it has no effect"
             self.declared_and_not_shown(name, remedy)
         return found

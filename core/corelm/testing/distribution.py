@@ -6,13 +6,24 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from corelm import Backend
 from corelm.errors import CapabilityError
 from corelm.testing.base import ConformanceBase, needs, not_applicable
-from corelm.testing.reference import MIN_P_VALUE, OPENINGS, gaps, min_p_of, p_value, reshaped, seeded, top_p_of
+from corelm.testing.reference import (
+    MIN_P_VALUE,
+    OPENINGS,
+    enough_draws,
+    gaps,
+    min_p_of,
+    p_value,
+    reshaped,
+    seeded,
+    top_p_of,
+)
 from corelm.testing.trials import in_range, legal
 
 #: For each parameter, the value that keeps the k likeliest ids of log-probs[V]. A temperature keeps all ids.
@@ -28,32 +39,47 @@ class DistributionPromises(ConformanceBase):
     """Tests of the sampled distribution.
 
     Attributes:
-        draws: number of one-token answers per test. Fewer answers make a test faster and less sensitive.
+        draws: number of one-token answers per test; tests of an order take fewer if these show it as surely. Fewer
+            answers make a test faster and less sensitive.
     """
 
     draws: int = 2000
 
-    def test_samples_follow_the_model(self, backend: Backend) -> None:
-        prompt, logprobs = self._uneven(backend)
-        self._assert_follows(backend, prompt, reshaped(logprobs))
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pairs(cls, backend: Backend) -> list[list[int]]:
+        """Answers of two tokens to the prompt of `_uneven`, which two tests share."""
+        case = cls()
+        case.vocab_size = backend.capabilities.vocab_size
+        prompt, _ = case._uneven(backend)
+        sampling = seeded(backend, {"num_samples": cls.draws, "max_new_tokens": 2, "ignore_eos": True})
+        return backend.generate([prompt], sampling, logprobs="none").ids.tolist()
 
-    def test_later_tokens_follow_the_model_too(self, backend: Backend) -> None:
+    def test_samples_follow_the_model(self, backend: Backend, pairs: list[list[int]]) -> None:
+        _, logprobs = self._uneven(backend)
+        assert p_value(torch.tensor([answer[0] for answer in pairs]), reshaped(logprobs)) > MIN_P_VALUE
+
+    def test_later_tokens_follow_the_model_too(self, backend: Backend, pairs: list[list[int]]) -> None:
         prompt, _ = self._uneven(backend)
-        sampling = seeded(backend, {"num_samples": self.draws, "max_new_tokens": 2, "ignore_eos": True})
-        ids = torch.tensor(backend.generate([prompt], sampling, logprobs="none").ids.tolist())
-        first = int(ids[:, 0].mode().values)
-        second = ids[ids[:, 0] == first, 1]
-        assert p_value(second, reshaped(self.next_logprobs([*prompt, first], 1.0))) > MIN_P_VALUE
+        first, second = torch.tensor(pairs).unbind(-1)
+        common = int(first.mode().values)
+        mass = reshaped(self.next_logprobs([*prompt, common], 1.0))
+        assert p_value(second[first == common], mass) > MIN_P_VALUE
 
     @needs("sampling:temperature")
     def test_samples_follow_the_temperature(self, backend: Backend) -> None:
         prompt, logprobs = self._uneven(backend)
         temperatures = in_range(backend, "temperature", 0.6, 1.5)
         if not temperatures:
-            not_applicable("a temperature other than 0 and 1")
+            not_applicable("needs a temperature other than 0 and 1")
         for temperature in temperatures:
             mass = reshaped(logprobs, temperature=temperature)
-            self._assert_follows(backend, prompt, mass, temperature=temperature)
+            draws = self.draws
+            if temperature != temperatures[0]:
+                # The first shows how exact the division is, the others that it is not capped, squared or turned over.
+                wrong = (1.0, temperatures[0], temperature**2, 1 / temperature)
+                draws = max(enough_draws(mass, reshaped(logprobs, temperature=each), draws) for each in wrong)
+            self._assert_follows(backend, prompt, mass, draws, temperature=temperature)
 
     @needs("sampling:top_k")
     def test_top_k_keeps_the_k_likeliest(self, backend: Backend) -> None:
@@ -94,12 +120,12 @@ class DistributionPromises(ConformanceBase):
         prompt, logprobs = self._uneven(backend)
         names = [name for name in ("top_k", "top_p", "min_p") if name in backend.capabilities.sampling]
         if not names:
-            not_applicable("sampling:top_k or top_p or min_p")
+            not_applicable("none of top_k, top_p and min_p is declared")
         k = self._cut(logprobs, *names)
         values = {"top_k": k, "top_p": top_p_of(logprobs, k), "min_p": min_p_of(logprobs, k)}
         declared = {name: value for name, value in values.items() if legal(backend, name, value)}
         if not declared:
-            not_applicable(f"a range of {' or '.join(names)} that cuts off at the widest gap")
+            not_applicable(f"needs a range of {' or '.join(names)} that cuts off at the widest gap")
         for name, value in declared.items():
             sampling = seeded(backend, {"num_samples": 64, "max_new_tokens": 1, name: value})
             batch = backend.generate([prompt], sampling, logprobs="processed")
@@ -110,7 +136,7 @@ class DistributionPromises(ConformanceBase):
     @needs("sampling:temperature")
     def test_greedy_takes_the_likeliest_token_at_every_step(self, backend: Backend) -> None:
         if not legal(backend, "temperature", 0.0):
-            not_applicable("sampling:temperature=0")
+            not_applicable("sampling:temperature is not declared with 0")
         prompts = [*self.rows(backend, 4, 1), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
         batch = backend.generate(prompts, {"temperature": 0.0, "max_new_tokens": 4}, logprobs="none")
         for row, (prompt, answer) in enumerate(zip(prompts, batch.ids.tolist(), strict=True)):
@@ -118,8 +144,9 @@ class DistributionPromises(ConformanceBase):
                 logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
                 # Ids whose log-probs differ by less than the tolerance count as equally likely.
                 assert float(logprobs.max() - logprobs[token]) <= 2 * self.tolerance, (
-                    f"row {row}, after a prompt of {len(prompt)} tokens, token {step}: id {token} has log-prob "
-                    f"{float(logprobs[token]):.4g}, but id {int(logprobs.argmax())} has {float(logprobs.max()):.4g}"
+                    f"row {row}, after a prompt of {len(prompt)} tokens that ends in {prompt[-4:]}, token {step}: "
+                    f"id {token} has log-prob {float(logprobs[token]):.4g}, but id {int(logprobs.argmax())} has "
+                    f"{float(logprobs.max()):.4g}"
                 )
 
     # Helpers ---------------------------------------------------------------------------------------------------------
@@ -144,25 +171,31 @@ class DistributionPromises(ConformanceBase):
     def _assert_order(self, backend: Backend, first: str, then: str) -> None:
         """Assert that `first` is applied before `then`, at values for which the order matters."""
         prompt, logprobs = self._uneven(backend)
+        cases: list[tuple[float, Tensor, Tensor, dict[str, Any]]] = []
         for fewer, more in combinations(gaps(logprobs, self._least_gap)[:12], 2):
             one = {first: CUTS[first](logprobs, more)}
             two = {then: CUTS[then](reshaped(logprobs, **one).log(), fewer)}
             mass = reshaped(reshaped(logprobs, **one).log(), **two)
             swapped = reshaped(reshaped(logprobs, **two).log(), **one)
-            if float((mass - swapped).abs().sum()) > 0.2 and all(legal(backend, *each) for each in (one | two).items()):
-                try:
-                    self._assert_follows(backend, prompt, mass, **one, **two)
-                except CapabilityError as error:
-                    # An engine that applies them in another order may refuse the combination.
-                    assert error.capability in (first, then)
-                    not_applicable(f"{first} with {then}")
-                return
-        not_applicable(f"a distribution for which {first} before {then} makes a difference")
+            if all(legal(backend, *each) for each in (one | two).items()):
+                cases.append((float((mass - swapped).abs().sum()), mass, swapped, one | two))
+        apart, mass, swapped, sampling = max(cases, key=lambda case: case[0], default=(0.0, logprobs, logprobs, {}))
+        if apart <= 0.2:
+            not_applicable(f"needs a distribution for which {first} before {then} makes a difference")
+        try:
+            self._assert_follows(backend, prompt, mass, enough_draws(mass, swapped, self.draws), **sampling)
+        except CapabilityError as error:
+            # An engine that applies them in another order may refuse the combination.
+            assert error.capability in (first, then)
+            not_applicable(f"the engine refuses {first} with {then}")
 
-    def _assert_follows(self, backend: Backend, prompt: list[int], mass: Tensor, **sampling: Any) -> None:
-        sampling = seeded(backend, {**sampling, "num_samples": self.draws, "max_new_tokens": 1})
+    def _assert_follows(
+        self, backend: Backend, prompt: list[int], mass: Tensor, draws: int | None = None, **sampling: Any
+    ) -> None:
+        draws = draws or self.draws
+        sampling = seeded(backend, {**sampling, "num_samples": draws, "max_new_tokens": 1})
         ids = backend.generate([prompt], sampling, logprobs="none").ids.values.cpu()
-        assert len(ids) == self.draws
+        assert len(ids) == draws
         outside = sorted(set(ids[mass[ids] == 0].tolist()))
         assert not outside, f"{sampling}: sampled ids {outside}, which must have probability 0"
         assert p_value(ids, mass) > MIN_P_VALUE, sampling

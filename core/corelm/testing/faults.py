@@ -100,7 +100,7 @@ class FaultPromises(ConformanceBase):
 
     def test_an_unknown_option_is_refused_before_the_engine_opens(self, backend: Backend) -> None:
         if backend.name not in {info.name for info in corelm.list_backends() if info.engine_available is not False}:
-            not_applicable("an entry point, and its engine in this environment")
+            not_applicable("needs an entry point, and its engine in this environment")
         with pytest.raises(InvalidRequestError) as caught:
             corelm.get_backend(backend.name, None, no_such_option=1)
         assert caught.value.field == "no_such_option"

@@ -128,7 +128,7 @@ class LifecyclePromises(ConformanceBase):
             else:
                 return
         if not found:
-            not_applicable("calls that take long enough for a timeout")
+            not_applicable("needs calls that take long enough for a timeout")
         pytest.fail(found)
 
     def test_abort_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:

@@ -47,7 +47,7 @@ class LogProbPromises(ConformanceBase):
     def test_raw_log_probs_are_the_models_own_under_all_parameters_together(self, backend: Backend) -> None:
         reshaping = {name: found for name in RESHAPING if (found := use(backend, name))}
         if not reshaping:
-            not_applicable("sampling:" + " or ".join(RESHAPING))
+            not_applicable("no parameter is declared that changes the distribution")
         prompts = self._rows_of_all_lengths(backend)
         while reshaping:
             try:
@@ -73,7 +73,7 @@ class LogProbPromises(ConformanceBase):
     @needs("mode:processed", "sampling:temperature")
     def test_processed_log_probs_of_greedy_answers_are_zero(self, backend: Backend) -> None:
         if not legal(backend, "temperature", 0.0):
-            not_applicable("sampling:temperature=0")
+            not_applicable("sampling:temperature is not declared with 0")
         sampling = {"max_new_tokens": NEW, "temperature": 0.0}
         batch = backend.generate(self._rows_of_all_lengths(backend), sampling, logprobs="processed")
         assert batch.logprobs is not None and not bool(batch.logprobs.values.any())
@@ -216,4 +216,4 @@ def _plain(backend: Backend) -> list[dict[str, Any]]:
 def _temperatures(backend: Backend) -> list[float]:
     """Return temperatures other than 0 and 1; not applicable if the backend declares none."""
     found = in_range(backend, "temperature", 0.6, 1.7)
-    return found or not_applicable("a temperature other than 0 and 1")
+    return found or not_applicable("needs a temperature other than 0 and 1")

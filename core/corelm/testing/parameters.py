@@ -50,7 +50,7 @@ class ParameterPromises(ConformanceBase):
     def test_a_value_outside_the_declared_range_is_refused(self, backend: Backend) -> None:
         spans = {name: span for name, span in backend.capabilities.sampling.items() if span is not None}
         if not spans:
-            not_applicable("a parameter with a range")
+            not_applicable("no parameter is declared with a range")
         for name, (_, high) in spans.items():
             with pytest.raises(InvalidRequestError) as error:
                 backend.generate(self.rows(backend, 4), {name: high + 1, "max_new_tokens": 3}, logprobs="none")
@@ -116,6 +116,17 @@ class ParameterPromises(ConformanceBase):
             answers = zip(prompts, batch.ids.tolist(), strict=True)
             totals.append(sum(float(self.oracle([*p, *answer], 1.0)[len(p) :].sum()) for p, answer in answers))
         assert totals[1] > totals[0]
+
+    @needs("sampling:num_beams")
+    def test_beams_search_and_do_not_sample(self, backend: Backend) -> None:
+        prompts = self._penalty_prompts(backend)
+        sampling = {"num_beams": 4, "max_new_tokens": NEW, "ignore_eos": True}
+        greedy = {"temperature": 0.0} if legal(backend, "temperature", 0.0) else {}
+        # At the default temperature, an engine that samples finds other answers.
+        first, second, third = (
+            backend.generate(prompts, {**sampling, **more}, logprobs="none").ids.tolist() for more in ({}, {}, greedy)
+        )
+        assert first == second == third, "searches of the same prompts found different answers"
 
     @needs("sampling:length_penalty")
     def test_a_larger_length_penalty_favours_longer_answers(self, backend: Backend) -> None:

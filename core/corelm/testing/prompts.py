@@ -30,7 +30,7 @@ def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
     try:
         History.from_chats([{"role": "user", "content": "Who?"}]).apply_chat_template(backend.tokenizer)
     except TemplateError:
-        not_applicable("chat_template")
+        not_applicable("the tokenizer has no chat template")
     return history
 
 

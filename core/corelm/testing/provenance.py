@@ -46,7 +46,7 @@ class ProvenancePromises(ConformanceBase):
                 _of_answers(backend, mode, temperature=TEMPERATURE)
             assert error.value.capability == "generation_modes"
         if not missing:
-            not_applicable("a mode that is not declared")
+            not_applicable("raw and processed are both offered")
 
     @needs("score")
     def test_a_score_says_its_temperature(self, backend: Backend) -> None:

@@ -109,3 +109,16 @@ def p_value(ids: Tensor, mass: Tensor) -> float:
     # The upper tail of chi-square with n − 1 degrees of freedom; a single cell cannot be tested.
     freedom = len(cells) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)) if freedom else 1.0
+
+
+def enough_draws(mass: Tensor, wrong: Tensor, most: int) -> int:
+    """Return how many draws show that they are from `wrong` and not from `mass`, both float64[V]; at most `most`.
+
+    With so few, the test failed in each of 32 tries, and by a factor of a thousand.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for draws in (most // 16, most // 8, most // 4, most // 2):
+        tries = torch.multinomial(wrong, 32 * draws, replacement=True, generator=generator).reshape(32, draws)
+        if max(p_value(ids, mass) for ids in tries) < MIN_P_VALUE / 1000:
+            return draws
+    return most

@@ -67,7 +67,7 @@ class SampledLogProbPromises(ConformanceBase):
     ) -> tuple[list[list[int]], GenerateResult]:
         """Return the prompt of each answer, and the answers; not applicable if the engine lacks these log-probs."""
         if SamplingParams.make(sampling).num_beams > 1:
-            not_applicable("log-probs of beams")
+            not_applicable("beams have no log-probs")
         # vLLM looks for stop strings in the prompt too if it ends in the middle of a character, as random ids may.
         random = [] if "stop" in sampling else self.rows(backend, 7, 24)
         prompts = [*random, *backend.tokenize(OPENINGS[:1] if random else OPENINGS).ids.tolist()]
@@ -76,7 +76,7 @@ class SampledLogProbPromises(ConformanceBase):
         except CapabilityError as error:
             if error.capability != "generation_modes" or logprobs in backend.capabilities.generation_modes:
                 raise
-            not_applicable(f"mode:{logprobs}")
+            not_applicable(f"mode:{logprobs} is not declared")
         return [prompt for prompt in prompts for _ in range(sampling.get("num_samples", 1))], batch
 
     def _assert_penalised_for_repetition(self, backend: Backend) -> None:
@@ -104,4 +104,4 @@ class SampledLogProbPromises(ConformanceBase):
             assert float(right.max()) > 4 * self.tolerance, f"no repeated id changed under {penalty}"
             shown = True
         if not shown:
-            not_applicable("a model that repeats some ids and not others")
+            not_applicable("needs a model that repeats some ids and not others")

@@ -29,7 +29,7 @@ class SeedPromises(ConformanceBase):
     @needs("per_answer_seeds")
     def test_without_a_seed_torchs_generator_decides(self, backend: Backend) -> None:
         if backend.capabilities.seeds_are_costly:
-            not_applicable("seeds that are free")
+            not_applicable("seeds_are_costly is declared")
         answers = []
         for seed in (1, 1, 2):
             with torch.random.fork_rng(devices=[]):

@@ -20,7 +20,7 @@ class SleepPromises(ConformanceBase):
     def test_an_engine_that_slept_has_its_weights_and_their_label(self, open_backend: Callable[[], Backend]) -> None:
         with open_backend() as backend:
             if 1 not in backend.capabilities.sleep_levels:
-                not_applicable("sleep at level 1")
+                not_applicable("sleep level 1 is not declared")
             self._assert_answers(backend, self.oracle)
             backend.sleep(level=1)
             with pytest.raises(BackendAsleepError):

@@ -147,7 +147,7 @@ class StoppingPromises(ConformanceBase):
         prompts = [*backend.tokenize(texts).ids.tolist(), *self.rows(backend, *[3] * 24)]
         eos = sorted(backend.eos_token_ids)
         if not eos:
-            not_applicable("eos_token_ids")
+            not_applicable("no id ends an answer by itself")
         chances = [sum(math.exp(self.oracle([*prompt, end], 1.0)[-1]) for end in eos) for prompt in prompts]
         best = max(chances)
         draws = 1 if best > 0.99999 else math.ceil(math.log(MIN_P_VALUE) / math.log1p(-best))

@@ -83,7 +83,7 @@ class SupportPromises(ConformanceBase):
         prompts = [*self.rows(backend, 9, 2), *backend.tokenize(OPENINGS[:1]).ids.tolist()]
         batch = self._sample_with_support(backend, prompts, {**sampling, "max_new_tokens": NEW})
         if batch.logprobs is None or batch.mode != "processed":
-            not_applicable("mode:processed")
+            not_applicable("mode:processed is not declared")
         scores = backend.score_logprobs(
             Ragged.from_list(prompts).join(batch.ids),
             temperature=temperature,
@@ -98,7 +98,7 @@ class SupportPromises(ConformanceBase):
     @pytest.mark.parametrize("tempered", [False, True], ids=["own", "tempered"])
     def test_scores_are_normalised_over_the_given_ids(self, backend: Backend, tempered: bool) -> None:
         if tempered and not backend.capabilities.score_temperature:
-            not_applicable("score_temperature")
+            not_applicable("score_temperature is not declared")
         temperature = 0.6 if tempered else 1.0
         rows = self.rows(backend, 4, 6)
         others = self.rows(backend, 3, 5, 1, 8, 2, 6, 4, 3, 7, 5, seed=1)
@@ -141,7 +141,7 @@ class SupportPromises(ConformanceBase):
     def _temperature(self, backend: Backend) -> float:
         values = in_range(backend, "temperature", 0.6, 1.5)
         if "temperature" not in backend.capabilities.sampling or not values:
-            not_applicable("a temperature other than 0 and 1")
+            not_applicable("needs a temperature other than 0 and 1")
         return float(values[0])
 
     def _truncated(self, backend: Backend) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class SupportPromises(ConformanceBase):
     def _clear_cut(self, backend: Backend, name: str, temperature: float) -> tuple[list[int], Tensor, int]:
         """Return a prompt, its tempered log-probs [V], and how many ids a cut leaves that rounding cannot move."""
         if name not in backend.capabilities.sampling:
-            not_applicable(f"sampling:{name}")
+            not_applicable(f"sampling:{name} is not declared")
         best: tuple[float, list[int], Tensor, int] | None = None
         for prompt in backend.tokenize(OPENINGS).ids.tolist():
             logprobs = self._tempered(prompt, temperature)
@@ -171,5 +171,5 @@ class SupportPromises(ConformanceBase):
                 if best is None or width > best[0]:
                     best = (width, prompt, logprobs, k)
         if best is None:
-            not_applicable(f"a cut by {name} that rounding cannot move")
+            not_applicable(f"needs a cut by {name} that rounding cannot move")
         return best[1:]

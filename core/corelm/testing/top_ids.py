@@ -39,7 +39,7 @@ class TopIdPromises(ConformanceBase):
     def test_processed_top_ids_end_where_truncation_cuts(self, backend: Backend) -> None:
         values = in_range(backend, "top_k", 5, 20)
         if not values:
-            not_applicable("a top_k that truncates")
+            not_applicable("needs a top_k that truncates")
         self._assert_top_of_answers(backend, values[0] + 2, "processed", {"top_k": values[0]})
 
     @needs("score_top_k")
@@ -55,7 +55,7 @@ class TopIdPromises(ConformanceBase):
     @pytest.mark.parametrize("tempered", [False, True], ids=["own", "tempered"])
     def test_given_ids_get_their_log_probs(self, backend: Backend, tempered: bool) -> None:
         if tempered and not backend.capabilities.score_temperature:
-            not_applicable("score_temperature")
+            not_applicable("score_temperature is not declared")
         temperature = 0.6 if tempered else 1.0
         rows = self.rows(backend, 4, 6)
         (others,) = self.rows(backend, 40, seed=1)
@@ -74,7 +74,7 @@ class TopIdPromises(ConformanceBase):
         self, backend: Backend, k: int, mode: Literal["raw", "processed"], sampling: dict[str, Any]
     ) -> None:
         if mode not in backend.capabilities.generation_modes:
-            not_applicable(f"mode:{mode}")
+            not_applicable(f"mode:{mode} is not declared")
         k = self._at_most(backend, k, "top_logprobs")
         prompts = [*self.rows(backend, 3, 11), *backend.tokenize(OPENINGS[:1]).ids.tolist()]
         sampling = seeded(backend, {**sampling, "max_new_tokens": NEW})
@@ -133,5 +133,5 @@ class TopIdPromises(ConformanceBase):
 
     def _warm(self, backend: Backend) -> dict[str, Any]:
         if not legal(backend, "temperature", 0.6):
-            not_applicable("a temperature other than 0 and 1")
+            not_applicable("needs a temperature other than 0 and 1")
         return {"temperature": 0.6}

@@ -54,7 +54,7 @@ class WeightPromises(ConformanceBase):
         if not backend.capabilities.generation_modes:
             if not backend.capabilities.score:
                 self.declared_and_not_shown("update_weights", "return log-probs, which show the weights")
-            not_applicable("generation_modes")
+            not_applicable("generation_modes is not declared")
         prompts = self.rows(backend, 5, 40)
         self.assert_true_answers(prompts, backend.generate(prompts, {"max_new_tokens": 6}), oracle)
 

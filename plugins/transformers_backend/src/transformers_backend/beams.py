@@ -94,10 +94,7 @@ def _look_at(call: Call, row: int) -> Callable[..., Tensor]:
 
 
 def _refuse_sampling_parameters(sampling: SamplingParams) -> None:
-    refused = sampling.engine_parameters().keys() - _HONOURED
-    if sampling.temperature not in (0.0, 1.0):
-        refused |= {"temperature"}
-    if refused:
+    if refused := sampling.engine_parameters().keys() - _HONOURED:
         names = ", ".join(sorted(refused))
         raise CapabilityError(
             f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams",
