@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.support import refuse_missing_path, torch_device, torch_dtype
+from corelm.support import hub_options, refuse_missing_path, torch_device, torch_dtype
 
 #: Options of `from_pretrained` that say where a configuration is found.
 _WHERE = frozenset({"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "subfolder"}) | {
@@ -39,7 +39,8 @@ def load_model(
     """
     refuse_missing_path("model", path)
     device = torch_device(device)
-    options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
+    own = {**hub_options(path), **model_kwargs}
+    options: dict[str, Any] = {"weights_only": True, **own, "trust_remote_code": trust_remote_code}
     options["dtype"] = torch_dtype(dtype) or "auto"
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -173,4 +174,4 @@ def load_tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
 
     refuse_missing_path("tokenizer", given)
     with _naming("tokenizer", given):
-        return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code, **hub_options(given))
