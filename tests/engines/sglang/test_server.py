@@ -158,4 +158,4 @@ def test_answers_may_take_more_than_twice_the_read_timeout(
 
 
 def test_the_page_of_the_engines_says_what_sglang_declares(shared: Backend) -> None:
-    assert_page_says("sglang", shared)
+    assert_page_says("sglang", shared, besides=["weight_stream"])

@@ -162,4 +162,4 @@ def test_a_cpu_offers_no_sleep_and_says_so(tiny_folder: Path) -> None:
 
 
 def test_the_page_of_the_engines_says_what_vllm_declares(shared: Backend) -> None:
-    assert_page_says("vllm", shared)
+    assert_page_says("vllm", shared, besides=["weight_stream"])

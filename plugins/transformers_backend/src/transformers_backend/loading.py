@@ -68,6 +68,9 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
         config = options.get("config") or AutoConfig.from_pretrained(path, **where)
     except (OSError, ValueError):
         # There is no usable config.json: the folder may hold nothing but an adapter, which says where its model is.
+        # Transformers asks the hub for that, whatever it is told, so this is not tried without a hub.
+        if where.get("local_files_only") and not os.path.exists(path) and not _is_cached_adapter(path, where):
+            raise
         return AutoModelForCausalLM
     # A model with code of its own says in `auto_map` which classes can load it.
     own = getattr(config, "auto_map", None) or {}
@@ -80,6 +83,14 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
     raise CapabilityError(
         f"{path}: transformers has no causal language model for the model type {config.model_type!r}",
         capability="model",
+    )
+
+
+def _is_cached_adapter(path: str | os.PathLike[str], where: Mapping[str, Any]) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(
+        try_to_load_from_cache(os.fspath(path), "adapter_config.json", cache_dir=where.get("cache_dir")), str
     )
 
 
