@@ -51,7 +51,8 @@ seen kept. `corelm conformance` wrote the reports, and `.ci/engines_page.py` thi
 float32, on a random model of two layers with wide weights, next to a plain float32 forward of one row. What the backend
 `openai` declares is what the server can do, here a vLLM server, and each test of a distribution draws 500 tokens there
 instead of 2,000. What `ray` declares is what its engine can do, here transformers. The engines of vLLM and SGLang ran
-in processes of their own environments (`python=`), to which weights are not streamed: `weight_stream` is declared elsewhere.
+in processes of their own environments (`python=`), to which weights are not streamed. Elsewhere they declare
+`weight_stream`.
 `corelm conformance NAME --model PATH` does the same on any installed backend.
 """
 
