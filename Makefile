@@ -22,7 +22,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
-.PHONY: install test-faults docs drawings wheels pins format clean
+.PHONY: install test-faults docs drawings wheels sbom pins format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -97,6 +97,9 @@ wheels: install ## build the published packages into wheels/
 	rm -rf wheels
 	for package in $(PACKAGES); do $(BIN)/python -m build --no-isolation --outdir wheels $$package || exit 1; done
 
+sbom: install ## write a bill of materials (CycloneDX) of each file of pins into sbom/
+	$(BIN)/python .ci/sbom.py sbom
+
 pins: ## write the versions in the environments into constraints/
 	$(BIN)/python .ci/pins.py > constraints/cpu.new && mv constraints/cpu.new constraints/cpu.txt
 	for engine in vllm sglang; do \
@@ -163,6 +166,6 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels dist build reports demo-output grpo-output distill-output
+	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels sbom docs/_build dist build reports demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

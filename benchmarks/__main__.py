@@ -33,6 +33,7 @@ PARTS = (
     "chats",
     "startup",
     "callers",
+    "observers",
     "in_flight",
     "client_time",
     "serving",
@@ -41,6 +42,7 @@ PARTS = (
     "fleet",
     "ray",
     "vllm_overhead",
+    "cassettes",
     "lm_eval",
 )
 #: Parts that need an engine or a harness: the module to look for, and the name of the environment that has it.

@@ -1,6 +1,7 @@
 """Start-up time: the processor time of a new interpreter per run.
 
 corelm           import every public name of corelm; torch and tensordict are imported before
+corelm --help    the command's help
 corelm backends  the command that lists the backends
 """
 
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.measure import Figure, compare
 
@@ -20,6 +22,7 @@ start = time.process_time()
 import corelm; [getattr(corelm, name) for name in corelm.__all__]
 print(time.process_time() - start)
 """
+HELP = "import sys; sys.argv = ['corelm', '--help']; from corelm.cli import main; main()"
 LISTING = "import sys; sys.argv = ['corelm', 'backends', '--json']; from corelm.cli import main; main()"
 
 
@@ -28,14 +31,15 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     taken = statistics.median(float(run(EVERY_NAME)) for _ in range(turns))
     work = "import after torch and tensordict"
     yield [Figure(work=work, way="corelm", seconds=taken, turns=turns, goal_seconds=0.15)]
-    yield compare(
-        "corelm backends",
-        {"an interpreter": lambda: run("pass"), "corelm backends": lambda: run(LISTING)},
-        baseline="an interpreter",
-        repeats=5 if quick else 21,
-        clock=of_children,
-        goal_seconds={"corelm backends": 0.3},
-    )
+    for name, code in {"corelm --help": HELP, "corelm backends": LISTING}.items():
+        yield compare(
+            name,
+            {"an interpreter": lambda: run("pass"), name: partial(run, code)},
+            baseline="an interpreter",
+            repeats=5 if quick else 21,
+            clock=of_children,
+            goal_seconds={name: 0.3},
+        )
 
 
 def run(code: str) -> str:

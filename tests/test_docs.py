@@ -5,6 +5,7 @@ plugins, so tests/testing/test_write_a_backend_page.py runs it, and tests/test_e
 """
 
 import doctest
+import html
 import importlib
 import pkgutil
 import re
@@ -20,7 +21,8 @@ from helpers.torchrl import skip_without_torchrl
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core" / "corelm"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
 MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -36,15 +38,19 @@ def is_run_elsewhere(path: Path) -> bool:
     ids=lambda page: str(page.path.relative_to(ROOT)),
 )
 def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
-    if page.path.name == "torchrl.md":
+    if page.path.name in ("torchrl.md", "from-torchrl.md"):
         skip_without_torchrl()
-    if page.path.name == "trl.md":
+    if page.path.name in ("trl.md", "from-trl.md"):
         pytest.importorskip("trl", reason="TRL is not installed; make test-harnesses runs the page")
+    if page.path.name == "measure.md":
+        pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
     if page.path.name == "serving.md":
         pytest.importorskip("openai", reason="the official client is not installed")
         pytest.importorskip("uvicorn", reason="the server needs the extra serve")
     if page.path.name == "inspect.md":
         pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; make test-harnesses runs the page")
+    if page.path.name == "from-lm-eval.md":
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed; make test-harnesses runs the page")
     if page.path.name == "lm-eval.md":
         pytest.skip("tests/harnesses/test_lm_eval_command.py runs it, after the commands of the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
@@ -126,9 +132,12 @@ def test_the_architecture_shows_the_layers_of_the_contract():
 
 @pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "drawings").glob("*.dot")), ids=lambda path: path.name)
 def test_a_drawing_is_up_to_date_and_names_files_that_exist(drawing):
-    texts = re.findall(r"<b>(.*?)</b><br/>(.*?)>\]|label=\"(.*?)\\l\"", drawing.read_text())
-    picture = drawing.with_suffix(".svg").read_text().replace("&#160;", " ")
-    for text in filter(None, sum(texts, ())):
+    source = html.unescape(drawing.read_text())
+    texts = re.findall(r"<b>(.*?)</b><br/>(.*?)>\]|label=\"(.*?)\\l\"", source)
+    cells = [re.split(r"<[^>]+>\s*", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", source, re.DOTALL)]
+    picture = html.unescape(drawing.with_suffix(".svg").read_text()).replace("\xa0", " ")
+    assert texts or cells, f"{drawing.name} has no text that this test knows how to find"
+    for text in filter(None, sum([*texts, *map(tuple, cells)], ())):
         assert text in picture, f"{text!r} is not in {drawing.stem}.svg: run make drawings"
         for path in re.findall(r"\w+/\w+\.py", text):
             assert located(path).exists(), path

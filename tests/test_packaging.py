@@ -71,7 +71,7 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     names = sdist_names(built, "core")
     assert {name.partition("/")[0] for name in names} <= {
         *("core", "docs", "examples", "pyproject.toml", "PKG-INFO", ".gitignore"),
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"),
     }
     assert {
         "core/corelm/__init__.py",
@@ -130,7 +130,8 @@ def modules_of(plugin: str) -> list[Path]:
 
 def test_the_extras_of_core_are_plain_requirements(built):
     metadata = metadata_of(built, "core")
-    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, "http", "cli", "plot", "serve", "otel", *HARNESSES}
+    others = ("http", "cli", "plot", "serve", "otel")
+    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, *others, *HARNESSES}
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     assert all(requirement.url is None for requirement in requirements)
     for extra, expected in BACKEND_EXTRAS.items():

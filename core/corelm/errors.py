@@ -17,6 +17,8 @@ Each is also a builtin exception that a caller would think to catch::
     ├── TemplateError             (ValueError)           the chat template fails: rows
     ├── ResponseFormatError       (ValueError)           an answer does not follow its parser's format
     ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
+    ├── CassetteError             (ValueError)           a cassette is damaged, foreign or in use
+    ├── NotRecordedError          (LookupError)          a cassette does not hold the call: call, field, rows
     └── EngineError               (RuntimeError)         the engine failed: usable, rows
         ├── QueueFullError                               a batcher's queue is full
         └── StaleWeightsError                            a canary found other weights than those in force
@@ -24,8 +26,12 @@ Each is also a builtin exception that a caller would think to catch::
 
 from __future__ import annotations
 
+import builtins
+import inspect
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Row numbers, each with what is wrong with the row.
 Problems = dict[int, str]
@@ -147,6 +153,35 @@ class ProvenanceMismatchError(CoreLMError, ValueError):
     """Log-probabilities of different distributions were about to be compared."""
 
 
+# A cassette -----------------------------------------------------------------------------------------------------------
+
+
+class CassetteError(CoreLMError, ValueError):
+    """A cassette cannot be written or read: damaged, made by something else, in use, or there already."""
+
+
+class NotRecordedError(_RowsError, LookupError):
+    """A cassette does not hold the answer to a call. No engine was asked.
+
+    Attributes:
+        call: the number of the recorded call that should have come; None if no single one was due.
+        field: the first field of the request that differs from that call; None if none was compared.
+        rows: the flat indices of the rows that are not recorded, or of the first one that differs, ascending.
+        problems: those rows, each with what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        call: int | None = None,
+        field: str | None = None,
+        problems: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message, problems=problems)
+        self.call, self.field = call, field
+
+
 # An engine ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +273,38 @@ def first_few(lines: Sequence[str], rest: str = "more") -> str:
     return "; ".join([*lines[:_SPELLED_OUT], *([f"and {left_out} {rest}"] if left_out > 0 else [])])
 
 
+# Exceptions as plain data ---------------------------------------------------------------------------------------------
+
+
+def plain_error(error: BaseException) -> tuple[str, str, dict[str, Any]]:
+    """Return the class, the message and the other arguments of an exception, for `error_from`.
+
+    Returns:
+        The name of its class, or of the nearest one that this module or Python defines, "" if there is none; the
+        message; the arguments by name.
+    """
+    alone = len(error.args) == 1 and isinstance(error.args[0], str)
+    text = error.args[0] if alone else message(error)
+    kind = next((each for each in type(error).__mro__ if type(error_from(each.__name__, "")) is each), None)
+    details: dict[str, Any] = {}
+    if kind is not None and issubclass(kind, CoreLMError):
+        names = inspect.signature(kind.__init__).parameters
+        details = {name: value for name, value in vars(error).items() if name in names}
+    return "" if kind is None else kind.__name__, text, details
+
+
+def error_from(kind: str, text: str, **details: Any) -> Exception | None:
+    """Return an exception of that class; None if no exception has the name, or if it takes more than a message."""
+    found = globals().get(kind) or getattr(builtins, kind, None)
+    # One that is merely an Exception would lose the name of its class.
+    if not isinstance(found, type) or not issubclass(found, Exception) or found is Exception:
+        return None
+    try:
+        return found(text, **details)
+    except TypeError:
+        return None
+
+
 # Exceptions of others -------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +319,18 @@ def message(error: BaseException) -> str:
         return str(error)
     except Exception as failure:
         return f"(its message cannot be read: {type(failure).__name__})"
+
+
+#: Packages whose functions stand between a caller and what warns: they call our modules, or hold our `with` blocks.
+_BETWEEN = frozenset({"corelm", "torch", "tensordict", "contextlib"})
+
+
+def level_of_caller() -> int:
+    """Return the stack level, as `warnings.warn` counts it, of the code that called `corelm`."""
+    depth = 1
+    while sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        depth += 1
+    return depth
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -61,6 +61,11 @@ def changed_lengths(given: Ragged) -> Ragged:
         (lambda b: replace(b, weight_versions="00"), "weight_versions is a str, expected a tuple or list"),
         (lambda b: replace(b, texts=(None, "a")), "row 0: texts: expected a str, got NoneType"),
         (lambda b: replace(b, errors=("", 3)), "row 1: errors: expected a str, got int"),
+        (lambda b: replace(b, cached_tokens=(1,)), "1 cached_tokens for 2 answers"),
+        (lambda b: replace(b, cached_tokens=(0, 2)), "row 1: cached_tokens 2, expected None or a number of at most 1"),
+        (lambda b: replace(b, cached_tokens=(None, -1)), "row 1: cached_tokens -1"),
+        (lambda b: replace(b, cached_tokens=(True, 1)), "row 0: cached_tokens True"),
+        (lambda b: replace(b, cached_tokens=1), "cached_tokens is a int, expected a tuple or list"),
         (
             lambda b: replace(b, finish_reasons=("length", "stop")),
             "row 1: finish reason 'stop', but the answer ends with",

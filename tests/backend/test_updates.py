@@ -157,10 +157,10 @@ def test_an_abort_that_came_too_early_is_repeated():
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_wrapped(wrapped):
-    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are wrapped."""
-    gate = Gate()
+@pytest.mark.parametrize("how", ["alone", "wrapped", "replaced"])
+def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_replaced(how):
+    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are replaced."""
+    gate, replaced = Gate(), how == "replaced"
 
     class Wrapper:
         @hookimpl(wrapper=True)
@@ -171,7 +171,13 @@ def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_wrapped(wrappe
         def to_containers(self, request):
             return (yield)
 
-    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=[Wrapper()] if wrapped else [])
+    class Instead:
+        @hookimpl
+        def tokenize(self, request):
+            return None  # core's own hook is asked next
+
+    wrappers = {"alone": [], "wrapped": [Wrapper()], "replaced": [Instead()]}[how]
+    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=wrappers)
     results, done = [], threading.Event()
 
     def call_core_hooks():
@@ -185,7 +191,7 @@ def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_wrapped(wrappe
     threads[0].start()
     gate.wait_for_call()
     threads[1].start()
-    assert done.wait(timeout=0.2 if wrapped else 10) is not wrapped
+    assert done.wait(timeout=0.2 if replaced else 10) is not replaced
     gate.opened.set()
     for thread in threads:
         thread.join(timeout=10)

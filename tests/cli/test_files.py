@@ -75,7 +75,7 @@ BAD = {
     b'{"\\ud800": 1, "prompt": "a"}': "lone surrogate",
     b"[" * 200_000: "nested more than 100 levels deep",
     b'{"prompt": "a", "metadata": ' + b"[" * 450 + b"]" * 450 + b"}": "nested more than 100 levels deep",
-    b'{"messages": [{"role": "assistant", "token_ids": [99999999999999999999]}]}': "larger than any vocabulary",
+    b'{"messages": [{"role": "assistant", "content": "a", "token_ids": [99999999999]}]}': "larger than any vocabulary",
     b'{"prompt": "a", "max_tokens": 3, "model": "b"}': "unknown keys: max_tokens, model; a line may have id, prompt",
     b'{"prompt": "a", "metadata": {"x": [NaN]}}': "not valid JSON: JSON has no number for NaN",
     b'{"prompt": "a", "metadata": -Infinity}': "not valid JSON: JSON has no number for -Infinity",

@@ -49,7 +49,7 @@ def test_a_message_survives_a_round_trip() -> None:
     assert [message.to_dict() for message in messages] == RICH
     assert messages[2].token_ids == (5, 6, 2)
     assert messages[3].extra == {"meta": {"cost": [1, 2.5]}}
-    assert Message.from_dict({"role": "assistant"}) == Message("assistant")
+    assert Message.from_dict({"role": "assistant", "content": None}) == Message("assistant")
 
 
 def test_for_template_leaves_out_ids_and_none() -> None:
@@ -140,17 +140,19 @@ def test_every_conversation_at_fault_is_reported() -> None:
         [{"role": "assistant", "content": "x", "token_ids": [1, -2]}],
         [{"role": "assistant", "tool_calls": "capital()"}],
         [*chat(7), "hello"],
+        [{"role": "user"}],
     ]
     with pytest.raises(InvalidRequestError) as caught:
         History.from_chats(chats)
     problems = caught.value.problems
-    assert caught.value.rows == (1, 2, 3, 4, 5, 6, 7)
+    assert caught.value.rows == (1, 2, 3, 4, 5, 6, 7, 8)
     assert "message 0: content" in problems[1] and "images" in problems[1]
     assert "message 2: role is missing" in problems[2]
     assert "message 1: role" in problems[3]
     assert "message 0: token_ids" in problems[4] and "message 0: token_ids" in problems[5]
     assert "message 0: tool_calls" in problems[6]
     assert "message 2: message" in problems[7]
+    assert "message 0: content: the message has neither content nor tool_calls; its keys are: 'role'" in problems[8]
     with pytest.raises(InvalidRequestError, match=r"2 conversations do not fill a batch of shape \(3,\)"):
         History.of([chat(0), chat(1)], (3,))
 

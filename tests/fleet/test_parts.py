@@ -117,6 +117,7 @@ def whole_answers() -> GenerateResult:
         top_logprobs=pairs(ids, -90).with_values(pairs(ids, -90).values.float()),
         tail_log_mass=numbers(ids, -3.0),
         version_runs=((("1", 0),), (("2", 0), ("3", 1)), (("3", 0),), (("4", 0),)),
+        cached_tokens=(1, 0, None, 1),
     )
 
 
@@ -185,6 +186,7 @@ def test_rows_that_failed_are_put_among_the_others() -> None:
     assert made.weight_versions is None
     assert made.kept_ids is not None and made.kept_ids.tolist() == [[[2, 20]], [], [[7, 20], [21]], [[23, 30]]]
     assert made.top_ids is not None and made.top_ids.tolist() == [[[40, 41]], [], [[20, 7], [21, -1]], [[46, 47]]]
+    assert made.cached_tokens == (1, None, None, 1)
     assert made.version_runs is not None and made.version_runs[1:3] == ((("now", 0),),) * 2
 
     scores = replace(whole_scores(), weight_versions=("7",) * 4, errors=None)

@@ -335,6 +335,7 @@ def test_a_long_conversation_shortens_its_own_answer_alone(tmp_path, backend):
         ({"generation_kwargs": {"n": 2}}, "num_samples", "leave it out of .*generation_kwargs"),
         ({"generation_kwargs": {"top_a": 2}}, "top_a", "did you mean"),
         ({"temperature": 0.0}, "temperature", "must be above 0"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex", "leave it out"),
         ({"loss_type": "vespo"}, "vllm_importance_sampling_mode", 'mode="token_truncate"'),
     ],
 )

@@ -106,9 +106,9 @@ def memorized(prompt: list[int], answer: list[int]) -> nn.Module:
     return model.eval()
 
 
-def chat_ids(messages: list[dict[str, Any]]) -> list[int]:
+def chat_ids(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
     """Return the prompt of a conversation, as transformers itself renders it for the tiny tokenizer."""
-    found = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    found = tiny_tokenizer().apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tiny_tokenizer()(found, add_special_tokens=False)["input_ids"]
     return ids
 

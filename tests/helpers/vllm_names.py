@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: The names by the module that they are imported from.
 NEEDED: dict[str, frozenset[str]] = {
-    "vllm": frozenset({"SamplingParams", "envs", "exceptions"}),
+    "vllm": frozenset({"SamplingParams", "envs", "exceptions", "sampling_params"}),
     "vllm.distributed.weight_transfer.base": frozenset({"ParamMeta"}),
     "vllm.distributed.weight_transfer.nccl_engine": frozenset(
         {"NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"}

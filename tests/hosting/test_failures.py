@@ -13,7 +13,7 @@ from corelm.hosting.packing import pack, unpack
 
 OURS = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, CoreLMError)]
 OURS = [each for each in OURS if not each.__name__.startswith("_")]
-VALUES = {"field": "top_p", "problems": {1: "odd", 3: "even"}, "usable": False, "capability": "abort"}
+VALUES = {"call": 3, "field": "top_p", "problems": {1: "odd", 3: "even"}, "usable": False, "capability": "abort"}
 
 
 def crossed(error: BaseException) -> Exception:

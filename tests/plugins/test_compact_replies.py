@@ -95,7 +95,8 @@ def vllm_answer_reply() -> Any:
     top = [{label: value} for label, value in zip(labels, values, strict=True)]
     logprobs = {"text_offset": [0, 4, 8, 12], "token_logprobs": values, "tokens": labels, "top_logprobs": top}
     choice = {"index": 0, "text": " the the", "token_ids": [*IDS], "finish_reason": "length", "stop_reason": None}
-    return {"id": "cmpl-a", "choices": [{**choice, "prompt_token_ids": [5], "logprobs": logprobs}]}
+    usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
+    return {"id": "cmpl-a", "choices": [{**choice, "prompt_token_ids": [5], "logprobs": logprobs}], "usage": usage}
 
 
 def vllm_scores_reply() -> Any:
@@ -111,6 +112,7 @@ def sglang_reply(name: str, values: list[float | None]) -> Any:
         "id": "a",
         "finish_reason": {"type": "length", "length": 4},
         "weight_version": "default",
+        "cached_tokens": 1,
         "e2e_latency": 1.5,
     }
     entries = [[value, token, None] for value, token in zip(values, IDS, strict=True)]
@@ -147,7 +149,8 @@ def outcome(parse: Parse, decode: Decode, body: bytes) -> Any:
         re.sub(r" is (-?\d+), expected", lambda found: f" is {float(found[1])}, expected", error)
         for error in result.errors or ()
     ]
-    return ids, result.logprobs.tolist(), errors, getattr(result, "finish_reasons", None)
+    rest = [getattr(result, name, None) for name in ("finish_reasons", "cached_tokens")]
+    return ids, result.logprobs.tolist(), errors, rest
 
 
 def check_same(case: str, body: bytes) -> Any:
@@ -160,8 +163,9 @@ def check_same(case: str, body: bytes) -> Any:
 @each_case
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", " : ")], ids=["none", "spaces", "lines"])
 def test_a_right_reply_has_the_same_result(case: str, separators: tuple[str, str]) -> None:
-    _, logprobs, errors, _ = check_same(case, json.dumps(CASES[case][0](), separators=separators).encode())
-    assert not errors and any(logprobs[0])
+    body = json.dumps(CASES[case][0](), separators=separators).encode()
+    _, logprobs, errors, (_, cached) = check_same(case, body)
+    assert not errors and any(logprobs[0]) and cached == ((1,) if "answer" in case else None)
 
 
 def test_right_replies_take_the_compact_form() -> None:

@@ -155,8 +155,9 @@ def test_a_response_that_merges_with_its_prompt_is_reported(bpe):
     half, rest = word[:-1], word[-1]
     with pytest.raises(InvalidRequestError, match="they merge into one token, so begin the completion with a space"):
         scorer(bpe)(texts([half], [rest]))
-    with pytest.warns(TokenBoundaryWarning, match=r"text.response: rows 1: .*completion_boundary='separate'"):
+    with pytest.warns(TokenBoundaryWarning, match=r"text.response: rows 1: .*completion_boundary='separate'") as warned:
         out = scorer(bpe, inplace=False)(texts(["Hello", half], [" there", f"{rest}, hello, hello, hello, hello"]))
+    assert warned[0].filename == __file__
     found = out["tokens"].prompt[1].tolist(), out["tokens"].response[1].tolist()
     assert found == lm_eval_pair(bpe.tokenizer, half, f"{rest}, hello, hello, hello, hello")
     with warnings.catch_warnings():

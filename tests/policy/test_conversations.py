@@ -11,7 +11,7 @@ from toy_backend import Bigram, ByteTokenizer
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, TemplateError
 from helpers.toy_prompts import SAMPLING, chat
 
 BEGUN = [*chat("Who?"), {"role": "assistant", "content": "I am"}]
@@ -67,6 +67,15 @@ def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
     scored = policy.replace(generate=False)(TensorDict(history=out["history"].full))
     if prefer_tokens:
         assert scored["tokens"].full[1].tolist() == ids.full[1].tolist()
+
+
+def test_tools_that_the_template_does_not_read_are_refused(tiny_model):
+    chats = TensorDict(history=History.from_chats([chat("2 + 3?")]))
+    with corelm.get_backend("transformers", tiny_model) as opened:
+        policy = policy_of(opened, template_kwargs={"tools": TOOLS})
+        assert "weather" in policy(chats)["text"].prompt[0]
+        with pytest.raises(TemplateError, match="does not read tools, so the model would not be told of them"):
+            policy.replace(chat_template="{{ messages[0].content }}")(chats)
 
 
 def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):

@@ -39,6 +39,7 @@ def test_a_missing_key_is_named_together_with_the_existing_keys(backend, mode, g
         ({"generate": False, "num_samples": 2}, "num_samples"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs"),
         ({"input_mode": "text", "return_history": True}, "return_history"),
+        ({"input_mode": "text", "response_parser": "hermes"}, "response_parser"),
         ({"model": "twice"}, "model"),
         ({"sampling_params": {"temprature": 1}}, "temprature"),
     ],
@@ -127,8 +128,9 @@ def test_a_response_parser_that_raises_on_one_answer_loses_no_answer(backend, on
     policy = LLMPolicy(
         backend, sampling_params=SAMPLING, inplace=False, response_parser=parser, on_error=on_error, batching=batching
     )
-    with pytest.warns(ResponseParserWarning, match="response_parser: row 0: KeyError"):
+    with pytest.warns(ResponseParserWarning, match="response_parser: row 0: KeyError") as warned:
         out = policy(chats, seed=3)
+    assert [warning.filename for warning in warned] == [__file__]
     policy.cleanup_batching()
     assert "KeyError" in out["errors"][0] and out["errors"][1] == ""
     first, second = out["text"].response

@@ -69,7 +69,8 @@ def test_the_parser_sees_reasoning_that_the_prompt_began():
 @pytest.mark.parametrize("where", ["template_kwargs", "tools_key"])
 def test_the_types_of_arguments_are_those_of_the_tools(where):
     given = {"template_kwargs": {"tools": TOOLS}} if where == "template_kwargs" else {"tools": [TOOLS]}
-    options = {"chat_template": QWEN_XML, "response_parser": "qwen"}
+    reads_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + QWEN_XML
+    options = {"chat_template": reads_tools, "response_parser": "qwen"}
     assert message(said(f"</think>{XML_CALL}", **options, **given)).tool_calls == (ADD,)
     without = message(said(f"</think>{XML_CALL}", **options)).tool_calls[0]["function"]
     assert without["arguments"] == {"a": "1", "b": "2"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
 
 import httpx
 from starlette.testclient import TestClient
@@ -30,11 +29,10 @@ def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhil
     gate, asked = threading.Event(), []
 
     class Hangs:
-        @hookimpl(wrapper=True)
-        def health(self, request: HealthRequest) -> Generator[None, None, bool]:
+        @hookimpl
+        def health(self, request: HealthRequest) -> bool:
             asked.append(request)
             assert gate.wait(PATIENCE)
-            yield
             return True
 
     async def crowd(app: ServingApp) -> tuple[int, set[int]]:

@@ -29,7 +29,7 @@ TOOLS: list[Any] = [
 def of_transformers(seen: Seen) -> Backend:
     tokenizer = tiny_tokenizer()
     answer = [*tokenizer(CALL, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    model = memorized(chat_ids(ASKED), answer)
+    model = memorized(chat_ids(ASKED, TOOLS), answer)
     return corelm.get_backend("transformers", model, tokenizer=tokenizer, wrappers=[seen])
 
 

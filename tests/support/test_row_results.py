@@ -221,3 +221,13 @@ def test_a_scored_row_without_all_of_its_top_ids_is_an_error_of_that_row() -> No
     assert result.errors == ("", "the engine returned the most probable ids of 1 tokens for 2 log-probs")
     assert result.top_ids.tolist() == [[[-1], [2], [3]], [[-1], [-1], [-1]]]
     assert result.top_logprobs.values.flatten().tolist() == [0.0, -0.5, -0.25, 0.0, 0.0, 0.0]
+
+
+def test_what_an_engine_says_of_its_cache_is_kept_where_it_is_a_count():
+    said = [RowAnswer([1], [-1.0], "length", cached_tokens=count) for count in (1, 99, True)]
+    # A request that the engine has interrupted finds its own answer in the cache as well.
+    assert generate_result(generation(), said).cached_tokens == (1, 2, None)
+    assert generate_result(generation(), [said[0], RowFailure("too long"), said[2]]).cached_tokens == (1, None, None)
+    for none in (None, "3", -1, 2.0):
+        rows = [RowAnswer([1], [-1.0], "length", cached_tokens=none)] * 3
+        assert generate_result(generation(), rows).cached_tokens is None

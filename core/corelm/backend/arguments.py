@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError, Problems, described, refuse, spelled_out
-from corelm.tensors.ragged import Ragged, unreadable
+from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.validate import as_list, invalid, is_bool, is_index, read_once, shown, unencodable
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
 
 def _row(row: Any) -> Tensor:
     if hasattr(row, "__array__"):
-        tensor = torch.as_tensor(row)
+        tensor = as_tensor(row)
         if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
@@ -142,7 +142,7 @@ def _row(row: Any) -> Tensor:
 
 def _tensor(array: Any, field: str) -> Tensor:
     try:
-        return torch.as_tensor(array)
+        return as_tensor(array)
     except Exception as error:  # an array of objects or texts, for example
         raise invalid(field, f"expected an array of integers: {described(error)}") from error
 
@@ -210,7 +210,7 @@ def _index(given: Any) -> int:
 
 def _integers(given: Any, count: int, field: str) -> Tensor:
     try:
-        found = torch.as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
+        found = as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
     except Exception:  # the object's own methods may raise anything
         found = torch.empty(0, 0)
     if unreadable(found):

@@ -19,6 +19,7 @@ from corelm.backend.engine import Canary, OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.provenance import provenance_of
+from corelm.backend.registering import attach
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
 from corelm.errors import CoreLMError
@@ -58,7 +59,9 @@ class Backend(EngineControls, AnswerStreams):
     @classmethod
     def from_plugin(cls, plugin: Any, name: str, **options: Any) -> Backend:
         """Return a backend for a plugin object that is already open. Arguments and errors are those of `OpenEngine`."""
-        return cls(OpenEngine(plugin, name, **options))
+        engine = OpenEngine(plugin, name, **options)
+        attach(options.get("wrappers", ()), engine)
+        return cls(engine)
 
     # What it is ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The functions take `fail`, which makes an `EngineError` that names the plugin an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,22 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], fail: Fail)
 def check_choice(name: str, value: Any, legal: tuple[str, ...], fail: Fail) -> None:
     if value not in legal:
         raise fail(f"reports {name} {shown(value)}, expected {' or '.join(map(repr, legal))}")
+
+
+def check_counts(name: str, counts: Any, most: Sequence[int], answers: int, fail: Fail) -> None:
+    """Check for one count per answer, at most what its prompt has; None stands for one that is not known.
+
+    Args:
+        most: the largest count of each prompt.
+        answers: the number of answers. Those to one prompt are next to each other.
+    """
+    check_type(name, counts, (tuple, list), fail)
+    if len(counts) != answers:
+        raise fail(f"returned {len(counts)} {name} for {answers} answers")
+    for row, count in enumerate(counts):
+        limit = most[row * len(most) // answers]
+        if count is not None and not (type(count) is int and 0 <= count <= limit):
+            raise fail(f"row {row}: {name} {shown(count)}, expected None or a number of at most {limit}")
 
 
 def check_rows(name: str, rows: Any, dtype: torch.dtype, fail: Fail, *, may_have_graph: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch
 from corelm.backend.check_fields import (
     Fail,
     check_choice,
+    check_counts,
     check_lengths,
     check_logprobs,
     check_rows,
@@ -117,6 +118,8 @@ def check_generation(
     if limit is not None and bool((ids.lengths > limit).any()):
         raise fail(f"row {int(ids.lengths.argmax())}: {int(ids.lengths.max())} tokens, but max_new_tokens is {limit}")
     _check_labels(batch, answers, fail)
+    if batch.cached_tokens is not None:
+        check_counts("cached_tokens", batch.cached_tokens, request.prompts.lengths.tolist(), answers, fail)
     _check_ends(batch, request, capabilities, tokenizer, fail)
     if request.logprobs != "none":
         _check_answer_logprobs(batch, request, fail)

@@ -163,7 +163,8 @@ class Continuation:
             fields["kept_ids"] = old.kept_ids.to(device).join(added).slice(start, lengths)
         errors = self.open.values(new.errors or ("",) * len(self.open), "")
         fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
-        whole = replace(new, **fields, sampling=self.asked)
+        # What the engine says of its cache is of longer prompts, which have the partial answers in them.
+        whole = replace(new, **fields, sampling=self.asked, cached_tokens=None)
         return with_runs(whole, self._runs(new, lengths.tolist()))
 
     def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from corelm.backend.engine_call import Arrival
 from corelm.errors import EngineError, InvalidRequestError, described, is_interrupt
 from corelm.spec.records import FINISH_REASONS, GenerateResult, TokenChunk
 
@@ -34,10 +36,12 @@ class Delivery:
     Attributes:
         started: whether the listener has been given something. Such a call is not repeated.
         under_way: whether the engine works on the call.
+        arrivals: when the tokens of each row came out of the engine, by the rows of the request's result.
     """
 
     def __init__(self, listener: Listener, rows: Sequence[int], vocab_size: int, with_logprobs: bool) -> None:
         self.started = self.under_way = False
+        self.arrivals: dict[int, Arrival] = {}
         self._listener, self._rows = listener, rows
         self._vocab_size, self._with_logprobs = vocab_size, with_logprobs
         self._ids: list[list[int]] = [[] for _ in rows]
@@ -61,6 +65,7 @@ class Delivery:
                 self._fault = str(error) if isinstance(error, _WrongChunk) else described(error)
                 return
             row = chunk.row
+            self._note_arrival(row, len(ids))
             self._ids[row] += ids
             self._logprobs[row] += logprobs
             self._reasons[row] = chunk.finish_reason
@@ -127,6 +132,13 @@ class Delivery:
                 f"on_tokens: it raised {described(self._failure)}; what listens to tokens must not fail",
                 field="on_tokens",
             ) from self._failure
+
+    def _note_arrival(self, row: int, tokens: int) -> None:
+        now, known = time.monotonic(), self.arrivals.get(row)
+        if known is not None:
+            known.last, known.later = now, known.later + tokens
+        elif tokens:
+            self.arrivals[row] = Arrival(now, now)
 
     def _tell(
         self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, text: str | None = None

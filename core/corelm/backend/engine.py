@@ -15,6 +15,7 @@ import tenacity
 from torch import nn
 
 from corelm.backend.adapters import Adapters, NewAdapter, checked_name, update_adapter
+from corelm.backend.call_log import place
 from corelm.backend.hooks import EngineHooks
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted
 from corelm.backend.trained_model import NewWeights, checked_pairs, collected, weights_of
@@ -104,7 +105,7 @@ class OpenEngine:
         self.model_name = model_name
         self.software = software
         self.timeout = None if timeout is None else seconds("timeout", timeout)
-        self.hooks = EngineHooks(plugin, name, wrappers, retry)
+        self.hooks = EngineHooks(plugin, name, wrappers, retry, place(model_name))
         self.adapters = Adapters()
         self.canary: Canary | None = None
         # An update that the canary could not ask about, because the engine slept.

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from corelm.backend.asking import ask
 from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
+from corelm.backend.engine_call import EngineCall, Origin
 from corelm.backend.hook_kinds import ALONE, GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED
-from corelm.backend.registering import registered
+from corelm.backend.registering import implementers, registered
 from corelm.backend.retries import retrying, unless, until
 from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
 from corelm.backend.sleep_state import SleepState
@@ -34,9 +36,6 @@ from corelm.errors import (
     CoreLMError,
     EngineError,
     described,
-    is_interrupt,
-    is_main_thread,
-    message,
 )
 from corelm.spec.records import AbortRequest, CloseRequest, WeightsStateRequest
 from corelm.tensors.modes import no_inference_mode
@@ -62,6 +61,7 @@ class EngineHooks:
         name: the name that the engine was opened by.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
+        model: the name that labels the engine's numbers.
 
     Attributes:
         capabilities: what the engine can do, as it declared when it was opened.
@@ -76,10 +76,15 @@ class EngineHooks:
     """
 
     def __init__(
-        self, engine: Any, name: str, wrappers: Sequence[object], retry: int | tenacity.BaseRetrying | None
+        self,
+        engine: Any,
+        name: str,
+        wrappers: Sequence[object],
+        retry: int | tenacity.BaseRetrying | None,
+        model: str = "",
     ) -> None:
         self.closed = False
-        self._name = name
+        self._name, self._model = name, model
         self._retry = retrying(retry)
         self._lock = ReadersWriterLock()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
@@ -88,12 +93,13 @@ class EngineHooks:
         self._release_late = False
         self._process = os.getpid()
         self.capabilities, self._hooks = registered(engine, name, wrappers)
+        self._ask = partial(ask, self._hooks, name)
         # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes
         # the encoder's settings.
         self._own_turns: dict[str, AbstractContextManager[object]] = {
             hook: turn
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
-            if all(isinstance(each.plugin, DefaultHooks) for each in getattr(self._hooks, hook).get_hookimpls())
+            if all(isinstance(plugin, DefaultHooks) for plugin in implementers(self._hooks, hook))
         }
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
@@ -101,8 +107,8 @@ class EngineHooks:
         self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:
-        """Return whether the engine, core or a wrapper implements the hook."""
-        return bool(getattr(self._hooks, hook).get_hookimpls())
+        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
+        return bool(implementers(self._hooks, hook))
 
     def require_open(self) -> None:
         """Refuse a call to a closed engine, and to one that another process has opened.
@@ -158,6 +164,7 @@ class EngineHooks:
         attended: Callable[[], bool] | None = None,
         failed: Callable[[CoreLMError], CoreLMError] = lambda error: error,
         delivered: Callable[[], bool] = lambda: False,
+        origins: Sequence[Origin] = (),
     ) -> Any:
         """Call a hook and return what `finish` makes of its result.
 
@@ -170,6 +177,7 @@ class EngineHooks:
             failed: makes the caller's error from the one that the hook raised, while no other call can change the
                 weights.
             delivered: returns whether a caller has been given part of the result. The call is then not tried again.
+            origins: the users' calls that this one serves, for wrappers that measure.
 
         Raises:
             BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
@@ -183,7 +191,8 @@ class EngineHooks:
             raise CapabilityError(f"backend {self._name!r} has no hook {hook}", capability=hook)
         timeout = getattr(request, "timeout", None)
         end = None if timeout is None else time.monotonic() + timeout
-        serve = partial(self._serve, hook, request, finish, fill, failed, end)
+        call = EngineCall(self._name, self._model, origins)
+        serve = partial(self._serve, call, hook, request, finish, fill, failed, end)
         attempt = partial(self._attempt, hook, request, serve, end, attended)
         with logged(self._name, hook, request):
             if self._retry is None or hook not in RETRIED:
@@ -325,6 +334,7 @@ class EngineHooks:
 
     def _serve(
         self,
+        call: EngineCall,
         hook: str,
         request: Any,
         finish: Callable[[Any], Any],
@@ -339,7 +349,8 @@ class EngineHooks:
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
-                result = self.in_flight.sampled(request) if hook in GO_ON else self._ask(hook, request)
+                with call.under_way():
+                    result = self.in_flight.sampled(request) if hook in GO_ON else self._ask(hook, request)
             except CoreLMError as error:
                 told = failed(error)
                 if told is error:
@@ -359,20 +370,6 @@ class EngineHooks:
             if watch is not None and watch.relabelled:
                 raise self.fault(hook)(CHANGED)
             return finished
-
-    def _ask(self, hook: str, request: Any) -> Any:
-        try:
-            return getattr(self._hooks, hook)(request=request)
-        except CoreLMError:
-            raise
-        except TimeoutError as error:
-            raise BackendTimeoutError(f"backend {self._name!r}, hook {hook}: {message(error)}") from error
-        except BaseException as error:
-            # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program. On
-            # the main thread, a SystemExit may be that of the program's own handler of a signal.
-            if is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
-                raise
-            raise EngineError(f"backend {self._name!r}, hook {hook}: {described(error)}") from error
 
     def _weights_state(self) -> Hashable | None:
         state: Hashable | None = self._ask("weights_state", WeightsStateRequest()) if self._tells_weights else None

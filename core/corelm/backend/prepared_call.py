@@ -21,6 +21,7 @@ from corelm.backend.adapters import checked_adapter
 from corelm.backend.continuing import Continuation, label_of_call
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
+from corelm.backend.engine_call import Origin
 from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
 from corelm.backend.seeds import seeds_of_call
 from corelm.backend.skipping import (
@@ -59,6 +60,7 @@ class PreparedCall(Generic[R]):
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
+        origin: who made the call and when, for wrappers that measure.
     """
 
     engine: OpenEngine
@@ -70,6 +72,7 @@ class PreparedCall(Generic[R]):
     caller_rows: Tensor
     rows: int
     tokens: int
+    origin: Origin
     delivery: Delivery | None = None
     on_caller_thread: bool = False
 
@@ -92,6 +95,7 @@ class PreparedCall(Generic[R]):
                 attended=attended,
                 failed=lambda error: renumbered(error, self.caller_rows),
                 delivered=delivered,
+                origins=(self.origin,),
             )
         return result
 
@@ -247,6 +251,7 @@ def prepare_generation(
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,
+        origin=Origin(len(answers), {} if delivery is None else delivery.arrivals),
     )
 
 
@@ -372,6 +377,7 @@ def prepare_scoring(
         rows=len(served),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
+        origin=Origin(len(served)),
     )
 
 

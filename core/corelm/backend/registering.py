@@ -1,8 +1,9 @@
-"""`registered`: an engine as pluggy knows it, together with core's default hooks and the user's wrappers."""
+"""An engine as pluggy knows it, together with core's default hooks and the user's wrappers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pluggy
@@ -11,6 +12,21 @@ from corelm.backend.default_hooks import DefaultHooks
 from corelm.errors import BackendIncompatibleError, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLabels:
+    """Names for an engine that answers for another one. A plugin object that has some as its `labels` is called so.
+
+    Attributes:
+        name: the name of the backend, in errors and in the provenance of numbers.
+        model: the name of the model.
+        software: the distributions and versions of plugin and engine.
+    """
+
+    name: str
+    model: str
+    software: str
 
 
 def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capabilities, Any]:
@@ -42,6 +58,29 @@ def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capa
     except (pluggy.PluginValidationError, ValueError) as error:
         raise _misfit(name, str(error)) from error
     return capabilities, manager.hook
+
+
+def implementers(hooks: Any, hook: str) -> list[object]:
+    """Return the plugins that implement a hook. Those that only wrap it, to observe it, do not.
+
+    Args:
+        hooks: pluggy's caller of the hooks.
+        hook: the hook's name.
+    """
+    implementations = getattr(hooks, hook).get_hookimpls()
+    return [each.plugin for each in implementations if not (each.wrapper or each.hookwrapper)]
+
+
+def attach(wrappers: Sequence[object], engine: Any) -> None:
+    """Tell each wrapper that has a method `attached` which engine it is around, before the engine is called.
+
+    Args:
+        engine: the `OpenEngine`.
+    """
+    for wrapper in wrappers:
+        attached = getattr(wrapper, "attached", None)
+        if callable(attached):
+            attached(engine)
 
 
 def _misfit(name: str, what: str) -> BackendIncompatibleError:

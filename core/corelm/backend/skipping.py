@@ -170,6 +170,7 @@ def spread_answers(
         weight_versions=served.values(batch.weight_versions or (), version),
         version_runs=None if batch.version_runs is None else served.values(batch.version_runs, ((version, 0),)),
         errors=_errors(batch, served, skipped),
+        cached_tokens=None if batch.cached_tokens is None else served.values(batch.cached_tokens, None),
         kept_ids=None if batch.kept_ids is None else TokenSets.from_flat(*map(served.ragged, batch.kept_ids.as_rows)),
         **_more(batch, lambda rows, filler: served.ragged(rows)),
     )

@@ -74,7 +74,13 @@ def ask_together(
 
     with delivering(calls) as delivered:
         parted: list[Result] = calls[0].engine.hooks.call(
-            hook, request, finish, attended=attended, failed=_of_no_row, delivered=delivered
+            hook,
+            request,
+            finish,
+            attended=attended,
+            failed=_of_no_row,
+            delivered=delivered,
+            origins=[call.origin for call in calls],
         )
     return parted
 

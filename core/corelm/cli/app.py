@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 
 from corelm._version import __version__
-from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing, timing_flag
 from corelm.cli.conformance import conformance
+from corelm.cli.doctor import doctor
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm.cli.new_backend import new_backend
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(fleets.app, name="fleet")
 app.command(cls=flags.GroupedCommand)(conformance)
+app.command(cls=flags.GroupedCommand)(doctor)
 app.command(cls=flags.GroupedCommand)(serve)
 app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
@@ -105,6 +107,7 @@ def generate(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -174,6 +177,7 @@ def generate(
         ),
         samples=params.num_samples or 1,
         batch_size=batch_size,
+        timed=timing,
     )
     _run(job, as_json)
 
@@ -206,6 +210,7 @@ def score(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -268,6 +273,7 @@ def score(
             copy_input=copy_input,
         ),
         batch_size=batch_size,
+        timed=timing,
     )
     _run(job, as_json)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,16 @@ class EngineChoice:
         """The adapter of every call."""
         return None if self.adapter is None else self.adapter.name
 
-    def open(self) -> Backend:
-        """Open the engine, and load the adapter if a folder was given."""
+    def open(self, wrappers: Sequence[object] = ()) -> Backend:
+        """Open the engine, and load the adapter if a folder was given.
+
+        Args:
+            wrappers: as for `get_backend`.
+        """
         from corelm.opening.by_name import get_backend
 
-        backend = get_backend(self.backend, self.model, retry=self.retry, timeout=self.timeout, **self.options)
+        limits: dict[str, Any] = {"retry": self.retry, "timeout": self.timeout}
+        backend = get_backend(self.backend, self.model, wrappers=wrappers, **limits, **self.options)
         if self.adapter is not None:
             try:
                 self.adapter.load(backend)

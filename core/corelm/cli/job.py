@@ -23,6 +23,7 @@ from corelm.cli.streams import Stream, is_terminal, opened_input
 from corelm.cli.summary import Summary
 from corelm.cli.wording import as_flags
 from corelm.errors import BackendTimeoutError, EngineError, printable
+from corelm.wrappers.timing import Timing
 
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
@@ -41,6 +42,7 @@ class Job(Generic[L]):
         worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
+        timed: whether to measure the calls of the engine.
     """
 
     source: Path | None
@@ -51,6 +53,7 @@ class Job(Generic[L]):
     worker: Callable[[Backend], Worker[L]]
     samples: int = 1
     batch_size: int = 16
+    timed: bool = False
 
     def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
         """Run the job and count what it does in `summary`. If it raises, the answers so far were written.
@@ -70,7 +73,8 @@ class Job(Generic[L]):
                 assert stdout is not None
                 answers, errors = AnswersStream(stdout), Errors()
             summary.present = len(answers)
-            engine = stack.enter_context(self.engine.open())
+            summary.timing = Timing() if self.timed else None
+            engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
             summary.status = "running"
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
             progress = stack.enter_context(_progress(console, covers_answers=self.target is None))

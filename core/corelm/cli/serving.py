@@ -119,6 +119,15 @@ def serve(
             min=1, metavar="<int>", help="Number of token ids to keep, in all sessions.", rich_help_panel=SERVER
         ),
     ] = 20_000_000,
+    telemetry: Annotated[
+        bool,
+        typer.Option(
+            "--telemetry",
+            help="Report the calls of the engine to OpenTelemetry. Start the command with opentelemetry-instrument, "
+            "which sets up where reports go.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
 ) -> None:
     """Answer the OpenAI protocol over HTTP: chat completions, completions, and token ids.
 
@@ -135,6 +144,9 @@ def serve(
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         tell(f'error: corelm serve needs {" and ".join(missing)}: pip install "core[serve]"')
         raise typer.Exit(REFUSED)
+    if telemetry and find_spec("opentelemetry") is None:
+        tell('error: --telemetry needs OpenTelemetry: pip install "core[otel]"')
+        raise typer.Exit(REFUSED)
     if api_key is not None and no_api_key:
         raise typer.BadParameter(
             f"a key is given, here or in {KEY_VARIABLE}; leave one of them out", param_hint="--no-api-key"
@@ -146,6 +158,7 @@ def serve(
         from corelm.serving.server import listening, new_key, run_server, url_of
         from corelm.serving.sessions import SessionStore
 
+    wrappers = _reporting() if telemetry else []
     key = None if no_api_key else new_key() if api_key is None else api_key
     ended_by: int | None = signal.SIGINT
     with typed_exits():
@@ -164,7 +177,7 @@ def serve(
         )
         try:
             # First, so that a port in use is reported before a model loads.
-            with closing(listening(host, port)) as listener, engine.open() as opened:
+            with closing(listening(host, port)) as listener, engine.open(wrappers) as opened:
                 store = SessionStore(limit_sessions=limit_sessions, limit_tokens=limit_tokens)
                 app = ServingApp(opened, options, store)
 
@@ -181,3 +194,17 @@ def serve(
         tell("interrupted")
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(_TERMINATED if ended_by == signal.SIGTERM else 0)
+
+
+def _reporting() -> list[object]:
+    """Return the wrapper that reports to OpenTelemetry, and say so if its reports go nowhere."""
+    from opentelemetry import trace
+
+    from corelm.wrappers.telemetry import Telemetry
+
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        tell(
+            "--telemetry: no SDK of OpenTelemetry is set up, so nothing is reported; install opentelemetry-distro and "
+            "an exporter, and start this command with opentelemetry-instrument"
+        )
+    return [Telemetry()]

@@ -14,17 +14,10 @@ from typing import Any
 
 from corelm.policy.options import PolicyOptions
 from corelm.spec.sampling import FIELDS, SamplingParams
+from corelm.support.redaction import is_secret
 
 #: Written instead of a secret.
 HIDDEN = "***"
-#: An option is a secret if its name ends like this.
-_SECRET_ENDINGS = ("key", "token")
-#: Texts are secrets after these endings too, but numbers are not: max_num_batched_tokens.
-_SECRET_TEXT_ENDINGS = ("keys", "tokens")
-#: An option is a secret if its name contains one of these.
-_SECRET_PARTS = ("secret", "passw", "passphrase", "pwd", "auth", "credential", "cookie", "bearer")
-#: These name tokens of the tokenizer, which change answers: `bos_token`, `add_eos_token`.
-_TOKENIZER_TOKEN = re.compile(r"(.*_)?(bos|eos|pad|unk|sep|cls|mask)_token")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -81,25 +74,17 @@ def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
     - A user and password in a URL are replaced by three asterisks.
     - Everything else is saved unchanged.
     """
-    return {name: _recorded(value, nested=False) for name, value in options.items() if not _is_secret(name, value)}
+    return {name: _recorded(value, nested=False) for name, value in options.items() if not is_secret(name, value)}
 
 
 def _recorded(value: Any, *, nested: bool = True) -> Any:
     if isinstance(value, dict):
-        return {key: HIDDEN if _is_secret(key, each) else _recorded(each) for key, each in value.items()}
+        return {key: HIDDEN if is_secret(key, each) else _recorded(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_recorded(each) for each in value]
     if isinstance(value, str):
         return _fingerprint(value) if nested else _USER_IN_URL.sub(f"{HIDDEN}@", value)
     return value
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    name = name.lower()
-    if isinstance(value, bool) or _TOKENIZER_TOKEN.fullmatch(name):
-        return False
-    endings = _SECRET_ENDINGS + (_SECRET_TEXT_ENDINGS if isinstance(value, str) else ())
-    return name.endswith(endings) or any(part in name for part in _SECRET_PARTS)
 
 
 def _fingerprint(text: str) -> str:

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corelm.wrappers.timing import Timing
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,7 @@ class Summary:
         finish_reasons: number of written answers by finish reason.
         tokens: number of sampled or scored tokens in the written answers.
         seconds: time spent on the lines: without opening the engine, and without waiting for input.
+        timing: has measured the calls of the engine; None if that was not asked for.
     """
 
     command: str
@@ -40,6 +44,7 @@ class Summary:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     seconds: float = 0.0
+    timing: Timing | None = None
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Count the rows that were written."""
@@ -67,6 +72,8 @@ class Summary:
             done = "scored" if self.command == "score" else "sampled"
             speed = f"{self.tokens_per_second:,.0f} tokens/s"
             told.append(f"{counted(self.tokens, 'token')} {done} in {self.seconds:.1f} s, {speed}")
+        if self.timing is not None:
+            told += repr(self.timing.summary()).splitlines()
         return told
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,6 +92,7 @@ class Summary:
             "output": None if self.output is None else str(self.output),
             "errors_file": None if self.errors is None or not self.failed else str(self.errors),
             "settings": self.settings,
+            **({} if self.timing is None else {"timing": self.timing.summary().to_dict()}),
         }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from corelm.containers.field_shapes import COUNTS, SETS, WIDE
 from corelm.errors import InvalidRequestError, Problems, spelled_out
 from corelm.tensors.lazy_rows import lazy_rows
-from corelm.tensors.ragged import Ragged, unreadable
+from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.tensors.stacks import Shape
 from corelm.validate import as_list, read_once, shown
 
@@ -179,7 +179,7 @@ def _row(row: Any, dtype: torch.dtype, dims: int) -> Tensor:
     if isinstance(row, list):
         # Lists of numpy's or torch's own scalars are read as well, if slowly.
         row = [item.tolist() if hasattr(item, "tolist") else item for item in row]
-    tensor = row if isinstance(row, Tensor) else torch.as_tensor(row)
+    tensor = row if isinstance(row, Tensor) else as_tensor(row)
     if not tensor.numel():
         return tensor.new_empty(tensor.shape if tensor.ndim == dims else (0,) * dims, dtype=dtype)
     floats, bools = tensor.dtype.is_floating_point, tensor.dtype == torch.bool

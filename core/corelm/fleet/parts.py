@@ -127,6 +127,8 @@ def _filler(name: str, result: Result, label: str) -> Sequence[Any]:
     versions = result.weight_versions or (label,) * len(rows_of_result(result))
     if name == "version_runs":
         return [((version, 0),) for version in versions]
+    if name == "cached_tokens":
+        return (None,) * len(versions)
     return versions if name == "weight_versions" else ("",) * len(versions)
 
 

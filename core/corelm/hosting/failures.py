@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-import inspect
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm import errors
-from corelm.errors import CoreLMError, described, message
+from corelm.errors import described, error_from, plain_error
 
 
 class HostTraceback(Exception):
@@ -46,30 +43,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        alone = len(error.args) == 1 and isinstance(error.args[0], str)
-        text = error.args[0] if alone else message(error)
-        kind = next((each for each in type(error).__mro__ if type(_made(each.__name__, "")) is each), None)
-        details: dict[str, Any] = {}
-        if kind is not None and issubclass(kind, CoreLMError):
-            names = inspect.signature(kind.__init__).parameters
-            details = {name: value for name, value in vars(error).items() if name in names}
+        kind, text, details = plain_error(error)
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls("" if kind is None else kind.__name__, text, details, described(error), trace)
+        return cls(kind, text, details, described(error), trace)
 
     def error(self) -> Exception:
         """Return the exception to raise in this process."""
-        error = _made(self.kind, self.message, **self.details) or HostedError(self.described)
+        error = error_from(self.kind, self.message, **self.details) or HostedError(self.described)
         error.__cause__ = HostTraceback(self.trace)
         return error
-
-
-def _made(name: str, text: str, **details: Any) -> Exception | None:
-    """Return an exception of that class; None if no exception has the name, or if it takes more than a message."""
-    found = getattr(errors, name, None) or getattr(builtins, name, None)
-    # One that is merely an Exception would lose the name of its class.
-    if not isinstance(found, type) or not issubclass(found, Exception) or found is Exception:
-        return None
-    try:
-        return found(text, **details)
-    except TypeError:
-        return None

@@ -1,4 +1,4 @@
-"""lm-eval 0.4.13 or newer: every backend is its model `corelm`.
+"""lm-eval 0.4.13 or newer: every backend is its model `corelm`::
 
     python -m corelm.interop.lm_eval --model corelm --model_args backend=vllm,model=PATH --tasks TASK
 

@@ -102,6 +102,11 @@ def must_be_served(trainer: GRPOTrainer, *, has_vllm: bool, in_turns: bool) -> N
         raise invalid("tools", "TRL calls tools after rollouts of one answer; leave out the conversation, or the tools")
     if len(trainer.environment_factories or {}) > 1:
         raise invalid("environment_factory", "with several environments, tools differ from prompt to prompt; pass one")
+    if trainer.args.vllm_structured_outputs_regex is not None:
+        raise invalid(
+            "vllm_structured_outputs_regex",
+            "only TRL's own vLLM reads it, and a grammar changes the distribution; leave it out",
+        )
     mode = trainer.vllm_importance_sampling_mode
     if (
         trainer.loss_type == "vespo"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Literal
 
@@ -12,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.keys import next_or_root
-from corelm.errors import refuse
+from corelm.errors import level_of_caller, refuse
 from corelm.kl.controllers import KLController
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, read_pair
@@ -48,15 +47,7 @@ def warn_if_biased(use: Use, estimator: str) -> None:
     if case in BIASED and case not in warned:
         warned.add(case)
         message = f"estimator {estimator!r} in the {use}: {BIASED[case]}"
-        warnings.warn(message, BiasedKLWarning, stacklevel=_first_caller())
-
-
-def _first_caller() -> int:
-    """Return the stack level, as `warnings.warn` counts it, of the first caller outside `corelm`."""
-    depth = 1
-    while sys._getframe(depth).f_globals.get("__name__", "").split(".")[0] == "corelm":
-        depth += 1
-    return depth
+        warnings.warn(message, BiasedKLWarning, stacklevel=level_of_caller())
 
 
 class KLComputation(TensorDictModuleBase):

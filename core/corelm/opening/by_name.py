@@ -16,6 +16,7 @@ from torch import nn
 from corelm._version import __version__
 from corelm.backend.backend import Backend
 from corelm.backend.call_log import abilities, place
+from corelm.backend.registering import EngineLabels
 from corelm.backend.registry import open_plugin, options_named_by
 from corelm.errors import CoreLMError
 from corelm.fleet.canary import Canary, watch
@@ -47,7 +48,8 @@ def get_backend(
     Args:
         name: the backend's name, as `list_backends` lists it.
         model: a path, a model object, or None for an engine behind a URL.
-        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results. Those that have a
+            method ``attached(engine)`` are told the open engine first.
         retry: how often a failed call is tried in all, or a tenacity `Retrying`. None never retries.
         timeout: seconds that a call may take when the call does not say; None sets no limit. Opening is not a call:
             the backends behind a URL limit it with their own option `open_timeout`.
@@ -97,13 +99,15 @@ def get_backend(
         raise invalid("fleet_limits", "one engine is no fleet: pass replicas=, or a list of URLs as base_url=, as well")
     else:
         opened, label = open_one(options)
+    # A replay answers for the engine that was recorded.
+    labels = getattr(opened, "labels", EngineLabels(name, _model_name(model, options), label))
     backend = None
     try:
         backend = Backend.from_plugin(
             opened,
-            name,
-            model_name=_model_name(model, options),
-            software=label,
+            labels.name,
+            model_name=labels.model,
+            software=labels.software,
             wrappers=wrappers,
             retry=retry,
             timeout=timeout,

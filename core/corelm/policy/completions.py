@@ -17,7 +17,7 @@ from torch import Tensor
 from corelm.backend.arguments import not_texts, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
 from corelm.containers.classes import Text, Tokens
-from corelm.errors import InvalidRequestError, Problems, TokenBoundaryWarning, first_few, refuse
+from corelm.errors import InvalidRequestError, Problems, TokenBoundaryWarning, first_few, level_of_caller, refuse
 from corelm.policy.rows import InputRows
 from corelm.policy.values import batch_of, differing_rows, find_value, leaves, nested_field
 from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, Boundary, encode_completions
@@ -83,7 +83,7 @@ def read_texts(
             f"{field}: rows {rows}: a token holds the end of the prompt and the beginning of the response, and is not "
             "scored, as in lm-eval. Begin the responses with a space, or pass completion_boundary='separate'",
             TokenBoundaryWarning,
-            stacklevel=2,
+            stacklevel=level_of_caller(),
         )
     starts = torch.zeros(len(responses), dtype=torch.int64).index_copy(0, read.index, encoded.starts)
     asked, said = read.values(first, ""), read.values(rest, "")

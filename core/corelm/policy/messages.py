@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.errors import Problems, ResponseParserWarning, described, spelled_out
+from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
 from corelm.policy.rows import InputRows
 from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.spec.message import Message
@@ -183,7 +183,7 @@ def warn_unparsed(problems: Problems) -> None:
             f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
             "'errors' says why",
             ResponseParserWarning,
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
     except ResponseParserWarning:
         _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))

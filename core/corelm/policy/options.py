@@ -176,6 +176,11 @@ class PolicyOptions:
             raise validate.invalid(
                 "return_history", f"{self.input_mode} mode reads no history; leave return_history out"
             )
+        if self.response_parser is not None and self.input_mode != "history":
+            raise validate.invalid(
+                "response_parser",
+                f"{self.input_mode} mode writes no messages; leave it out, or pass input_mode='history'",
+            )
         if not self.generate and not self.return_log_probs:
             raise validate.invalid(
                 "return_log_probs", "scoring returns nothing but log-probs; leave out return_log_probs=False"

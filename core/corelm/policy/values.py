@@ -15,7 +15,7 @@ from corelm.containers.classes import Masks, Tokens, ragged
 from corelm.containers.field_access import flat, rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.tensors.masks import as_mask, not_a_mask
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, as_tensor
 from corelm.validate import as_list, read_once, shown
 
 
@@ -54,7 +54,7 @@ def _mask_rows(mask: Any, field: str) -> list[Tensor]:
     found, problems = [], {}
     for row, given in enumerate(mask):
         try:
-            found.append(torch.as_tensor(given))
+            found.append(as_tensor(given))
             why = not_a_mask(found[-1]) or ("" if found[-1].ndim == 1 else f"a mask of shape {tuple(found[-1].shape)}")
         except Exception:  # texts, None, lists of unequal length; the object's own methods may raise anything
             why = shown(given)

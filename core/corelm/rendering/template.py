@@ -39,6 +39,8 @@ MOST_STOPPED = 8
 MOST_CHARACTERS = 2**26
 
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+#: A template without this name cannot read the variable.
+_TOOLS = re.compile(r"\btools\b")
 
 
 class Marks(NamedTuple):
@@ -128,7 +130,8 @@ class Template:
             chat_template: jinja text, the name of one of the tokenizer's templates, or "chatml".
 
         Raises:
-            TemplateError: no template was given, and the tokenizer has none; or no template has the given name.
+            TemplateError: no template was given, and the tokenizer has none; no template has the given name; or there
+                are tools, which the template does not read.
             InvalidRequestError: the template is not a str; or it or one of its variables holds text that cannot be
                 encoded, or variables that are nested too deep or hold themselves.
         """
@@ -155,6 +158,11 @@ class Template:
             )
         if what := unencodable(source):
             raise invalid("chat_template", what)
+        if kwargs.get("tools") and not _TOOLS.search(source):
+            raise TemplateError(
+                "the chat template does not read tools, so the model would not be told of them; pass chat_template= "
+                "with a template that reads them, or leave the tools out and describe them in a system message"
+            )
         return cls(tokenizer, source, kwargs)
 
     def __call__(self, chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tokenize: bool = False) -> Any:

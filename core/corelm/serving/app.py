@@ -30,6 +30,7 @@ from corelm.serving.refusals import Refusal, refusal
 from corelm.serving.service import Service, batched
 from corelm.serving.sessions import SessionStore
 from corelm.serving.tokens import answer_tokens
+from corelm.wrappers.trace_context import continued_trace
 
 
 class ServingApp:
@@ -59,7 +60,8 @@ class ServingApp:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        with continued_trace(scope.get("headers", ())):
+            await self._app(scope, receive, send)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

@@ -36,6 +36,12 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "answers are texts; leave it out"),
     "web_search_options": ((), "the server searches nothing; give tools"),
 }
+#: Fields that only one path reads, which are sent to another one by mistake.
+_PATHS = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "prompt_token_ids": "/v1/tokens",
+}
 #: The largest number of answers to one prompt, as in the protocol.
 MOST_SAMPLES = 128
 
@@ -78,6 +84,8 @@ def check_names(given: Mapping[str, Any], known: Collection[str], where: str = "
             if any(value == each and type(value) is type(each) for each in legal):
                 continue
             raise invalid(name, f"{shown(value)} is not supported: {advice}")
+        if not where and (path := _PATHS.get(name)):
+            raise invalid(name, f"this path does not read it; send it to {path}")
         # A client may send any text as a name, however long.
         field = brief(f"{where}.{name}" if where else name)
         raise invalid(field, f"the server does not know this field{did_you_mean(name, known) or '; leave it out'}")

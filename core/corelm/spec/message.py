@@ -83,6 +83,10 @@ class Message:
         if "role" not in known:
             raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(shown, message))}", field="role")
         extra = {key: value for key, value in message.items() if key not in FIELDS}
+        # A template would fail, or write "None", for what is most likely a misspelt key.
+        if "content" not in known and not (known.get("tool_calls") or extra):
+            keys = ", ".join(map(shown, message))
+            raise invalid("content", f"the message has neither content nor tool_calls; its keys are: {keys}")
         made = cls(**known, extra=extra)
         # Copied once they are known to be of a depth that can be copied.
         if made.tool_calls:

@@ -177,6 +177,8 @@ class GenerateResult:
             changed weights, of ``WeightUpdate.version``. `corelm.support.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
+        cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache instead of
+            computing them; None for a row of which the engine does not say. None if it says so of no row.
         sampling: leave it None. Core sets it to that of the call.
         kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
             unless requested.
@@ -207,6 +209,7 @@ class GenerateResult:
     tail_log_mass: Ragged | None = None
     version_runs: tuple[VersionRuns, ...] | None = None
     sampling: SamplingParams | None = None
+    cached_tokens: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

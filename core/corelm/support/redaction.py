@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from corelm.errors import CoreLMError
 
@@ -22,6 +22,14 @@ MASK = "***"
 _SHORTEST = 4
 #: A text this long is masked wherever it occurs. A shorter one is masked only as a whole word: a key may be "token".
 _ANYWHERE = 8
+#: An option is a secret if its name ends like this.
+_SECRET_ENDINGS = ("key", "token")
+#: Texts are secrets after these endings too, but numbers are not: max_num_batched_tokens.
+_SECRET_TEXT_ENDINGS = ("keys", "tokens")
+#: An option is a secret if its name contains one of these.
+_SECRET_PARTS = ("secret", "passw", "passphrase", "pwd", "auth", "credential", "cookie", "bearer")
+#: These name tokens of the tokenizer, which change answers: `bos_token`, `add_eos_token`.
+_TOKENIZER_TOKEN = re.compile(r"(.*_)?(bos|eos|pad|unk|sep|cls|mask)_token")
 #: Words of a header's value that are not secret.
 _SCHEMES = frozenset({"basic", "bearer", "digest"})
 
@@ -92,3 +100,16 @@ def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
         re.escape(text) if len(text) >= _ANYWHERE else rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts
     ]
     return re.compile("|".join(patterns)) if patterns else None
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Return whether an option is a secret, by its name.
+
+    >>> is_secret("api_key", "abc"), is_secret("max_num_batched_tokens", 8), is_secret("bos_token", "<s>")
+    (True, False, False)
+    """
+    name = name.lower()
+    if isinstance(value, bool) or _TOKENIZER_TOKEN.fullmatch(name):
+        return False
+    endings = _SECRET_ENDINGS + (_SECRET_TEXT_ENDINGS if isinstance(value, str) else ())
+    return name.endswith(endings) or any(part in name for part in _SECRET_PARTS)

@@ -30,6 +30,8 @@ class RowAnswer:
         kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
         kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
         top: the most probable ids where each id was sampled; None if they were not asked for.
+        cached_tokens: how many ids of the prompt the engine says that it took from its prefix cache, as it says so; a
+            value that is no count is left out.
     """
 
     ids: Sequence[int]
@@ -38,6 +40,7 @@ class RowAnswer:
     kept_ids: Sequence[Sequence[int]] = ()
     kept_log_mass: Sequence[float] = ()
     top: TopIds | None = None
+    cached_tokens: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         logprobs=logprobs,
         finish_reasons=tuple(answer.finish_reason for answer in answers),
         errors=tuple(errors) if any(errors) else None,
+        cached_tokens=_cached_tokens(request, answers),
         **_kept(request, answers),
         **_top_of_answers(request, answers),
         **Provenance.label(request.logprobs, request.sampling),
@@ -104,6 +108,17 @@ def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | Non
         if count != len(answer.ids):
             return RowFailure(f"the engine returned {what} of {count} tokens, and {len(answer.ids)} were sampled")
     return None
+
+
+def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tuple[int | None, ...] | None:
+    counts = [answer.cached_tokens for answer in answers]
+    counts = [count if type(count) is int and count >= 0 else None for count in counts]
+    if all(count is None for count in counts):
+        return None
+    samples = request.sampling.num_samples or 1
+    lengths = [length for length in request.prompts.lengths.tolist() for _ in range(samples)]
+    # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
+    return tuple(None if count is None else min(count, length) for count, length in zip(counts, lengths, strict=True))
 
 
 def _kept(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:

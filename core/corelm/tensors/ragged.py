@@ -299,6 +299,15 @@ def value_range(values: Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
+def as_tensor(given: Any) -> Tensor:
+    """Return an array, or numbers, as a tensor; read-only arrays, such as those of a Parquet file, are copied.
+
+    A tensor on the memory of a read-only array could write to it. torch warns of that, once in a process.
+    """
+    flags = getattr(given, "flags", None)
+    return torch.as_tensor(given.copy() if getattr(flags, "writeable", True) is False else given)
+
+
 def unreadable(values: Any) -> str:
     """Return why the values of a tensor cannot be read or indexed like those of a plain one; "" if they can.
 

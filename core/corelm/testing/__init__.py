@@ -1,4 +1,4 @@
-"""The conformance kit: tests that every backend must pass. An engine author inherits them.
+"""The conformance kit: tests that every backend must pass. An engine author inherits them::
 
     from corelm.testing import BackendConformance
 
@@ -28,6 +28,7 @@ if find_spec("pytest") is None:
 import pytest
 
 from corelm.testing.base import ConformanceBase, needs, not_applicable
+from corelm.testing.cassettes import Cassettes
 
 THEMES = (
     *("tokens", "logprobs", "sampled_logprobs", "distribution", "support", "top_ids", "seeds", "stopping"),
@@ -41,7 +42,7 @@ pytest.register_assert_rewrite(*(f"corelm.testing.{theme}" for theme in THEMES))
 if TYPE_CHECKING:
     from corelm.testing.suite import BackendConformance as BackendConformance
 
-__all__ = ["BackendConformance", "ConformanceBase", "needs", "not_applicable"]
+__all__ = ["BackendConformance", "Cassettes", "ConformanceBase", "needs", "not_applicable"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm.testing.base import ConformanceBase
+from corelm.errors import NotRecordedError
+from corelm.testing.base import ConformanceBase, not_applicable
+from corelm.testing.cassettes import MODES, Cassettes
 from corelm.testing.report import Recorder
 
 #: The name of the check that is added to every conformance class.
@@ -27,13 +30,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write the results of the conformance tests to FILE.json and, as a table for a README, to FILE.md",
     )
+    parser.getgroup("corelm").addoption(
+        "--corelm-record-mode",
+        choices=MODES,
+        default="once",
+        help="what the fixture cassette does: none replays; once, the default, replays what is there and records the "
+        "rest; new_episodes opens the engine and adds calls that are not recorded; all records again",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "corelm_needs(*names): a conformance test that applies to backends of these capabilities only"
     )
+    config.addinivalue_line(
+        "markers",
+        "corelm_cassette(match, match_seeds, save_tokenizer, path): how the fixture cassette records and plays",
+    )
     config.pluginmanager.register(Recorder(config), "corelm-recorder")
+
+
+@pytest.fixture
+def cassette(request: pytest.FixtureRequest) -> Iterator[Cassettes]:
+    """Open engines that are recorded when the test runs for the first time, and replayed from then on."""
+    settings: dict[str, Any] = {}
+    for mark in reversed(list(request.node.iter_markers("corelm_cassette"))):
+        settings.update(mark.kwargs)
+    mode = request.config.getoption("--corelm-record-mode")
+    failures = request.session.testsfailed
+    cassettes = Cassettes.of_test(request.node, mode, **settings)
+    yield cassettes
+    cassettes.close(failed=request.session.testsfailed > failures)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,6 +68,29 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> pytest.
     if inspect.isclass(obj) and issubclass(obj, ConformanceBase) and collector.istestclass(obj, name):
         return ConformanceClass.from_parent(collector, name=name, obj=obj)
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _only_recorded(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _only_recorded(item):
+        yield
+
+
+@contextmanager
+def _only_recorded(item: pytest.Item) -> Iterator[None]:
+    """Report a conformance test as not applicable if its backend is a cassette that does not hold its calls."""
+    try:
+        yield
+    except NotRecordedError:
+        if not isinstance(item.parent, ConformanceClass):
+            raise
+        not_applicable("its calls are not recorded")
 
 
 class ConformanceClass(pytest.Class):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -118,6 +120,35 @@ def test_raw_log_probs_are_the_models_own_whatever_reshapes_the_sampling(
 def test_raw_log_probs_are_refused_with_a_grammar(shared: Backend) -> None:
     with pytest.raises(CapabilityError, match="structured_outputs"):
         shared.generate([[5, 6]], {"max_new_tokens": 2, "engine_kwargs": {"structured_outputs": {"regex": "a*"}}})
+
+
+def test_a_dict_stands_for_an_object_of_vllm(shared: Backend) -> None:
+    """As in a request to a server. vLLM does not check its type, and the engine ended (0.32)."""
+    prompts = random_rows(5, 9)
+    for field, value in (("choice", ["ab", "ba"]), ("regex", "a[ab]")):
+        sampling = {"max_new_tokens": 8, "engine_kwargs": {"structured_outputs": {field: value}}, "seed": 1}
+        result = shared.generate(prompts, sampling, logprobs="none")
+        assert {*shared.detokenize(result.ids)} <= {"ab", "ba", "aa"} and {*result.finish_reasons} == {"stop"}
+    often = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 3}
+    repeat = {"allowed_token_ids": [7], "repetition_detection": often}
+    result = shared.generate(prompts, {"max_new_tokens": 8, "engine_kwargs": repeat})
+    assert result.ids.lengths.tolist() == [3, 3] and {*result.finish_reasons} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "hint"),
+    [
+        ({"structured_outputs": {"regexp": "a"}}, "no field 'regexp'; did you mean 'regex'"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "vLLM refuses structured_outputs"),
+        ({"structured_outputs": {"_backend": "x"}}, "has no field '_backend'"),
+        ({"structured_outputs": "a"}, "expected structured_outputs as a dict"),
+        ({"repetition_detection": {"max_size": 2}}, "RepetitionDetectionParams has no field 'max_size'"),
+    ],
+)
+def test_a_dict_that_makes_no_object_of_vllm_is_refused(shared: Backend, kwargs: dict[str, object], hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(hint)) as caught:
+        shared.generate([[5, 6]], {"engine_kwargs": kwargs}, logprobs="none")
+    assert caught.value.field == "engine_kwargs" and shared.health()
 
 
 @pytest.mark.parametrize(

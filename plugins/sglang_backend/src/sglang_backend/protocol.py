@@ -266,7 +266,8 @@ def whole_answer(
         aborted=aborted,
         last=ids[-1] if ids else None,
     )
-    return row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+    answer = row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+    return replace(answer, cached_tokens=meta.get("cached_tokens"))
 
 
 def row_answer(

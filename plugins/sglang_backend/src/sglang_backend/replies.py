@@ -50,6 +50,7 @@ _ARRAYS = [f"{side}_{part}_flat{form}" for side in _TOP for part in ("idx", "val
 _FIELDS = (
     "id",
     "finish_reason",
+    "cached_tokens",
     "weight_version",
     "weight_versions",
     "output_token_sampling_mask",

@@ -32,7 +32,7 @@ from corelm.support import (
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, labels, prompt_logprobs
+from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, cached_tokens, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
 from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
@@ -134,7 +134,7 @@ def joined(reply: Any, event: Any) -> Any:
     """
     if isinstance(event, dict) and event.get("choices") == []:
         # The usage, which a server may be set to send.
-        return reply
+        return {**reply, "usage": event.get("usage")} if isinstance(reply, dict) else reply
     choice = only_choice(event)
     if reply is None:
         return event
@@ -214,7 +214,7 @@ def _row_answer(
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
     kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
-    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top)
+    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top, cached_tokens(reply))
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy
 
-from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.support import (
     RowAnswer,
@@ -25,7 +23,7 @@ from corelm.support import (
     generate_result,
     score_result,
 )
-from vllm_backend import kept_sets_protocol, versions
+from vllm_backend import engine_kwargs, kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
@@ -78,12 +76,12 @@ def generation_requests(
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
     """
     sampling = request.sampling
-    _check_engine_kwargs(sampling.engine_kwargs)
+    engine_kwargs.check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     requests = []
     for row, (prompt, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
         limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
-        fields = parameters(sampling, request.stop_ids, limit, seed)
+        fields = engine_kwargs.with_objects(parameters(sampling, request.stop_ids, limit, seed))
         requests.append(
             _vllm_request(
                 prompt,
@@ -142,7 +140,8 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
         raise unspelt_stop(completion.stop_reason)
     logprobs = _answer_logprobs(completion, request, 0, len(ids))
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
-    return RowAnswer(ids[:length], logprobs[:length], reason)
+    cached = getattr(output, "num_cached_tokens", None)
+    return RowAnswer(ids[:length], logprobs[:length], reason, cached_tokens=cached)
 
 
 def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> Sequence[float]:
@@ -365,14 +364,3 @@ def _sampling_params_class() -> Any:
             pass
 
     return ExactSamplingParams
-
-
-def _check_engine_kwargs(names: Iterable[str]) -> None:
-    known = [name for name in _sampling_params_class().__struct_fields__ if not name.startswith("_")]
-    for name in names:
-        if name not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else ""
-            raise InvalidRequestError(
-                f"engine_kwargs: vLLM's SamplingParams has no field {name!r}{hint}", field="engine_kwargs"
-            )

@@ -99,6 +99,16 @@ def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
     return decoded if ranked else decode
 
 
+def cached_tokens(reply: Any) -> Any:
+    """Return how many ids of the prompt a completion says came from the prefix cache; None if it does not say.
+
+    Servers say so that run with ``--enable-prompt-tokens-details``.
+    """
+    usage = reply.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return details.get("cached_tokens") if isinstance(details, dict) else None
+
+
 def added(values: Sequence[Any], value: Any) -> Sequence[Any]:
     """Return values with one more: as an array, if `values` is an array of doubles and `value` is a float."""
     return values + array("d", [value]) if isinstance(values, array) and type(value) is float else [*values, value]
@@ -128,6 +138,7 @@ else:
     class _Completion(msgspec.Struct):
         choices: tuple[_Choice]
         id: Any = None
+        usage: Any = None
 
     _completion = msgspec.json.Decoder(_Completion)
 
@@ -146,7 +157,7 @@ else:
             choice["logprobs"] = {"tokens": labels_json, "token_logprobs": numbers, "top_logprobs": top}
         if found.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
-        return {"id": reply.id, "choices": [choice]}
+        return {"id": reply.id, "choices": [choice], "usage": reply.usage}
 
     def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
         rest = positions[1:]

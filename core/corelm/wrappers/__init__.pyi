@@ -1,0 +1,13 @@
+from .cassette_backend import CassetteBackend as CassetteBackend
+from .cassette_recorder import RECORD_MODES as RECORD_MODES
+from .cassette_recorder import CassetteRecorder as CassetteRecorder
+from .histogram import Spread as Spread
+from .observer import EngineCall as EngineCall
+from .observer import ObservedCall as ObservedCall
+from .observer import Observer as Observer
+from .observer import Origin as Origin
+from .observer import current_call as current_call
+from .telemetry import Telemetry as Telemetry
+from .timing import Timing as Timing
+from .timing_summary import HookTiming as HookTiming
+from .timing_summary import TimingSummary as TimingSummary

@@ -1,0 +1,21 @@
+"""docs/how-to/from-lm-eval.md is run where lm-eval is installed, and what it names exists there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.foreign_names import names_in_tables, unknown_names
+from helpers.pages import Page
+
+PAGE = Page(Path(__file__).parents[2] / "docs" / "how-to" / "from-lm-eval.md")
+
+
+def test_every_python_block_runs(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "tiny-model").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    PAGE.run()
+
+
+def test_every_name_of_lm_eval_exists():
+    assert len([*names_in_tables(PAGE, "lm_eval")]) > 25
+    assert unknown_names(PAGE, "lm_eval") == []

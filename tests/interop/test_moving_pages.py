@@ -1,0 +1,52 @@
+"""docs/how-to/from-*.md name what other libraries have. Those of vLLM, TRL and lm-eval are checked where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.foreign_names import names_in_tables, unknown_names
+from helpers.pages import Page
+from helpers.torchrl import skip_without_torchrl
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def test_every_name_of_the_page_about_transformers_exists():
+    page = Page(PAGES / "from-transformers.md")
+    assert len([*names_in_tables(page, "transformers")]) > 25
+    assert unknown_names(page, "transformers") == []
+
+
+def test_every_name_of_the_page_about_torchrl_exists():
+    skip_without_torchrl()
+    page = Page(PAGES / "from-torchrl.md")
+    assert len([*names_in_tables(page, "torchrl")]) > 30
+    assert unknown_names(page, "torchrl") == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "missing"),
+    [
+        ("transformers.GenerationConfig", "max_new_tokens", []),
+        ("transformers.GenerationConfig", "max_tokens", ["transformers.GenerationConfig: max_tokens"]),
+        ("transformers.GenerationConfig", "top_p=0.5", ["transformers.GenerationConfig: top_p=0.5"]),
+        ("transformers.GenerationConfiguration", "top_p", ["transformers.GenerationConfiguration"]),
+    ],
+)
+def test_a_name_that_a_library_lacks_is_found(tmp_path, owner, name, missing):
+    path = tmp_path / "page.md"
+    path.write_text(f"| `{owner}` | here |\n|---|---|\n| `{name}` | the same |\n")
+    assert unknown_names(Page(path), "transformers") == missing
+
+
+def test_each_page_is_checked_somewhere():
+    tests = Path(__file__).parents[1]
+    files = [
+        Path(__file__),
+        *tests.glob("harnesses/test_*page*.py"),
+        tests / "engines" / "vllm" / "test_moving_page.py",
+    ]
+    named = "".join(path.read_text() for path in files)
+    assert [page.name for page in PAGES.glob("from-*.md") if page.name not in named] == []

@@ -1,0 +1,211 @@
+"""The site that `make docs` builds: no warning, every page in two clicks, nothing from the network, no broken link."""
+
+import fcntl
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: What the group `docs` of pyproject.toml installs. Other environments need not have it.
+NEEDED = ("sphinx", "pydata_sphinx_theme", "myst_nb", "sphinx_copybutton", "sphinx_design", "matplotlib")
+#: Pages that Sphinx makes. A reader comes to them by the search or by a link to a source.
+MADE = ("_modules/", "repository/", "genindex", "py-modindex", "search")
+PUBLIC = (
+    *("corelm", "corelm.spec", "corelm.errors", "corelm.containers", "corelm.kl", "corelm.batching", "corelm.serving"),
+    *("corelm.support", "corelm.testing", "corelm.interop.torchrl", "corelm.interop.trl", "corelm.interop.lm_eval"),
+    *("corelm.interop.sessions", "corelm.wrappers", "corelm.compare"),
+)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, NEEDED)), reason="what builds the site is not installed: the group docs"
+)
+
+
+class Html(HTMLParser):
+    """What a page links to, loads, and can be linked at.
+
+    Attributes:
+        links: the targets of its links.
+        loaded: the addresses of its scripts, styles, pictures and frames.
+        ids: what a link can name after ``#``.
+        text: the text between tags.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links, self.loaded, self.ids, self.text = [], [], [], ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon", "preconnect", "dns-prefetch"):
+            self.loaded.append(given["href"])
+        elif tag in ("script", "img", "iframe", "source", "video", "audio", "embed") and "src" in given:
+            self.loaded.append(given["src"])
+        if "id" in given:
+            self.ids.append(given["id"])
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """Return the folder of the site, built once for all processes of the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, log = shared / "site", shared / "site.log"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not log.exists():
+            command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+            command += ["--builder", "html", str(ROOT / "docs"), str(folder)]
+            made = subprocess.run(command, capture_output=True, text=True)
+            log.write_text(made.stderr if made.returncode else "")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pages(site) -> dict[str, Html]:
+    found = {path.relative_to(site).as_posix(): path for path in sorted(site.rglob("*.html"))}
+    return {name: Html(path) for name, path in found.items() if not name.startswith("_static/")}
+
+
+def internal(page: str, link: str) -> tuple[str, str] | None:
+    """Return the page and the anchor that a link of `page` leads to; None if it leaves the site."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return None
+    target = os.path.normpath(os.path.join(os.path.dirname(page), unquote(parts.path))) if parts.path else page
+    return target, unquote(parts.fragment)
+
+
+def test_the_site_is_built_without_a_warning(site):
+    assert not site.with_suffix(".log").read_text()
+
+
+def test_every_page_is_two_clicks_from_the_first(pages):
+    clicks, queue = {"index.html": 0}, deque(["index.html"])
+    while queue:
+        page = queue.popleft()
+        for target in filter(None, (internal(page, link) for link in pages[page].links)):
+            if target[0] in pages and target[0] not in clicks:
+                clicks[target[0]] = clicks[page] + 1
+                queue.append(target[0])
+    sources = [path for path in (ROOT / "docs").rglob("*.*") if path.suffix in (".md", ".ipynb")]
+    written = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in sources}
+    assert written <= set(pages)
+    far = {page: clicks.get(page) for page in pages if not page.startswith(MADE) and clicks.get(page, 9) > 2}
+    assert not far
+
+
+def test_every_link_has_its_page_and_its_anchor(site, pages):
+    broken = []
+    for page, html in pages.items():
+        for link in html.links:
+            target = internal(page, link)
+            if target is None or link == "#":
+                continue
+            name, anchor = target
+            if not (site / name).is_file() or (anchor and name in pages and anchor not in pages[name].ids):
+                broken.append(f"{page}: {link}")
+    assert not broken
+
+
+def test_nothing_is_loaded_from_the_network(site, pages):
+    loaded = {f"{page}: {address}" for page, html in pages.items() for address in html.loaded}
+    assert loaded and not [each for each in loaded if re.search(r": (\w+:)?//", each)]
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", style.read_text()), style
+    missing = [
+        f"{page}: {address}"
+        for page, html in pages.items()
+        for address in html.loaded
+        if not address.startswith("data:") and not (site / internal(page, address)[0]).is_file()
+    ]
+    assert not missing
+
+
+def test_no_page_has_an_id_twice_in_its_figures(site):
+    drawn = re.findall(r"<svg viewBox.*?</svg>", (site / "figures.html").read_text(), re.DOTALL)
+    ids = re.findall(r'\bid="([^"]+)"', "".join(drawn))
+    assert len(drawn) >= 8 and len(ids) == len(set(ids))
+
+
+def test_the_search_index_holds_what_readers_look_for(site):
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    assert {"vllm", "torchrl", "lora", "sglang", "kl"} <= set(index["terms"])
+    objects = {name for found in index["objects"].values() for *_, name in found}
+    assert {"get_backend", "LLMPolicy", "KLRewardTransform", "CapabilityError"} <= objects
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_on_the_page_of_its_module(pages, module):
+    if module == "corelm.interop.lm_eval":
+        names = ["CoreLM", "main", "register"]
+    else:
+        found = importlib.import_module(module)
+        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == module]
+        names = [name for name in getattr(found, "__all__", own) if not name.startswith("_")]
+    page = "corelm.interop" if module.startswith("corelm.interop.") else module
+    assert not [name for name in names if f"{module}.{name}" not in pages[f"api/{page}.html"].ids]
+
+
+def test_every_module_that_the_readme_calls_public_has_a_page(pages):
+    (listed,) = re.findall(r"## Public names\n\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    named = re.findall(r"`(corelm[.\w]*)`", listed)
+    assert len(named) >= 12 and not [name for name in named if f"api/{name}.html" not in pages]
+    public = pages["api/public.html"].text
+    assert not [name for name in named if name not in public]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "target"),
+    [
+        ("command-line.html", "README.html", "project/readme.html#install"),
+        ("write-a-backend.html", "hookspecs.py", "repository/core/corelm/spec/hookspecs.py.html"),
+        ("project/changelog.html", "docs/scaling.md", "scaling.html#a-ray-cluster"),
+    ],
+)
+def test_a_link_out_of_the_docs_stays_on_the_site(pages, page, link, target):
+    name, _, anchor = target.partition("#")
+    assert (name, anchor) in [internal(page, each) for each in pages[page].links]
+
+
+def test_a_shown_file_is_the_file(pages):
+    path = "core/corelm/spec/hookspecs.py"
+    shown = pages[f"repository/{path}.html"].text
+    for line in filter(None, (ROOT / path).read_text().splitlines()):
+        assert line in shown
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("word", ["provenance", "LLMPolicy", "out of memory"])
+def test_a_browser_finds_pages_without_a_server(site, tmp_path, word):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += [
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=20000",
+    ]
+    address = f"{(site / 'search.html').as_uri()}?q={word.replace(' ', '+')}"
+    shown = subprocess.run([BROWSER, *flags, "--dump-dom", address], capture_output=True, text=True, timeout=120)
+    (found,) = re.findall(r"found (\d+) pages? matching", shown.stdout) or [f"nothing: {shown.stderr[-500:]}"]
+    assert int(found) >= 3

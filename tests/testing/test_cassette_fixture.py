@@ -1,0 +1,97 @@
+"""The pytest fixture `cassette`: recorded on the first run, replayed from then on, next to the test file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
+
+pytest_plugins = "pytester"
+
+TEST = """
+import os
+import pytest
+
+ROWS = [[65, 66], [67]]
+
+def test_answers(cassette):
+    with cassette.open("toy") as policy, cassette.open("toy", label="reference") as reference:
+        batch = policy.generate(ROWS, {"max_new_tokens": 4, "seed": int(os.environ.get("SEED", "1"))})
+        scores = reference.score_logprobs(ROWS)
+        assert policy.name == "toy" and batch.ids.tolist() and scores.logprobs.tolist()
+        print("SOFTWARE", policy.engine.software)
+
+@pytest.mark.corelm_cassette(match="content", path="shared")
+@pytest.mark.parametrize("row", [[65], [66]])
+def test_one(cassette, row):
+    cassette.open("toy", label=str(row[0])).score_logprobs([[row[0], 67]])
+"""
+
+
+def ran(pytester: pytest.Pytester, *arguments: str, passed: int = 3, failed: int = 0) -> str:
+    run = pytester.runpytest("-p", "no:cacheprovider", "-s", *arguments)
+    run.assert_outcomes(passed=passed, failed=failed)
+    return run.stdout.str()
+
+
+def test_it_records_once_and_replays_from_then_on(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(test_mine=TEST)
+    ran(pytester, "--corelm-record-mode=none", passed=0, failed=3)
+    assert "SOFTWARE corelm-toy-backend" in ran(pytester)
+    folder = pytester.path / "cassettes" / "test_mine" / "test_answers"
+    assert sorted(each.name for each in folder.iterdir()) == ["0", "reference"]
+    assert sorted(each.name for each in (pytester.path / "shared").iterdir()) == ["65", "66"]
+    before = {file: file.read_bytes() for file in pytester.path.rglob("calls.jsonl")}
+    for mode in ("once", "none"):
+        assert "SOFTWARE a cassette of" in ran(pytester, f"--corelm-record-mode={mode}")
+    # Another request is refused, and says what to type.
+    monkeypatch.setenv("SEED", "2")
+    assert "Pass the same seed=" in ran(pytester, passed=2, failed=1)
+    assert before == {file: file.read_bytes() for file in pytester.path.rglob("calls.jsonl")}
+    # New episodes are added, and then replayed.
+    ran(pytester, "--corelm-record-mode=new_episodes")
+    assert len(calls(folder / "0")) == 2 and len(calls(folder / "reference")) == 1
+    ran(pytester, "--corelm-record-mode=all")
+    assert len(calls(folder / "0")) == 1
+    ran(pytester, "--corelm-record-mode=none")
+
+
+def test_a_test_that_failed_is_recorded_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(
+        test_mine="""
+        import os
+
+        def test_two_calls(cassette):
+            backend = cassette.open("toy")
+            backend.score_logprobs([[65, 66]])
+            assert "FAILS" not in os.environ
+            backend.score_logprobs([[67, 68]])
+        """
+    )
+    monkeypatch.setenv("FAILS", "1")
+    ran(pytester, passed=0, failed=1)
+    monkeypatch.delenv("FAILS")
+    for _ in range(2):
+        ran(pytester, passed=1)
+        assert len(calls(pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0")) == 2
+
+
+def test_an_unknown_setting_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.corelm_cassette(matches="content")
+        def test_it(cassette):
+            pass
+        """
+    )
+    run = pytester.runpytest("-p", "no:cacheprovider")
+    run.assert_outcomes(errors=1)
+    assert "matches is unknown; it takes match, match_seeds, save_tokenizer and path" in run.stdout.str()
+
+
+def calls(path: Path) -> list[str]:
+    return [line for line in (path / "calls.jsonl").read_text().splitlines() if "call" in json.loads(line)]
