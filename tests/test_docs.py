@@ -1,7 +1,7 @@
 """What the documentation shows is run, and what it names exists.
 
 Every Python block of the README and of docs/ is run, and every docstring example. docs/write-a-backend.md installs
-plugins, so tests/testing/test_write_a_backend_page.py runs it.
+plugins, so tests/testing/test_write_a_backend_page.py runs it, and tests/test_error_pages.py the pages of errors.
 """
 
 import doctest
@@ -23,15 +23,18 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core" / "corelm"
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = "write-a-backend.md"
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
 MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
+def is_run_elsewhere(path: Path) -> bool:
+    return path.name == "write-a-backend.md" or path.parent.name == "errors"
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for path in PAGES if (page := Page(path)).blocks("python") and path.name != RUN_ELSEWHERE],
+    [page for path in PAGES if (page := Page(path)).blocks("python") and not is_run_elsewhere(path)],
     ids=lambda page: str(page.path.relative_to(ROOT)),
 )
 def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):

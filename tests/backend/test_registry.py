@@ -194,6 +194,8 @@ def test_a_failed_import_chains_its_cause(fabricate, source, cause):
     with pytest.raises(BackendImportError, match=r"'fails' is installed \(fails 2\.0\)") as error:
         load("fails")
     assert type(error.value.__cause__) is cause and str(error.value.__cause__) in str(error.value)
+    assert str(error.value).endswith("pip install --upgrade fails")
+    assert ("Install what has the module 'a_module_nobody_has'" in str(error.value)) is ("a_module_nobody" in source)
 
 
 # ---------------------------------------------------------------- 4. incompatible
@@ -203,7 +205,9 @@ def test_a_failed_import_chains_its_cause(fabricate, source, cause):
     ("change", "message"),
     [
         (('requires_api = ">=1,<2"', "pass"), "no requires_api"),
-        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, but this core has 1\.1"),
+        (('">=1,<2"', '">=2,<3"'), r"needs hook specification >=2,<3, but this core has 1\.1; upgrade core"),
+        (('">=1,<2"', '"~=1.5"'), r"~=1\.5, but this core has 1\.1; upgrade core"),
+        (('">=1,<2"', '"==1.0.*"'), r"==1\.0\.\*, but this core has 1\.1; upgrade the plugin"),
         (('">=1,<2"', '"one"'), "requires_api is 'one', expected a version range"),
         (('">=1,<2"', "1"), "requires_api is 1, expected a version range"),
         (("def generate", "def genrate"), r"lacks the required hook generate\(self, request\)"),
@@ -235,7 +239,9 @@ def test_two_distributions_that_claim_one_name_are_both_named(fabricate):
     fabricate("first-plugin", "1.0", {"shared": "first_plugin:P"}, site="a")
     fabricate("second-plugin", "2.0", {"shared": "second_plugin:P"}, site="b")
     assert [info.problem is None for info in named("shared")] == [False, False]
-    with pytest.raises(BackendConflictError, match=r"first-plugin 1\.0 and second-plugin 2\.0.*pip uninstall"):
+    with pytest.raises(
+        BackendConflictError, match=r"first-plugin 1\.0 and second-plugin 2\.0.*pip uninstall second-plugin"
+    ):
         load("shared")
 
 

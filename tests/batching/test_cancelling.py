@@ -100,7 +100,7 @@ def test_a_full_queue_refuses_requests_with_on_full_raise():
     with open_batcher(engine, max_queue=1, on_full="raise") as batcher:
         hold_one(engine, batcher)
         queued = batcher.submit_generate([[4]], SEEDED)
-        with pytest.raises(QueueFullError, match="max_queue") as error:
+        with pytest.raises(QueueFullError, match=r"max_queue=1 .* larger max_queue, .*on_full='block'") as error:
             batcher.generate([[5]], SEEDED)
         assert error.value.usable
         engine.free()

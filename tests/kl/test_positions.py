@@ -106,7 +106,7 @@ def test_a_missing_assistant_mask_is_an_error_that_says_what_to_do(gen, ref):
         RetrieveKL(ref, add_to_reward=False)(scored)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(scored)
     del td["masks"]
-    with pytest.raises(MissingKeyError, match=r"has no \('masks',\); it has:"):
+    with pytest.raises(MissingKeyError, match="has no 'masks'; it has:"):
         RetrieveKL(ref, add_to_reward=False)(td)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(td)
 

@@ -305,6 +305,8 @@ def test_an_unusable_base_url_is_refused(url: Any) -> None:
         ("max_in_flight", 0),
         ("max_retries", -1),
         ("api_key", "a\nb-secret"),
+        ("api_key", 5),
+        ("api_key", b"b-secret"),
     ],
 )
 def test_an_illegal_argument_is_refused_by_name(field: str, value: Any) -> None:

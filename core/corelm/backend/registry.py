@@ -18,6 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from corelm._version import __version__
 from corelm.errors import (
@@ -42,6 +43,8 @@ ALLOW_LIST = "CORELM_BACKENDS"
 DISTRIBUTION = "core"
 #: Those that every plugin has. `corelm.backend.registering` asks an open engine for those that it declares.
 REQUIRED_HOOKS = ("generate",)
+#: The operators of a version range that name its lowest version.
+_FROM = (">", ">=", "~=", "==")
 #: What people call a backend, and its name.
 _NICKNAMES = {
     **dict.fromkeys(("hf", "huggingface", "hugging-face", "hugging_face", "torch", "pytorch", "peft"), "transformers"),
@@ -158,7 +161,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     if len(claims) > 1:
         raise BackendConflictError(
             f"backend {name!r} is claimed by {_and(info.label for info in claims)}. "
-            "Uninstall all but one of them: pip uninstall DISTRIBUTION"
+            f"Uninstall all but one of them, for example: pip uninstall {claims[-1].distribution}"
         )
     info = claims[0]
     try:
@@ -168,7 +171,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
             raise
         raise BackendImportError(
             f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
-            f"{described(error)}. To upgrade it: pip install --upgrade {info.distribution}"
+            f"{described(error)}. {_cure(error, info)}"
         ) from error
     faults = list(_faults(plugin))
     if faults:
@@ -352,7 +355,7 @@ def _faults(plugin: Any) -> Iterator[str]:
     else:
         try:
             if not SpecifierSet(requires).contains(API_VERSION, prereleases=True):
-                yield f"it needs hook specification {requires}, but this core has {API_VERSION}; upgrade the older one"
+                yield f"it needs hook specification {requires}, but this core has {API_VERSION}; {_older(requires)}"
         except (InvalidSpecifier, TypeError, AttributeError):
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
@@ -364,6 +367,20 @@ def _faults(plugin: Any) -> Iterator[str]:
                 yield f"it lacks the required hook {hook}(self, request)"
         elif not hasattr(method, f"{PROJECT}_impl"):
             yield f"its method {hook} is not marked with @corelm.hookimpl"
+
+
+def _cure(error: BaseException, info: BackendInfo) -> str:
+    """Return what to do about a plugin whose module failed to import."""
+    upgrade = f"pip install --upgrade {info.distribution}"
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
+        return f"Install what has the module {error.name.partition('.')[0]!r}, or upgrade the plugin: {upgrade}"
+    return f"To upgrade it: {upgrade}"
+
+
+def _older(requires: str) -> str:
+    """Return which of core and the plugin to upgrade."""
+    lowest = [Version(each.version.removesuffix(".*")) for each in SpecifierSet(requires) if each.operator in _FROM]
+    return "upgrade core" if any(each > Version(API_VERSION) for each in lowest) else "upgrade the plugin"
 
 
 def _where(distribution: metadata.Distribution) -> str:

@@ -129,8 +129,11 @@ class TicketQueue(ABC, Generic[T]):
             QueueFullError: the queue is full.
         """
         if self.full and self.limits.on_full == "raise":
-            full = f"the queue is full: max_queue={self.limits.max_queue} requests are waiting; retry later"
-            raise QueueFullError(full, usable=True)
+            raise QueueFullError(
+                f"the queue is full: max_queue={self.limits.max_queue} requests are waiting. Call again later, let "
+                "more wait with a larger max_queue, or let callers wait outside with on_full='block'",
+                usable=True,
+            )
 
     def add(self, ticket: T, now: float) -> None:
         ticket.number, ticket.arrived = next(self._numbers), now

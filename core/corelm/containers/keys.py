@@ -36,4 +36,5 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
     for holder in [*([] if first is None else [first]), next_or_root(td), td]:
         if key in holder.keys(include_nested=True):
             return holder.get(key), holder
-    raise MissingKeyError(f"the TensorDict has no {key!r}; it has: {list_keys(td)}", field=str(key))
+    shown = key_parts(key)[0] if len(key_parts(key)) == 1 else key
+    raise MissingKeyError(f"the TensorDict has no {shown!r}; it has: {list_keys(td)}", field=str(shown))

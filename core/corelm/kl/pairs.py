@@ -20,6 +20,7 @@ from corelm.containers.keys import find_entry, key_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.kl.layout import TokenLayout
 from corelm.kl.supports import check_supports, distribution_of
+from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
 
 
@@ -334,8 +335,15 @@ def _check_distributions(gen: LogProbs, ref: LogProbs, keys: PairKeys) -> None:
             how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
             raise ProvenanceMismatchError(
                 f"row {row}: {keys.gen} and {keys.ref} are of different distributions, so their difference has no "
-                f"meaning: {a} and {b}; score both {how} and temperature, or pass allow_mismatch=True"
+                f"meaning: {_in_words(a)}; and {_in_words(b)}. Score both {how} and temperature, or pass "
+                "allow_mismatch=True"
             )
+
+
+def _in_words(one: Provenance) -> str:
+    """Return what must agree in two provenances, for a message."""
+    mode, temperature, support, penalties = one.distribution
+    return ", ".join([f"{mode}, temperature {temperature:g}, {support} support", *(f"{n} {v:g}" for n, v in penalties)])
 
 
 def _provenances(container: LogProbs) -> tuple[Any, ...]:

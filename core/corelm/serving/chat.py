@@ -26,7 +26,7 @@ async def answer_chat(exchange: Exchange, ask: ChatAsk) -> None:
         CoreLMError: the conversation cannot be rendered, or the engine cannot do what was asked, or fails.
         ClientLeft: the client has hung up, or the server ends.
     """
-    store = exchange.service.store
+    store = exchange.store
     if store is None:
         await _ChatReply(exchange, ask, UnrecordedTurn(ask.messages)).send()
         return

@@ -32,7 +32,7 @@ async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
 
 def begin_turns(exchange: Exchange, prompts: Sequence[Sequence[int]], stack: ExitStack) -> list[Any]:
     """Return a turn of a session for each prompt. They end with the stack."""
-    store, session = exchange.service.store, exchange.session
+    store, session = exchange.store, exchange.session
     # An empty prompt is the beginning of nothing.
     return [
         UnrecordedTurn() if store is None or not ids else stack.enter_context(store.begin_tokens(ids, session=session))

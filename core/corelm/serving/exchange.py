@@ -28,6 +28,10 @@ class Ask(Protocol):
     def sampling(self) -> SamplingParams: ...
 
 
+#: The header of a request that is not to be recorded: one that tries the server out.
+NOT_RECORDED = ("X-Session-Record", "no")
+
+
 class Work(Protocol):
     """A call to the engine that can be ended early."""
 
@@ -46,11 +50,14 @@ class Exchange:
 
     Attributes:
         session: the session that the client names, or None.
+        store: where the request is recorded; None if it is not.
     """
 
     def __init__(self, service: Service, connection: Connection) -> None:
         self.service, self.connection = service, connection
         self.session = connection.headers.get("x-session-id")
+        recorded = connection.headers.get(NOT_RECORDED[0].lower()) != NOT_RECORDED[1]
+        self.store = service.store if recorded else None
         self._works: list[Work] = []
 
     def add(self, work: Any) -> Any:

@@ -39,6 +39,7 @@ from .http_json import Decode as Decode
 from .http_json import decoded as decoded
 from .http_json import decoder_of as decoder_of
 from .http_json import id_texts as id_texts
+from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
@@ -46,6 +47,7 @@ from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids
 from .row_checks import checked_logprobs as checked_logprobs
+from .row_checks import only_choice as only_choice
 from .row_checks import raise_if_none_was_served as raise_if_none_was_served
 from .row_checks import row_failure as row_failure
 from .row_checks import row_outcome as row_outcome

@@ -40,7 +40,7 @@ class Deadline:
             return None
         seconds = self._end - self._clock()
         if seconds <= 0:
-            raise TimeoutError(f"not done within {self.timeout:g} s; allow more time or ask for less at once")
+            raise TimeoutError(f"not done within {self.timeout:.3g} s; allow more time or ask for less at once")
         return seconds
 
     def is_over(self) -> bool:

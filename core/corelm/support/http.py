@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError
 from corelm.support.deadline import Deadline
 from corelm.support.event_loop import EventLoopThread
-from corelm.support.http_errors import ABORTED, Aborted, PartialReply, TransientError
+from corelm.support.http_errors import ABORTED, Aborted, PartialReply, ResponseReader, TransientError
 from corelm.support.http_events import Streamed, streamed_reply
-from corelm.support.http_exchange import Exchange, check_headers, checked_url
+from corelm.support.http_exchange import Exchange, check_headers, check_key, checked_url
 from corelm.support.http_json import Decode, decoded, encoded
 from corelm.support.http_places import Places
 from corelm.support.http_retries import retrying
@@ -99,6 +99,7 @@ class HttpClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         url = checked_url(base_url)
+        check_key(api_key, key_variable)
         connect_timeout = positive("connect_timeout", connect_timeout)
         read_timeout = positive("read_timeout", read_timeout)
         places = Places(max_in_flight, str(url))
@@ -108,10 +109,11 @@ class HttpClient:
         check_headers(sent)
         self.base_url = str(url)
         self.secrets = Secrets([key], headers)
+        reader = ResponseReader(self.secrets, key_variable)
         self._exchange = Exchange(
             url,
             sent,
-            self.secrets,
+            reader,
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
             page_timeout=positive("page_timeout", page_timeout),

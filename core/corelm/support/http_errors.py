@@ -78,10 +78,15 @@ class ResponseReader:
 
     Args:
         secrets: what no message may repeat. A server may echo the key.
+        key_variable: the environment variable that holds the key if no ``api_key`` is given.
+
+    Attributes:
+        secrets: as above.
     """
 
-    def __init__(self, secrets: Secrets) -> None:
-        self._secrets = secrets
+    def __init__(self, secrets: Secrets, key_variable: str | None = None) -> None:
+        self.secrets = secrets
+        self._key = "api_key" + (f", or else the environment variable {key_variable}," if key_variable else "")
 
     def error(self, where: str, status: int, phrase: str, headers: Mapping[str, str], body: str) -> CoreLMError:
         """Return the error for a response whose status is not a success.
@@ -99,7 +104,7 @@ class ResponseReader:
         if status in _RETRIED:
             return TransientError(said, retry_after=_retry_after(headers.get("retry-after", "")), status=status)
         if status in (401, 403):
-            return AccessError(f"{said}; check that api_key is the key of this server", usable=True)
+            return AccessError(f"{said}; check that {self._key} is the key of this server", usable=True)
         if 300 <= status < 400:
             target = self._cut(headers.get("location", ""))
             return AccessError(
@@ -121,7 +126,7 @@ class ResponseReader:
 
     def _cut(self, text: str) -> str:
         # Masked before it is cut, or half a key could be left at the end.
-        return self._secrets.masked(" ".join(text.split()))[:_MESSAGE_LENGTH]
+        return self.secrets.masked(" ".join(text.split()))[:_MESSAGE_LENGTH]
 
 
 def _retry_after(text: str) -> float:

@@ -19,7 +19,6 @@ from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLME
 from corelm.support.http_errors import ResponseReader, TransientError
 from corelm.support.http_events import event_data
 from corelm.support.http_watch import ServerWatch, keep_alive
-from corelm.support.redaction import Secrets
 from corelm.support.signs import SignOfWork
 from corelm.validate import invalid
 
@@ -47,7 +46,7 @@ class Exchange:
     Args:
         url: where the server is.
         headers: sent with every request.
-        secrets: what no message may repeat.
+        reader: makes errors of the server's responses.
         connect_timeout: seconds to make a connection.
         read_timeout: see `HttpClient`.
         page_timeout: see `HttpClient`.
@@ -60,7 +59,7 @@ class Exchange:
         self,
         url: httpx.URL,
         headers: Mapping[str, str],
-        secrets: Secrets,
+        reader: ResponseReader,
         *,
         connect_timeout: float,
         read_timeout: float,
@@ -70,8 +69,8 @@ class Exchange:
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._url = str(url)
-        self._secrets = secrets
-        self._reader = ResponseReader(secrets)
+        self._secrets = reader.secrets
+        self._reader = reader
         self._read_timeout = read_timeout
         self._page_timeout = read_timeout if sign is None else max(read_timeout, page_timeout)
         self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
@@ -276,6 +275,20 @@ def checked_url(base_url: str) -> httpx.URL:
     if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
         raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
     return url
+
+
+def check_key(key: Any, variable: str | None) -> None:
+    """Check the key of a server.
+
+    Raises:
+        InvalidRequestError: it is not a text. The message does not repeat it.
+    """
+    if key is not None and not isinstance(key, str):
+        # A command line reads `--option api_key=5` as a number.
+        instead = f", or set the environment variable {variable} and leave it out" if variable else ""
+        raise invalid(
+            "api_key", f"expected a text, got a value of type {type(key).__name__}; put it in quotes{instead}"
+        )
 
 
 def check_headers(headers: Mapping[str, str]) -> None:

@@ -34,6 +34,19 @@ class RowError(Exception):
     """What an engine returned for a row cannot be the answer to it. `row_outcome` turns it into a `RowFailure`."""
 
 
+def only_choice(reply: Any) -> dict[str, Any]:
+    """Return the choice of a completion of OpenAI's protocol.
+
+    Raises:
+        RowError: the reply does not have exactly one choice.
+    """
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise RowError("it is not a completion with one choice")
+    choice: dict[str, Any] = choices[0]
+    return choice
+
+
 def row_failure(entry: Any) -> RowFailure | None:
     """Return why there is no answer in an entry of `HttpClient.post_each`; None if the server answered."""
     if entry is ABORTED:

@@ -27,6 +27,7 @@ from corelm.errors import (
 from corelm.hosting.packing import pack, unpack
 from corelm.hosting.server import Opened
 from engines.ray.conftest import Open, await_healthy, pids
+from helpers.capability_tables import assert_page_says
 from helpers.processes import children, runs, wait_until
 from ray_backend.actor import EngineActor
 from ray_backend.cluster import CLUSTER
@@ -214,3 +215,8 @@ def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting() -> None:
     assert unpack(actor.attach("driver", None, 1.0))[1] is None
     assert isinstance(unpack(actor.attach("driver", None, 1.0))[1], Opened)
     assert actor.status()["drivers"] == 1
+
+
+def test_the_page_of_the_engines_says_what_transformers_in_an_actor_declares(model: Path) -> None:
+    with corelm.get_backend("ray", model, inner="transformers", num_cpus=0.2, dtype="float32") as backend:
+        assert_page_says("ray", backend)

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from corelm import Backend, LLMPolicy
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from helpers import oracle
+from helpers.capability_tables import assert_page_says
 from helpers.silences import outlasts_silence
 from helpers.tiny_models import CONTEXT, VOCAB, random_rows
 
@@ -154,3 +155,7 @@ def test_answers_may_take_more_than_twice_the_read_timeout(
 ) -> None:
     with launch() as launched:
         assert outlasts_silence(lambda seconds: connect(launched, read_timeout=seconds), tokens=CONTEXT - 16, rows=128)
+
+
+def test_the_page_of_the_engines_says_what_sglang_declares(shared: Backend) -> None:
+    assert_page_says("sglang", shared, besides=["weight_stream"])

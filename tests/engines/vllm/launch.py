@@ -31,6 +31,7 @@ class VLLMServerProcess:
         development: offer the routes that change weights.
         key: the key that the server asks for; None for a random one.
         environment: further variables of its environment.
+        python: the interpreter that has vLLM.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class VLLMServerProcess:
         development: bool = True,
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.key = key or secrets.token_urlsafe(16)
         self._log = log
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(folder), "--host", "127.0.0.1", "--port", str(self._port)),
             *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 26)),
             *("--generation-config", "vllm", "--disable-uvicorn-access-log"),

@@ -22,6 +22,7 @@ from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from engines.vllm.conftest import SMALL
 from engines.vllm.engine_access import sync_engine
+from helpers.capability_tables import assert_page_says
 from helpers.processes import wait_until
 from helpers.tiny_models import tiny_tokenizer
 from vllm_backend.capabilities import read_model
@@ -158,3 +159,7 @@ def test_a_cpu_offers_no_sleep_and_says_so(tiny_folder: Path) -> None:
         pytest.raises(CapabilityError, match="lacks sleep_levels"),
     ):
         backend.sleep()
+
+
+def test_the_page_of_the_engines_says_what_vllm_declares(shared: Backend) -> None:
+    assert_page_says("vllm", shared, besides=["weight_stream"])

@@ -175,7 +175,7 @@ def test_health_is_that_of_the_server(fake):
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_wrong_key_is_said_without_the_key(status):
     refused = lambda request: json_reply({"error": {"message": f"bad key {KEY}"}}, status)  # noqa: E731
-    with FaultServer(refused) as server, pytest.raises(EngineError, match="api_key") as caught:
+    with FaultServer(refused) as server, pytest.raises(EngineError, match="CORELM_OPENAI_API_KEY") as caught:
         corelm.get_backend("openai", base_url=server.url, tokenizer=letter_tokenizer(), api_key=KEY)
     assert KEY not in str(caught.value) and "***" in str(caught.value)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 import corelm
 from corelm import Backend
@@ -16,6 +17,7 @@ from helpers import oracle
 from helpers.fake_openai import MODEL, PENALTIES, PROTOCOL, FakeOpenAI
 from helpers.http_server import FaultServer, json_reply
 from helpers.letters import EOS, bos_tokenizer, letter_model, letter_tokenizer, letters
+from helpers.processes import free_port
 
 #: What servers of the named make do, as far as it matters here.
 MAKES: dict[str, dict[str, Any]] = {
@@ -353,3 +355,24 @@ def test_a_wrong_option_is_refused_by_name(options, field):
 def test_a_model_can_be_named():
     with opened(FakeOpenAI(), model=MODEL) as backend:
         assert backend.model_name == MODEL
+
+
+def test_a_misspelt_model_is_refused_at_once_where_there_is_no_hub(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    said = rf"model: the server lists '{MODEL}', and not 'leters'; did you mean '{MODEL}'\?.*pass tokenizer="
+    with pytest.raises(InvalidRequestError, match=said) as caught, opened(FakeOpenAI(), model="leters", tokenizer=None):
+        pass
+    assert caught.value.field == "model"
+
+
+class _FewAnswers(FakeOpenAI):
+    """Has two answers for all seeds. A server that ignores seeds may by chance look the same."""
+
+    def _sampled(self, prompt: Sequence[int], body: Mapping[str, Any]) -> Any:
+        return super()._sampled(prompt, {**body, "seed": 1 + body["seed"] % 2} if "seed" in body else body)
+
+
+@pytest.mark.parametrize(("fake", "honoured"), [(FakeOpenAI, True), (_FewAnswers, False)])
+def test_seeds_are_declared_only_if_chance_cannot_explain_the_answers(fake, honoured):
+    with opened(fake(names="content")) as backend:
+        assert backend.capabilities.per_answer_seeds == honoured

@@ -25,6 +25,11 @@ def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(
                 assert found.max_context == engine.capabilities.max_context - 1
                 rows = backend.tokenize("My name is Pip.").ids
                 scores, ids = backend.score_logprobs(rows).logprobs.values, rows.values
+        # Trying a server out is no conversation.
+        assert server.sessions is not None and server.sessions.ids() == ()
+        with corelm.get_backend("openai", **options) as backend:
+            backend.generate(rows, {"max_new_tokens": 2})
+        assert len(server.sessions.ids()) == 1
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         plain = model(input_ids=ids[None]).logits[0].log_softmax(-1)

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,13 @@ def test_the_error_shows_why_the_server_ended_at_start(folder, fake_launch_env):
     with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing=1") as caught:
         corelm.get_backend("sglang", folder, no_such_thing=1, env=fake_launch_env, progress=False)
     assert caught.value.usable is False
+
+
+def test_the_error_says_what_to_type_if_sglang_is_not_installed(folder):
+    if find_spec("sglang") is not None:
+        pytest.skip("SGLang is installed")
+    with pytest.raises(EngineError, match=r'pip install "core\[sglang\]"\. Or pass python= .* or base_url='):
+        corelm.get_backend("sglang", folder, progress=False)
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(folder, fake_launch_env):

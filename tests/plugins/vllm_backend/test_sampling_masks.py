@@ -185,3 +185,11 @@ def test_scores_of_other_weights_are_no_mass_of_these_answers() -> None:
         put_masses(entries, [0], scores, "old")
     put_masses(entries, [0], scores, "new")
     assert entries[0]["choices"][0]["own_logprobs"] == [-1.0]
+
+
+def test_a_server_that_lacks_the_route_is_refused_with_what_to_type(connect: Connect, fake: MaskingVLLM) -> None:
+    del fake.pages["/openapi.json"]["paths"][ROUTE]
+    with pytest.raises(EngineError, match="start it with --enable-scale-out as well"):
+        connect(max_retries=0)
+    fake.masks = False
+    connect(max_retries=0)

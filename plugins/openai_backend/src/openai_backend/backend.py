@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 from corelm.errors import InvalidRequestError
@@ -26,6 +27,8 @@ from openai_backend.server import OpenAIServer
 #: The environment variable that holds the key, if none is passed. It is not OPENAI_API_KEY, which belongs to one
 #: service: whoever has set it must not hand it to every server whose address is tried.
 KEY_VARIABLE = "CORELM_OPENAI_API_KEY"
+#: Asks a server of core not to record the requests by which it is tried out. Other servers ignore it.
+NOT_RECORDED = {"X-Session-Record": "no"}
 #: Seconds that reading and probing a server may take. The first request that a server gets may make it load a model.
 OPEN_TIMEOUT = 300.0
 
@@ -117,23 +120,23 @@ class OpenAIBackend:
             honours=honours,
             extra_body=extra_body,
         )
-        # If anything fails from here on, no thread is left behind.
-        with ExitStack() as cleanup:
-            client = HttpClient(
-                base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
-                api_key,
-                key_variable=KEY_VARIABLE,
-                headers=headers,
-                connect_timeout=connect_timeout,
-                read_timeout=read_timeout,
-                max_in_flight=max_in_flight,
-                max_retries=max_retries,
-            )
-            cleanup.callback(client.close)
-            with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-                info = probe_server(client, read_server(client, hints, deadline), deadline)
-            cleanup.pop_all()
-        return cls(OpenAIServer(client, info))
+        connected = partial(
+            HttpClient,
+            base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
+            api_key,
+            key_variable=KEY_VARIABLE,
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            max_in_flight=max_in_flight,
+            max_retries=max_retries,
+        )
+        with (
+            closing(connected(headers={**(headers or {}), **NOT_RECORDED})) as client,
+            opening_within(open_timeout, client.base_url) as deadline,
+            client.secrets.masking_errors(),
+        ):
+            info = probe_server(client, read_server(client, hints, deadline), deadline)
+        return cls(OpenAIServer(connected(headers=headers), info))
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -6,13 +6,13 @@ A server of this protocol says little about itself: `probing` adds what it is se
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm.support import did_you_mean, eos_token_ids, why_unreadable
+from corelm.support import did_you_mean, eos_token_ids, hub_options, why_unreadable
 from corelm.validate import count, invalid, shown, token_ids
 from openai_backend.sampling import VOUCHED
 from openai_backend.server_info import ServerInfo
@@ -68,9 +68,10 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     """
     extra = _checked_extra(hints.extra_body)
     vouched = _checked_names(hints.honours)
-    card = _model_card(client, hints.name, deadline)
-    name = hints.name or str(card["id"])
-    tokenizer = _tokenizer(hints, str(card.get("root") or name))
+    cards = _model_cards(client, hints.name, deadline)
+    name = _name(hints.name, cards)
+    card = cards.get(name, {})
+    tokenizer = _tokenizer(hints, str(card.get("root") or name), () if card else tuple(cards))
     known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
     vocab_size = known if hints.vocab_size is None else count("vocab_size", hints.vocab_size, 1)
     if vocab_size is None:
@@ -121,8 +122,8 @@ def _checked_names(given: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _model_card(client: HttpClient, name: str | None, deadline: Deadline) -> Mapping[str, Any]:
-    """Return the server's entry for the model; an empty one if the caller names a model that is not listed.
+def _model_cards(client: HttpClient, name: str | None, deadline: Deadline) -> Mapping[str, Mapping[str, Any]]:
+    """Return the server's entry for each model that it lists.
 
     Some servers list only a part of what they serve, and some fail to list anything.
     """
@@ -132,17 +133,24 @@ def _model_card(client: HttpClient, name: str | None, deadline: Deadline) -> Map
         return {}
     page = client.get(MODELS, timeout=deadline.left())
     found = page.get("data") if isinstance(page, dict) else None
-    cards = {
+    return {
         str(card["id"]): card
         for card in (found if isinstance(found, list) else ())
         if isinstance(card, dict) and "id" in card
     }
-    if name is not None:
-        return cards.get(name, {})
+
+
+def _name(given: str | None, cards: Mapping[str, Any]) -> str:
+    """Return the model's name in requests: the one that is given, or that of the only model."""
+    if given is not None:
+        return given
     if len(cards) != 1:
-        listed = ", ".join(map(repr, cards)) or "none"
-        raise invalid("model", f"the server lists {listed[:300]}; name one of them with model=")
-    return next(iter(cards.values()))
+        raise invalid("model", f"the server lists {_listed(cards) or 'none'}; name one of them with model=")
+    return next(iter(cards))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))[:300]
 
 
 def _max_context(card: Mapping[str, Any], given: int | None) -> int | None:
@@ -156,7 +164,12 @@ def _max_context(card: Mapping[str, Any], given: int | None) -> int | None:
     return given
 
 
-def _tokenizer(hints: ModelHints, model: str) -> Any:
+def _tokenizer(hints: ModelHints, model: str, unlisted: Sequence[str]) -> Any:
+    """Return the tokenizer that the caller names, or the one that the model's name leads to.
+
+    Args:
+        unlisted: the models that the server lists, if that of the caller is not among them.
+    """
     given = hints.tokenizer
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return given
@@ -165,8 +178,15 @@ def _tokenizer(hints: ModelHints, model: str) -> Any:
     try:
         # A server must not choose whose code runs here.
         trusted = hints.trust_remote_code and given is not None
-        return AutoTokenizer.from_pretrained(model if given is None else given, trust_remote_code=trusted)
+        source = model if given is None else given
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trusted, **hub_options(source))
     except (OSError, ValueError) as error:
+        if given is None and unlisted:
+            raise invalid(
+                "model",
+                f"the server lists {_listed(unlisted)}, and not {model!r}{did_you_mean(model, unlisted) or '.'} If it "
+                "serves that as well, pass tokenizer=, too",
+            ) from error
         raise InvalidRequestError(
             f"tokenizer: that of {os.fspath(given or model)!r} {why_unreadable(error)}; pass tokenizer=, the server's "
             "own tokenizer or its folder: the protocol does not hand it over",
@@ -178,7 +198,9 @@ def _generation_config(folder: Any) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(folder) if isinstance(folder, str) and folder else None
+        if not (isinstance(folder, str) and folder):
+            return None
+        return GenerationConfig.from_pretrained(folder, **hub_options(folder))
     except (OSError, ValueError):
         return None
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import SamplingParams
-from corelm.support import RowError, StopStrings
+from corelm.support import RowError, StopStrings, only_choice
 from openai_backend.capabilities import no_completions
 from openai_backend.probing_logprobs import CANDIDATES, with_logprobs, with_penalties, with_scores
-from openai_backend.replies import BY_ID, count, only_choice
+from openai_backend.replies import BY_ID, count
 from openai_backend.sampling import COLDEST, HOTTEST, NEUTRAL
 from openai_backend.server_info import ServerInfo
 from openai_backend.trials import TEXTS, Answer, Trials, is_completion
@@ -31,6 +31,11 @@ _log = logging.getLogger(__name__)
 _ASK_FOR_IDS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 #: The tokens of an answer. Two seeds hardly ever agree on so many by chance.
 _LENGTH = 12
+#: How many seeds are tried, and how many different answers they have to give. If a server
+#: ignores seeds, its answers are drawn from some distribution. Whatever that is, it repeats eight answers of which four
+#: differ in two more rounds with a chance below 1e-8. An engine whose answers hardly differ does not get its seeds
+#: declared, even if it honours them.
+_SEEDS, _DIFFERENT = 8, 4
 #: The tokens of answers that are compared where they need not be equal for certain.
 _COMPARED = 4
 #: More prompts for that.
@@ -195,8 +200,7 @@ def with_seeds(trials: Trials, info: ServerInfo) -> ServerInfo:
     """Find out whether equal seeds give equal answers, no matter what else the server works on."""
     if not info.samples:
         return info
-    seeds = (1, 2, 3, 4)
-    rows = [{"max_tokens": _LENGTH, "temperature": HOTTEST, "seed": seed} for seed in seeds]
+    rows = [{"max_tokens": _LENGTH, "temperature": HOTTEST, "seed": seed} for seed in range(1, _SEEDS + 1)]
     together = trials.ask(info, *rows)
     again = trials.ask(info, *rows[::-1], *rows[::-1])
     alone = trials.ask(info, rows[1])
@@ -205,7 +209,7 @@ def with_seeds(trials: Trials, info: ServerInfo) -> ServerInfo:
         [each and each.key for each in again] == [*keys[::-1], *keys[::-1]]
         and [each and each.key for each in alone] == keys[1:2]
         and None not in keys
-        and len({*keys}) > 1
+        and len({*keys}) >= _DIFFERENT
     )
     # A server does not say whether it is slower with seeds, and some are.
     capabilities = replace(info.capabilities, per_answer_seeds=honoured, seeds_are_costly=honoured)

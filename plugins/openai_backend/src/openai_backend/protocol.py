@@ -20,10 +20,11 @@ from corelm.support import (
     checked_ids,
     checked_logprobs,
     generate_result,
+    only_choice,
     row_outcome,
     score_result,
 )
-from openai_backend.replies import Reported, count, only_choice, reported
+from openai_backend.replies import Reported, count, reported
 from openai_backend.sampling import check, parameters
 from openai_backend.server_info import ServerInfo
 

@@ -34,19 +34,6 @@ class Reported:
         return len(self.names)
 
 
-def only_choice(reply: Any) -> dict[str, Any]:
-    """Return the choice of a completion.
-
-    Raises:
-        RowError: the reply does not have exactly one choice.
-    """
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RowError("it is not a completion with one choice")
-    choice: dict[str, Any] = choices[0]
-    return choice
-
-
 def reported(choice: Mapping[str, Any]) -> Reported:
     """Return what a choice says of its tokens.
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm.support import RowError, TransientError
+from corelm.support import RowError, TransientError, only_choice
 from openai_backend.protocol import COMPLETIONS, LOGPROBS, answer_ids, prompt_of
-from openai_backend.replies import Reported, only_choice, reported
+from openai_backend.replies import Reported, reported
 from openai_backend.server_info import ServerInfo
 
 if TYPE_CHECKING:

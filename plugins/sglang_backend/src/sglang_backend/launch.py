@@ -13,6 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,7 +114,13 @@ class LaunchedServer:
         with tqdm(desc=what, bar_format="{desc}: {elapsed}", mininterval=1.0, disable=not progress) as bar:
             while not (self.owns_its_port() and ready()):
                 if not self._runs_after(_POLL_INTERVAL):
-                    raise EngineError(f"the server ended while it started:\n{self.log_tail()}", usable=False)
+                    ended = f"the server ended while it started:\n{self.log_tail()}"
+                    if find_spec("sglang") is None:
+                        ended += (
+                            '\nSGLang is not installed for this Python: pip install "core[sglang]". Or pass python= of '
+                            "an environment that has it, or base_url= of a server that runs"
+                        )
+                    raise EngineError(ended, usable=False)
                 if time.monotonic() > deadline:
                     raise BackendTimeoutError(
                         f"the server was not ready within {timeout:g} s. The first start compiles kernels; pass "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.support import refuse_missing_path, torch_device, torch_dtype
+from corelm.support import hub_options, refuse_missing_path, torch_device, torch_dtype
 
 #: Options of `from_pretrained` that say where a configuration is found.
 _WHERE = frozenset({"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "subfolder"}) | {
@@ -39,7 +39,8 @@ def load_model(
     """
     refuse_missing_path("model", path)
     device = torch_device(device)
-    options: dict[str, Any] = {"weights_only": True, **model_kwargs, "trust_remote_code": trust_remote_code}
+    own = {**hub_options(path), **model_kwargs}
+    options: dict[str, Any] = {"weights_only": True, **own, "trust_remote_code": trust_remote_code}
     options["dtype"] = torch_dtype(dtype) or "auto"
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -67,6 +68,9 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
         config = options.get("config") or AutoConfig.from_pretrained(path, **where)
     except (OSError, ValueError):
         # There is no usable config.json: the folder may hold nothing but an adapter, which says where its model is.
+        # Transformers asks the hub for that, whatever it is told, so this is not tried without a hub.
+        if where.get("local_files_only") and not os.path.exists(path) and not _is_cached_adapter(path, where):
+            raise
         return AutoModelForCausalLM
     # A model with code of its own says in `auto_map` which classes can load it.
     own = getattr(config, "auto_map", None) or {}
@@ -79,6 +83,14 @@ def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> An
     raise CapabilityError(
         f"{path}: transformers has no causal language model for the model type {config.model_type!r}",
         capability="model",
+    )
+
+
+def _is_cached_adapter(path: str | os.PathLike[str], where: Mapping[str, Any]) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(
+        try_to_load_from_cache(os.fspath(path), "adapter_config.json", cache_dir=where.get("cache_dir")), str
     )
 
 
@@ -173,4 +185,4 @@ def load_tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
 
     refuse_missing_path("tokenizer", given)
     with _naming("tokenizer", given):
-        return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(given, trust_remote_code=trust_remote_code, **hub_options(given))

@@ -6,14 +6,15 @@ import math
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
-from corelm.support import Deadline, RowError
+from corelm.support import Deadline, RowError, TransientError, only_choice
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to, only_choice
+from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to
 from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
             is_reply_to=is_reply_to,
             timeout=deadline.left(),
         )
-        for entry in entries:
+        for payload, entry in zip(payloads, entries, strict=True):
             if isinstance(entry, CoreLMError):
-                raise entry
+                raise _explained(client, info, payload, entry, deadline)
         return [only_choice(entry) for entry in entries]
 
     try:
@@ -99,6 +100,25 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
             usable=True,
         ) from error
     return replace(info, capabilities=capabilities, candidates=candidates)
+
+
+def _explained(
+    client: HttpClient, info: ServerInfo, payload: dict[str, Any], error: CoreLMError, deadline: Deadline
+) -> CoreLMError:
+    """Return the error for a request that the server does not answer. It says what to type if that can be found out."""
+    if not isinstance(error, TransientError):
+        return error
+    if error.status == 500 and sampling_masks.ROUTE not in info.routes:
+        # A server with this option answers 500, without a word, to requests that truncate nothing.
+        truncating = sampling_masks.accepted(payload, info.capabilities.vocab_size)
+        with suppress(CoreLMError):
+            client.post(COMPLETIONS, truncating, timeout=deadline.left())
+            return EngineError(
+                f"{client.base_url}: the server runs with --return-sampling-mask, which needs a route that it lacks: "
+                "start it with --enable-scale-out as well, or without --return-sampling-mask",
+                usable=True,
+            )
+    return error.final()
 
 
 def logprobs_mode(send: Send, prompt: list[int]) -> LogprobsMode:

@@ -26,6 +26,7 @@ from corelm.support import (
     checked_ids,
     checked_logprobs,
     generate_result,
+    only_choice,
     row_outcome,
     score_result,
 )
@@ -373,19 +374,6 @@ def is_reply_to(payload: Payload, reply: Any) -> bool:
     if sampling_masks.is_for_route(payload):
         return sampling_masks.names_request(payload, reply)
     return reply.get("id") == f"{ID_PREFIX}{payload['request_id']}"
-
-
-def only_choice(reply: Any) -> dict[str, Any]:
-    """Return the choice of a completion.
-
-    Raises:
-        RowError: the reply does not have exactly one choice.
-    """
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RowError("it is not a completion with one choice")
-    choice: dict[str, Any] = choices[0]
-    return choice
 
 
 def _logprobs(choice: Any) -> Mapping[str, Any]:

@@ -1,0 +1,126 @@
+"""A page for every backend: what it says about capabilities and options is what the plugin declares and takes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import corelm
+from corelm.testing.base import engine_facts
+from helpers import capability_tables
+from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "backends"
+ENGINES = capability_tables.ENGINES.read_text()
+PLUGINS = {"transformers": "Transformers", "vllm": "VLLM", "sglang": "SGLang", "openai": "OpenAI", "ray": "Ray"}
+#: Functions in which a plugin keeps the defaults of options that its `open` passes on.
+DEFAULTS_OF: dict[str, tuple[str, str]] = {"vllm": ("vllm_backend.server", "VLLMServer.connect")}
+#: Options that a README explains, and that belong to the engine.
+OF_THE_ENGINE = {"vllm": {"max_logprobs"}}
+
+
+def page(name: str) -> str:
+    return (FOLDER / f"{name}.md").read_text()
+
+
+def test_every_backend_of_this_repository_has_a_page():
+    plugins = {path.name.removesuffix("_backend") for path in (ROOT / "plugins").iterdir() if path.is_dir()}
+    assert plugins == set(PLUGINS) == {path.stem for path in FOLDER.glob("*.md")} - {"index", "toy"}
+    for name in (*PLUGINS, "toy"):
+        assert f"]({name}.md)" in page("index")
+
+
+# What it can do -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_the_table_of_a_page_is_the_column_of_the_page_of_engines(name):
+    said = capability_tables.column(ENGINES, name)
+    assert {"score", "abort", "temperature"} <= said.keys()
+    assert capability_tables.with_table(page(name), said) == page(name), "run .ci/engines_page.py --pages"
+
+
+def test_the_page_of_the_toy_says_what_the_toy_declares():
+    with corelm.get_backend("toy") as backend:
+        said = capability_tables.cells(engine_facts(backend)["declares"])
+    assert capability_tables.with_table(page("toy"), said) == page("toy"), "run .ci/engines_page.py --pages"
+
+
+def test_transformers_declares_what_the_page_of_engines_says(tmp_path):
+    tiny_model(hidden_size=128).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with corelm.get_backend("transformers", tmp_path, dtype="float32") as backend:
+        capability_tables.assert_page_says("transformers", backend)
+
+
+def test_every_capability_has_a_meaning():
+    assert capability_tables.meanings().keys() == corelm.Capabilities.__dataclass_fields__.keys()
+
+
+# What it takes --------------------------------------------------------------------------------------------------------
+
+
+def options_in(text: str) -> dict[str, str]:
+    """Return the options in the tables of a section "Options of `open`", each with its default as the table says."""
+    section = text.partition("## Options of `open`\n")[2].partition("\n## ")[0]
+    found = {}
+    for names, default in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", section, re.MULTILINE):
+        options, defaults = re.findall(r"`(\w+)`", names), default.split(", ")
+        found |= dict(
+            zip(options, defaults if len(defaults) == len(options) else [default] * len(options), strict=True)
+        )
+    return found
+
+
+def named(module: str, path: str) -> Callable[..., Any]:
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def options_of(name: str) -> tuple[dict[str, Any], bool]:
+    """Return the options that a plugin's `open` lists, each with its default, and whether it takes others."""
+    opened = (
+        named("toy_backend", "ToyBackend") if name == "toy" else named(f"{name}_backend", f"{PLUGINS[name]}Backend")
+    )
+    parameters = inspect.signature(opened.open).parameters
+    found = {each.name: each.default for each in parameters.values() if each.kind is each.KEYWORD_ONLY}
+    if name in DEFAULTS_OF:
+        inner = inspect.signature(named(*DEFAULTS_OF[name])).parameters
+        found |= {each: inner[each].default for each in found if each in inner and found[each] is None}
+    return found, any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+@pytest.mark.parametrize("name", [*PLUGINS, "toy"])
+def test_the_options_are_those_of_open_with_their_defaults(name):
+    text = page("toy") if name == "toy" else (ROOT / "plugins" / f"{name}_backend" / "README.md").read_text()
+    told, (taken, others) = options_in(text), options_of(name)
+    shown_elsewhere = {"model", "base_url", *OF_THE_ENGINE.get(name, ())}
+    assert told.keys() - shown_elsewhere == taken.keys() - shown_elsewhere
+    assert others == bool(name in ("vllm", "sglang", "ray"))
+    for option, default in taken.items():
+        if isinstance(default, (bool, int, float, str)):
+            shown = f"{default:g}" if type(default) in (int, float) else str(default)
+            words = re.findall(r"[\w.]+", told[option].replace(",", ""))
+            assert shown in words, f"{option}: {shown} is not in {told[option]!r}"
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_page_shows_the_readme_from_a_heading_that_it_has(name):
+    (target, options) = re.findall(r"^```\{include\} (\S+)\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)[0]
+    readme = (FOLDER / target).read_text()
+    for heading in re.findall(r'^:(?:start-after|end-before): "(.*)"$', options, re.MULTILINE):
+        assert readme.count(f"\n{heading}\n") == 1
+
+
+def test_a_default_that_differs_is_noticed():
+    readme = "## Options of `open`\n\n| `a`, `b` | 1, `True` | … |\n| `c` | 4,096 s | … |\n\n## Next\n| `d` | 1 | … |\n"
+    assert options_in(readme) == {"a": "1", "b": "`True`", "c": "4,096 s"}
