@@ -1,1 +1,30 @@
-"""Two or more engines on the same prompts: how far apart their numbers are, and why."""
+"""Two or more engines on the same prompts: how far apart their numbers are, and why.
+
+`compare` opens the engines, asks each the same, and returns a `Comparison`: the gap between each two sides, each
+side's distance to itself, what was tried, and the causes that were found.
+"""
+
+from corelm.compare.records import (
+    Cause,
+    Comparison,
+    Divergence,
+    Experiment,
+    Gap,
+    Row,
+    Side,
+    WorstToken,
+)
+from corelm.compare.referee import SideSpec, compare
+
+__all__ = [
+    "Cause",
+    "Comparison",
+    "Divergence",
+    "Experiment",
+    "Gap",
+    "Row",
+    "Side",
+    "SideSpec",
+    "WorstToken",
+    "compare",
+]
