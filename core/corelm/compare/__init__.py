@@ -14,7 +14,8 @@ from corelm.compare.records import (
     Side,
     WorstToken,
 )
-from corelm.compare.referee import SideSpec, compare
+from corelm.compare.referee import compare
+from corelm.compare.sides import SideSpec
 
 __all__ = [
     "Cause",

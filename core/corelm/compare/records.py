@@ -277,7 +277,8 @@ class Comparison:
         seed: of everything that was sampled.
         seconds: how long it took.
         verdict: `agree`: all sides are within noise of each other, and nothing was found. `rounding`: the only
-            difference is that of their dtypes. `differ`: a cause was found. `unexplained`: they differ, cause not found.
+            difference is that of their dtypes. `differ`: a cause was found. `unexplained`: they differ, and no cause
+            was found.
     """
 
     sides: tuple[Side, ...]
