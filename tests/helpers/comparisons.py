@@ -11,7 +11,23 @@ from torch import Tensor
 from corelm.compare.gaps import measure
 from corelm.compare.records import Cause, Comparison, Divergence, Experiment, Gap, Row, Side
 
-WORDS = (" the", " cat", " sat", " on", " a", " mat", ",", " and", " nobody", " knew", " why", ".\n", " It", " was", " 42")
+WORDS = (
+    " the",
+    " cat",
+    " sat",
+    " on",
+    " a",
+    " mat",
+    ",",
+    " and",
+    " nobody",
+    " knew",
+    " why",
+    ".\n",
+    " It",
+    " was",
+    " 42",
+)
 #: Texts that a page must not obey: tags, quotes, an override of the direction of writing, a bell, half a character.
 HOSTILE = ("<script>alert(1)</script>", "\"'&amp;<b>", "\u202egnp.exe\u202c", "\x07\x1b[2J", "\ud83d", "</style>")
 
@@ -113,16 +129,39 @@ def comparison(
         own=tuple(each for name in names for each in own(name)),
         tolerances=dict.fromkeys(names, 2e-6),
         divergences=tuple(
-            Divergence(what="numbers", one=first, other=names[1], row=at, position=3 + at % 5, first=-1.5, second=-2.25,
-                       text="".join(tokens[at][:3]))
+            Divergence(
+                what="numbers",
+                one=first,
+                other=names[1],
+                row=at,
+                position=3 + at % 5,
+                first=-1.5,
+                second=-2.25,
+                text="".join(tokens[at][:3]),
+            )
             for at in range(rows)
             if verdict in ("differ", "unexplained")
         ),
         experiments=(
-            Experiment(id="scale", side=names[1], changed="the plain forward's logits divided by 0.7", before=0.41,
-                       after=3.1e-7, tokens=480, explains=verdict == "differ", note="a factor of 0.7000 fits best"),
-            Experiment(id="shift", side=names[1], changed="the numbers moved by one position", before=0.41, after=2.3,
-                       tokens=480, explains=False),
+            Experiment(
+                id="scale",
+                side=names[1],
+                changed="the plain forward's logits divided by 0.7",
+                before=0.41,
+                after=3.1e-7,
+                tokens=480,
+                explains=verdict == "differ",
+                note="a factor of 0.7000 fits best",
+            ),
+            Experiment(
+                id="shift",
+                side=names[1],
+                changed="the numbers moved by one position",
+                before=0.41,
+                after=2.3,
+                tokens=480,
+                explains=False,
+            ),
         ),
         causes=tuple(causes),
         ruled_out=("shift", "softcap", "truncation", "vocab-padding", "company", "prefix-cache", "eos-suppressed"),
@@ -139,8 +178,8 @@ TEMPERATURE = Cause(
     id="scale",
     side="vllm",
     confidence="certain",
-    evidence="vllm's log-probs are those of logits divided by 0.7: with that, the plain forward is 3.1e-07 nats a token "
-    "away, without it 0.41",
+    evidence="vllm's log-probs are those of logits divided by 0.7: with that, the plain forward is 3.1e-07 nats a "
+    "token away, without it 0.41",
     advice="ask for raw log-probs: get_backend('vllm', …, logprobs_mode='raw_logprobs')",
     figures={"temperature": 0.7, "before": 0.41, "after": 3.1e-7},
 )

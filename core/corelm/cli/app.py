@@ -18,6 +18,8 @@ from rich.console import Console
 
 from corelm._version import __version__
 from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing
+from corelm.cli.compare import compare
+from corelm.cli.compare_sides import SidesCommand
 from corelm.cli.conformance import conformance
 from corelm.cli.engine import EngineChoice
 from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
@@ -40,6 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
+app.command(cls=SidesCommand)(compare)
 app.command(cls=flags.GroupedCommand)(conformance)
 app.command(cls=flags.GroupedCommand)(serve)
 app.command("new-backend", cls=flags.GroupedCommand)(new_backend)

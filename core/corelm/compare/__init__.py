@@ -4,6 +4,7 @@
 side's distance to itself, what was tried, and the causes that were found.
 """
 
+from corelm.compare.reading import from_json
 from corelm.compare.records import (
     Cause,
     Comparison,
@@ -15,6 +16,8 @@ from corelm.compare.records import (
     WorstToken,
 )
 from corelm.compare.referee import compare
+from corelm.compare.report import as_html, write_report
+from corelm.compare.report_text import as_text
 from corelm.compare.sides import SideSpec
 
 __all__ = [
@@ -27,5 +30,9 @@ __all__ = [
     "Side",
     "SideSpec",
     "WorstToken",
+    "as_html",
+    "as_text",
     "compare",
+    "from_json",
+    "write_report",
 ]

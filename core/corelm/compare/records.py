@@ -14,10 +14,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from corelm._version import __version__
+
 Verdict = Literal["agree", "rounding", "differ", "unexplained"]
 Confidence = Literal["certain", "likely", "possible"]
 GapKind = Literal["sides", "own_scores", "sampled", "again", "company", "order", "late_start", "oracle"]
 
+#: The format of `Comparison.to_json`. The number rises when a name goes or means something else.
+FORMAT = "corelm.compare/1"
 #: Exit codes of a comparison that ran to its end. Errors have those of `corelm.cli`: 2 refused, 3 the engine failed.
 EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexplained": 1}
 
@@ -316,7 +320,8 @@ class Comparison:
         found = {each.name: plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
         for name in ("gaps", "own"):
             found[name] = [gap.to_json(arrays) for gap in getattr(self, name)]
-        return {**found, "exit_code": self.exit_code, "calls": self.calls}
+        more = {"headline": self.headline, "exit_code": self.exit_code, "calls": self.calls}
+        return {"format": FORMAT, "corelm": __version__, **found, **more}
 
     def __str__(self) -> str:
         lines = [self.headline, *(f"  {gap}" for gap in self.gaps), *(f"  cause: {cause}" for cause in self.causes)]

@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from corelm.backend.backend import Backend
+from corelm.compare.built_in import built_in_prompts
 from corelm.compare.material import DEFAULT, prepare
 from corelm.compare.oracles import find_oracle
 from corelm.compare.records import Comparison
@@ -23,7 +24,7 @@ from corelm.validate import count, invalid, positive, shown
 
 def compare(
     sides: Sequence[SideSpec | Backend],
-    prompts: Sequence[str | Sequence[Mapping[str, Any]] | Sequence[int]],
+    prompts: Sequence[str | Sequence[Mapping[str, Any]] | Sequence[int]] | None = None,
     completions: Sequence[str | Sequence[int]] | None = None,
     *,
     oracle: str | PathLike[str] | Literal["auto"] | None = "auto",
@@ -45,7 +46,7 @@ def compare(
 
     Args:
         sides: the engines: what to open, or backends that are open already, which stay open.
-        prompts: texts, conversations (lists of messages) or ids; mixed if you like.
+        prompts: texts, conversations (lists of messages) or ids; mixed if you like. None for those that core brings.
         completions: one per prompt, texts or ids; None has the first side that can sample them.
         oracle: the folder of the model, whose plain float32 forward says which side is wrong; "auto" takes the first
             side's model that is a folder with a model, None goes without. The forward runs on the CPU of this process.
@@ -78,7 +79,8 @@ def compare(
                     "the calls name an adapter, whose plain forward is not known; pass oracle= a folder in which it is merged"
                 ),
             )
-        material = prepare(opened, prompts, completions, plain, params, seed)
+        asked = built_in_prompts(opened) if prompts is None else prompts
+        material = prepare(opened, asked, completions, plain, params, seed)
         trial = Trial(opened, material, plain, tuple(checkpoints), seed, tolerance)
         return trial.run([] if why_not is None else [why_not], started)
 

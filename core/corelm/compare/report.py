@@ -14,16 +14,17 @@ from corelm.compare.report_plots import against, by_position, divergences, histo
 from corelm.compare.report_style import STYLE
 from corelm.compare.report_tokens import scored_rows, worst_tokens
 from corelm.compare.report_words import (
-    KINDS,
     VERDICTS,
     between,
+    log_prob,
     number,
     own_gaps,
     pair,
     share,
-    size_of,
     summary,
     tolerance,
+    worst_own,
+    worst_sampled,
 )
 from corelm.errors import printable
 
@@ -81,7 +82,8 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     if comparison.causes:
         yield f"<h2>Cause{'s' * (len(comparison.causes) > 1)}, and what to do</h2>\n"
     for cause in comparison.causes:
-        yield _cause(cause, [each for each in comparison.experiments if each.id == cause.id and each.explains])
+        calm = " calm" if comparison.verdict == "rounding" else ""
+        yield _cause(cause, calm, [each for each in comparison.experiments if each.id == cause.id and each.explains])
     if comparison.verdict == "unexplained":
         yield "<h2>No cause was found for all of the difference</h2>\n"
         yield "<p>Everything that was tried is below, with numbers.</p>"
@@ -89,7 +91,7 @@ def _causes(comparison: Comparison) -> Iterator[str]:
         yield f"<p class=soft>Note: {_text(note)}.</p>"
 
 
-def _cause(cause: Cause, experiments: list[Experiment]) -> str:
+def _cause(cause: Cause, look: str, experiments: list[Experiment]) -> str:
     side = "" if cause.side is None else f" in {_text(cause.side)}"
     shown = "".join(
         f"<p class=soft>{_text(each.changed)}: mean |Δ| {number(each.before)} → {number(each.after)} nats, "
@@ -98,41 +100,55 @@ def _cause(cause: Cause, experiments: list[Experiment]) -> str:
         if each.side == cause.side
     )
     return (
-        f"<section class=cause><h3><code>{_text(cause.id)}</code>{side} <small>{cause.confidence}</small></h3>"
+        f'<section class="cause{look}">'
+        f"<h3><code>{_text(cause.id)}</code>{side} <small>{cause.confidence}</small></h3>"
         f"<p>{_text(cause.evidence)}.</p><p class=advice>{_text(cause.advice)}</p>{shown}</section>\n"
     )
 
 
 def _gaps(comparison: Comparison) -> Iterator[str]:
-    yield "<h2>How far apart</h2>\n<div class=wide><table class=numbers><tr><th class=words>Δ in nats</th>"
     heads = ("mean |Δ|", "p99", "largest", "outside [0.9, 1.1]", "mean Δ", "median", "p90", "p99.9", "k3", "tokens")
-    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr>\n"
+    head = "<div class=wide><table class=numbers><tr><th class=words>Δ in nats</th>"
+    head += "".join(f"<th>{name}</th>" for name in heads) + "</tr>\n"
+    yield f"<h2>How far apart</h2>\n{head}"
     for gap in comparison.gaps:
         yield _gap(gap, pair(gap), "over" if gap.mean_abs > tolerance(comparison, gap) else "")
     for side in comparison.sides:
-        for gap in own_gaps(comparison, side.name):
-            over = gap.mean_abs > comparison.tolerances.get(side.name, float("inf"))
-            yield _gap(gap, f"{side.name} itself: {KINDS[gap.kind]}", "over" if over else "", self=True)
+        for found in (worst_own(comparison, side.name), worst_sampled(comparison, side.name)):
+            if found is not None:
+                yield _gap(found, found.other, _over_itself(comparison, found, side.name), own=True)
     yield "</table></div>\n"
     noise = ", ".join(f"{name} {number(value)}" for name, value in comparison.tolerances.items())
     yield (
         f"<p class=soft>A mean |Δ| counts as noise up to: {_text(noise)} nats. Larger ones are coloured. Pale lines "
-        "are each side's distance to itself.</p>\n"
+        "are each side's largest distances to itself.</p>\n"
     )
+    if comparison.own:
+        yield f"<details><summary>All distances of sides to themselves</summary>{head}"
+        for side in comparison.sides:
+            for gap in own_gaps(comparison, side.name):
+                yield _gap(gap, gap.other, _over_itself(comparison, gap, side.name), own=True)
+        yield "</table></div></details>\n"
 
 
-def _gap(gap: Gap, name: str, look: str, *, self: bool = False) -> str:
-    skipped = f"<br><small>{gap.skipped:,} only on one side</small>" if gap.skipped else ""
+def _over_itself(comparison: Comparison, gap: Gap, side: str) -> str:
+    return "over" if gap.mean_abs > comparison.tolerances.get(side, float("inf")) else ""
+
+
+def _gap(gap: Gap, name: str, look: str, *, own: bool = False) -> str:
+    skipped = f"<br><small>{gap.skipped:,} only on one side</small>" if gap.skipped and not own else ""
     cells = [f'<span class="{look}">{number(gap.mean_abs)}</span>', number(gap.p99), number(gap.max_abs)]
     cells += [share(gap.outside), number(gap.mean, sign=True)]
     cells += [*map(number, (gap.median_abs, gap.p90, gap.p999, gap.k3)), f"{gap.count:,}{skipped}"]
     row = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f"<tr{' class=self' if self else ''}><td class=words>{_text(name)}</td>{row}</tr>\n"
+    return f"<tr{' class=self' if own else ''}><td class=words>{_text(name)}</td>{row}</tr>\n"
 
 
 def _pictures(comparison: Comparison) -> Iterator[str]:
     pairs = between(comparison.gaps)
-    together = tails(comparison, [*pairs, *(gap for gap in comparison.gaps if gap.kind == "oracle")])
+    plain = [gap for gap in comparison.gaps if gap.kind == "oracle"]
+    # Of more than two sides there are too many pairs for one picture; the plain forward says which side is wrong.
+    together = tails(comparison, [*(pairs[:1] if plain else pairs), *plain])
     for place, gap in enumerate(pairs[:_PAIRS]):
         drawn = (histogram(comparison, gap), together, by_position(gap), against(gap))
         figures = "".join([*drawn, divergences(comparison, gap)])
@@ -155,7 +171,7 @@ def _divergences(comparison: Comparison) -> Iterator[str]:
     # Those of ids and answers first: they are few, and explain the others.
     ranked = sorted(comparison.divergences, key=lambda each: each.what == "numbers")
     for each in ranked[:_LISTED]:
-        there = " / ".join("ended" if value is None else number(value) for value in (each.first, each.second))
+        there = " / ".join(_there(value) for value in (each.first, each.second))
         yield (
             f"<tr><td>{words[each.what]}</td><td>{each.row}</td><td>{each.position}</td>"
             f"<td>{_text(each.one)} / {_text(each.other)}</td><td>{there}</td>"
@@ -164,6 +180,12 @@ def _divergences(comparison: Comparison) -> Iterator[str]:
     yield "</table></div>\n"
     if len(ranked) > _LISTED:
         yield f"<p class=soft>… and {len(ranked) - _LISTED} more.</p>\n"
+
+
+def _there(value: float | int | None) -> str:
+    if value is None:
+        return "ended"
+    return str(value) if isinstance(value, int) else log_prob(value)
 
 
 def _tried(comparison: Comparison) -> Iterator[str]:

@@ -5,7 +5,6 @@ Each function returns a figure of HTML, or "" if there is nothing to draw.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corelm.compare.records import Comparison, Gap
-from corelm.compare.report_words import KINDS, number, pair, share, worst_own
+from corelm.compare.report_words import number, pair, share, worst_own
 from corelm.compare.scales import Scale
 from corelm.compare.svg import BOTTOM, TOP, Plot, key
 from corelm.errors import printable
@@ -31,13 +30,13 @@ _EDGE = 0.1
 
 def histogram(comparison: Comparison, gap: Gap) -> str:
     """Draw how often each Δ is, with the sides' distances to themselves on top."""
-    own = [(name, found) for name in _names(gap) if (found := worst_own(comparison, name)) is not None]
-    scale = _symlog([gap.delta, *(found.delta for _, found in own)])
+    own = [found for name in (gap.one, gap.other) if (found := worst_own(comparison, name)) is not None]
+    scale = _symlog(gap, own)
     if scale is None:
         return ""
     edges = scale.values(_BINS + 2)  # an even number, so that 0 is in the middle of a bin
     heights = _shares(gap.delta, edges)
-    least = min([1 / max(len(gap.delta), 1), *(1 / max(len(found.delta), 1) for _, found in own)])
+    least = min([1 / max(len(gap.delta), 1), *(1 / max(len(found.delta), 1) for found in own)])
     plot = Plot(
         scale,
         Scale.log(least * 0.9, 1.0),
@@ -48,10 +47,10 @@ def histogram(comparison: Comparison, gap: Gap) -> str:
     )
     plot.stairs(edges, heights, "s0", filled=True)
     lines = [("s0", pair(gap))]
-    for place, (name, found) in enumerate(own, 1):
+    for place, found in enumerate(own, 1):
         look = f"own{place}"
         plot.stairs(edges, _shares(found.delta, edges), look)
-        lines.append((look, f"{name} from itself ({KINDS[found.kind]})"))
+        lines.append((look, found.other))
     return _figure(
         "How the differences are spread",
         plot.svg() + key(lines),
@@ -62,8 +61,8 @@ def histogram(comparison: Comparison, gap: Gap) -> str:
 def tails(comparison: Comparison, gaps: Sequence[Gap]) -> str:
     """Draw which share of the tokens differs by at least so much, for each gap and each side's distance to itself."""
     named = [(pair(gap), gap) for gap in gaps[:_MOST_LINES]]
-    own = [(f"{side.name} from itself", worst_own(comparison, side.name)) for side in comparison.sides]
-    repeated = [(name, gap) for name, gap in own if gap is not None][:_MOST_LINES]
+    own = [worst_own(comparison, side.name) for side in comparison.sides]
+    repeated = [(gap.other, gap) for gap in own if gap is not None][:_MOST_LINES]
     sizes = [_sizes(gap) for _, gap in (*named, *repeated)]
     present = torch.cat(sizes) if sizes else torch.zeros(0)
     if not len(present):
@@ -94,7 +93,7 @@ def tails(comparison: Comparison, gaps: Sequence[Gap]) -> str:
 
 def by_position(gap: Gap) -> str:
     """Draw Δ against the position in the row."""
-    scale = _symlog([gap.delta])
+    scale = _symlog(gap, [gap])
     if scale is None or not len(gap.positions):
         return ""
     last = int(gap.positions.max())
@@ -103,7 +102,7 @@ def by_position(gap: Gap) -> str:
         f"Differences of {pair(gap)} by position, from 0 to {last}.",
     )  # fmt: skip
     plot.rule(y=0.0)
-    where, low, middle, high = _by_bin(gap, min(40, last + 1))
+    where, low, middle, high = _by_bin(gap, max(1, min(40, last + 1, gap.count // 15)))
     if len(where) > 1:
         plot.band(where, low, high, "s0")
     plot.cloud(gap.positions.double(), gap.delta, "s0")
@@ -170,27 +169,23 @@ def divergences(comparison: Comparison, gap: Gap) -> str:
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-def _names(gap: Gap) -> tuple[str, str]:
-    return gap.one, gap.other
-
-
 def _sizes(gap: Gap) -> Tensor:
     """Return |Δ| where it is not 0, float64."""
     size = gap.delta.double().abs()
     return size[size >= _SMALLEST]
 
 
-def _symlog(deltas: Sequence[Tensor]) -> Scale | None:
-    """Return a scale for all of them, linear where half of the smallest are; None if there are none.
+def _symlog(gap: Gap, own: Sequence[Gap] = ()) -> Scale | None:
+    """Return a scale for all of them, linear up to where half of a side's rounding is; None if there are no tokens.
 
     Rounding is then a bell, and what is larger than rounding lies outside it.
     """
-    sizes = [each.double().abs() for each in deltas]
-    present = [size[size >= _SMALLEST] for size in sizes]
-    medians = [float(size.median()) for size in present if len(size)]
-    if not any(map(len, sizes)):
+    if not gap.count:
         return None
-    return Scale.symlog(max((float(size.max()) for size in present if len(size)), default=1e-6), min(medians, default=1e-7))
+    sizes = [_sizes(each) for each in (gap, *own)]
+    median, *others = (float(size.median()) if len(size) else _SMALLEST for size in sizes)
+    largest = max((float(size.max()) for size in sizes if len(size)), default=1e-6)
+    return Scale.symlog(largest, max(min(median, max([median / 30, *others])), 10 * _SMALLEST))
 
 
 def _shares(delta: Tensor, edges: Tensor) -> Tensor:
@@ -216,9 +211,10 @@ def _by_bin(gap: Gap, bins: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = []
     for at in number_of.unique().tolist():
         inside = number_of == at
-        low, middle, high = torch.quantile(gap.delta[inside].double(), torch.tensor([0.05, 0.5, 0.95]).double()).tolist()
-        found.append((float(gap.positions[inside].double().mean()), low, middle, high))
-    return tuple(torch.tensor(found, dtype=torch.float64).reshape(-1, 4).T)  # type: ignore[return-value]
+        quantiles = torch.quantile(gap.delta[inside].double(), torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
+        found.append([float(gap.positions[inside].double().mean()), *quantiles.tolist()])
+    where, low, middle, high = torch.tensor(found, dtype=torch.float64).T
+    return where, low, middle, high
 
 
 def _lean(gap: Gap) -> str:

@@ -29,6 +29,7 @@ code { font: .92em ui-monospace, monospace; }
 .agree, .rounding { background: var(--good); } .unexplained { background: var(--warn); }
 .cause { border-left: 4px solid var(--bad); background: var(--panel); padding: .6rem .9rem; margin: .6rem 0;
   border-radius: 0 .3rem .3rem 0; }
+.calm { border-left-color: var(--good); } .calm .advice::before { color: var(--good); }
 .cause h3 { margin: 0 0 .2rem; } .cause p { margin: .3rem 0; }
 .advice::before { content: "→ "; color: var(--bad); font-weight: 700; }
 .wide { overflow-x: auto; margin: .4rem 0; }
@@ -81,7 +82,9 @@ summary { cursor: pointer; font-weight: 500; margin: .3rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem .9rem; margin: .4rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
 .ids code { background: var(--panel); border-radius: .25rem; padding: .05rem .35rem; margin-right: .3rem; }
-@media (max-width: 30rem) { body { padding: .7rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
+@media (max-width: 30rem) {
+  body { padding: .7rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
+}
 @media print {
   :root { --page: #fff; --text: #000; --soft: #444; --line: #bbb; --panel: #fff; --s0: #0072b2; --s1: #c04f00;
     --bad: #c04f00; --good: #00795a; --up: 0, 114, 178; --down: 213, 94, 0; --own1: #4a525a; --own2: #8a5a00; }

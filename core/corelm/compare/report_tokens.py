@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from corelm.compare.records import Comparison, Gap, Row
-from corelm.compare.report_words import number, pair, tolerance
+from corelm.compare.report_words import log_prob, number, pair, tolerance
 from corelm.errors import printable
 
 #: Rows that are shown, tokens of each, and shades on both sides of 0.
@@ -69,7 +69,7 @@ def worst_tokens(gap: Gap) -> str:
         return ""
     lines = "".join(
         f"<tr><td>{each.row}</td><td>{each.position}</td><td class=token>{_token(each.token)}</td>"
-        f"<td>{number(each.one)}</td><td>{number(each.other)}</td>"
+        f"<td>{log_prob(each.one)}</td><td>{log_prob(each.other)}</td>"
         f"<td>{number(each.other - each.one, sign=True)}</td><td>{number(_ratio(each.other - each.one))}</td></tr>"
         for each in gap.worst
     )
@@ -89,7 +89,7 @@ def _chosen(comparison: Comparison, gap: Gap) -> list[int]:
     ranked = sorted(largest, key=lambda row: -largest[row])
     if not ranked:
         return []
-    first = min(ranked[: 2 * _ROWS], key=lambda row: _KINDS.index(comparison.rows[row].kind))
+    first = min(ranked, key=lambda row: _KINDS.index(comparison.rows[row].kind))
     return [first, *(row for row in ranked if row != first)][:_ROWS]
 
 
@@ -105,7 +105,7 @@ def _row(row: Row, gap: Gap, shades: _Shades) -> str:
         facts = f"position {at}, id {row.ids[at]}"
         look = "prompt" if at < row.prompt_length else ""
         if at < len(deltas) and math.isfinite(deltas[at]):
-            facts += f": {gap.one} {number(one[at])}, {gap.other} {number(other[at])}"
+            facts += f": {gap.one} {log_prob(one[at])}, {gap.other} {log_prob(other[at])}"
             facts += f", Δ {number(deltas[at], sign=True)}, ratio {number(_ratio(deltas[at]))}"
             look = f"{look} {shades.look(deltas[at])}".strip()
         pieces.append(f'<span class="{look}" title="{escape(printable(facts))}">{_token(row.tokens[at])}</span>')
@@ -116,7 +116,9 @@ def _row(row: Row, gap: Gap, shades: _Shades) -> str:
 def _legend(gap: Gap, shades: _Shades) -> str:
     one, other = (escape(printable(name)) for name in (gap.one, gap.other))
     down = "".join(f'<span class="down{at}">{number(-shades.limits[at - 1])}</span>' for at in range(_SHADES, 0, -1))
-    up = "".join(f'<span class="up{at}">{number(shades.limits[at - 1], sign=True)}</span>' for at in range(1, _SHADES + 1))
+    up = "".join(
+        f'<span class="up{at}">{number(shades.limits[at - 1], sign=True)}</span>' for at in range(1, _SHADES + 1)
+    )
     return (
         f"<p class=shades>{other} gives less than {one} {down}<span>±0</span>{up} and more. Pale text is the prompt. "
         f"Point at a token for its numbers ({escape(printable(pair(gap)))}).</p>"

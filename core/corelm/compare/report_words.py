@@ -21,7 +21,7 @@ KINDS: dict[GapKind, str] = {
     "company": "each row alone",
     "order": "rows in another order",
     "late_start": "from the middle on",
-    "sampled": "sampled, then scored",
+    "sampled": "sampled / scored",
     "own_scores": "its own scores",
 }
 
@@ -43,6 +43,15 @@ def number(value: float, sign: bool = False) -> str:
         digits, _, power = f"{size:.1e}".partition("e")
         text = f"{digits}e{int(power)}"
     return ("−" if value < 0 else "+" if sign else "") + text
+
+
+def log_prob(value: float) -> str:
+    """Return a log-prob in nats with four decimals.
+
+    >>> log_prob(-10.71258)
+    '−10.7126'
+    """
+    return f"{value:.4f}".replace("-", "−") if math.isfinite(value) else number(value)
 
 
 def share(value: float) -> str:
@@ -74,8 +83,17 @@ def own_gaps(comparison: Comparison, side: str) -> list[Gap]:
 
 
 def worst_own(comparison: Comparison, side: str) -> Gap | None:
-    """Return a side's largest distance to itself; None if none was measured."""
-    return max(own_gaps(comparison, side), key=lambda gap: (gap.mean_abs, gap.max_abs), default=None)
+    """Return a side's largest distance to itself among its scores of the same rows; None if none was measured."""
+    return _largest(gap for gap in own_gaps(comparison, side) if gap.kind != "sampled")
+
+
+def worst_sampled(comparison: Comparison, side: str) -> Gap | None:
+    """Return the largest distance between what a side said when it sampled and its scores; None without one."""
+    return _largest(gap for gap in own_gaps(comparison, side) if gap.kind == "sampled")
+
+
+def _largest(gaps: Iterable[Gap]) -> Gap | None:
+    return max(gaps, key=lambda gap: (gap.mean_abs, gap.max_abs), default=None)
 
 
 def tolerance(comparison: Comparison, gap: Gap) -> float:
@@ -97,5 +115,5 @@ def summary(comparison: Comparison) -> str:
         return ""
     gap, allowed = gaps[0], tolerance(comparison, gaps[0])
     words = f"mean |Δ| {number(gap.mean_abs)} nats, the largest {number(gap.max_abs)}; {share(gap.outside)} of the "
-    words += f"ratios outside [0.9, 1.1]; {number(allowed)} is noise"
+    words += f"ratios outside [0.9, 1.1]; up to {number(allowed)} is their own noise"
     return f"{size_of(comparison)}: {words}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from corelm.spec.message import Message
 from corelm.spec.provenance import Adapter, Provenance
 from corelm.spec.sampling import SamplingParams
 from corelm.support.redaction import Secrets
+from corelm.validate import invalid
 
 #: Options whose values are secret.
 _SECRET = ("key", "token", "secret", "password", "header")
@@ -37,6 +39,7 @@ class SideSpec:
         options: all other arguments of `get_backend`, such as ``python``, ``base_url``, ``dtype``.
         name: what to call it in the comparison; None for the backend's name.
         adapter: the adapter of its calls: a name, False for none, None for the engine's default.
+        adapter_path: the folder that the adapter is loaded from; None if the engine has it.
     """
 
     backend: str
@@ -44,10 +47,20 @@ class SideSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     name: str | None = None
     adapter: Adapter = None
+    adapter_path: str | PathLike[str] | None = None
 
     def open(self) -> Backend:
-        """Open the engine."""
-        return get_backend(self.backend, self.model, **self.options)
+        """Open the engine, and load the adapter if a folder is given."""
+        if self.adapter_path is not None and not isinstance(self.adapter, str):
+            raise invalid("adapter", f"expected the name under which {self.adapter_path} is loaded, got {self.adapter!r}")
+        backend = get_backend(self.backend, self.model, **self.options)
+        if self.adapter_path is not None:
+            try:
+                backend.load_adapter(str(self.adapter), self.adapter_path)
+            except BaseException:
+                backend.close()
+                raise
+        return backend
 
 
 @dataclass(frozen=True, slots=True)

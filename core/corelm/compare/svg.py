@@ -77,7 +77,9 @@ class Plot:
             found = cells[:, chosen].T.tolist()
             if found:
                 floor = self._height - BOTTOM - _CELL
-                squares = "".join(f"M{LEFT + _CELL * x} {floor - _CELL * y}h{_CELL}v{_CELL}h-{_CELL}z" for x, y in found)
+                squares = "".join(
+                    f"M{LEFT + _CELL * x} {floor - _CELL * y}h{_CELL}v{_CELL}h-{_CELL}z" for x, y in found
+                )
                 self._marks.append(f'<path class="cloud {look} crowd{level}" d="{squares}"/>')
 
     def rule(self, *, x: float | None = None, y: float | None = None, label: str = "", look: str = "rule") -> None:
@@ -151,9 +153,8 @@ class Plot:
         x_title, y_title = (escape(printable(title)) for title in self._titles)
         middle = TOP + self._inner_height / 2
         parts.append(f'<text class="title" x="{right}" y="{self._height - 6}" text-anchor="end">{x_title}</text>')
-        parts.append(
-            f'<text class="title" transform="translate(10 {middle:g}) rotate(-90)" text-anchor="middle">{y_title}</text>'
-        )
+        turned = f'transform="translate(10 {middle:g}) rotate(-90)"'
+        parts.append(f'<text class="title" {turned} text-anchor="middle">{y_title}</text>')
         return "".join(parts)
 
 
