@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,6 +20,7 @@ from corelm.cli import flags, interrupt_ends_process
 from corelm.cli.compare_sides import sides_of_flags
 from corelm.cli.exits import INTERRUPTED, typed_exits
 from corelm.cli.streams import Messages, Stream, is_terminal, standard_output, tell
+from corelm.cli.wording import as_flags
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def compare(
             metavar="NAME",
             help="A backend, as listed by `corelm backends`. Give it once for each side; the flags of this section "
             "that follow it belong to that side, and those before the first --backend to all sides.",
+            autocompletion=flags.installed_backends,
             rich_help_panel=flags.ENGINE,
         ),
     ] = None,
@@ -142,6 +145,8 @@ def compare(
     Exit code 0: the sides agree, or differ as their dtypes round. 1: they differ. 2: the command was refused, or a file
     could not be read or written. 3: an engine failed. 130: interrupted.
     """
+    if max_prompts is not None and input is None:
+        raise typer.BadParameter("there is no --input to read", param_hint="--max-prompts")
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
         from corelm.cli.compare_lines import read_all
@@ -191,13 +196,25 @@ def _show(found: Comparison, stdout: Stream, as_json: bool) -> None:
     from corelm.compare.report_text import as_text
 
     watched = is_terminal(sys.stderr if as_json else sys.stdout)
-    text = as_text(found, min(shutil.get_terminal_size().columns, 120) if watched else 80)
+    text = as_text(_with_flags(found), min(shutil.get_terminal_size().columns, 120) if watched else 80)
     if not as_json:
         stdout.write(text.encode(errors="backslashreplace"))
         return
     print(text, end="", file=Messages(), flush=True)
     told = json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False) + "\n"
     stdout.write(told.encode(errors="backslashreplace"))
+
+
+def _with_flags(found: Comparison) -> Comparison:
+    """Return the comparison with sentences that name flags instead of Python's arguments."""
+    return replace(
+        found,
+        causes=tuple(
+            replace(each, evidence=as_flags(each.evidence), advice=as_flags(each.advice)) for each in found.causes
+        ),
+        not_tried={name: as_flags(reason) for name, reason in found.not_tried.items()},
+        notes=tuple(map(as_flags, found.notes)),
+    )
 
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:

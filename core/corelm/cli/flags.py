@@ -53,7 +53,7 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def _installed_backends() -> list[str]:
+def installed_backends() -> list[str]:
     return [info.name for info in scan().backends]
 
 
@@ -61,7 +61,7 @@ BackendName = Annotated[
     str,
     typer.Option(
         help="Name of the backend, as listed by `corelm backends`.",
-        autocompletion=_installed_backends,
+        autocompletion=installed_backends,
         rich_help_panel=ENGINE,
     ),
 ]
