@@ -323,16 +323,22 @@ class SaysProcessed(TransformersBackend):
 
 
 class SaysScaled(SaysProcessed):
+    """Does so at a temperature."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return request.sampling.temperature not in (0.0, 1.0)
 
 
 class SaysTruncated(SaysProcessed):
+    """Does so with top-k and top-p."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return request.sampling.truncates
 
 
 class SaysPenalized(SaysProcessed):
+    """Does so with penalties."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return bool(request.sampling.penalties)
 
@@ -549,7 +555,7 @@ DEFECTS: dict[str, Defect] = {
     "no sliding window": Defect("sliding-window", _config(sliding_window=1 << 20), [("gemma2", {})]),
     "rope scaling that is not there": Defect("rope", _linear_rope, [("llama", {}), ("qwen2", {})]),
     "rope scaling left out": Defect("rope", _no_rope_scaling, [("llama", _SCALED_ROPE), ("qwen2", _SCALED_ROPE)]),
-    "weights before an update": Defect("stale-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
+    "weights before an update": Defect("other-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
     "8 bits": Defect("quantized", _weights(eight_bits), [("qwen2", {}), ("llama", {})]),
     "4 bits with zero points": Defect("quantized", _weights(four_bits), [("llama", {}), ("qwen2", {})]),
     "bfloat16": Defect("dtype", _half(torch.bfloat16), [("qwen2", {}), ("gpt2", {})]),

@@ -135,7 +135,7 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     was, left = spread(before), spread(after)
     moved = (predicted - truth).abs()[tried]
     # One that says the same as the reference explains nothing, even if it is a little nearer.
-    says = spread(torch.where(torch.isfinite(moved), moved, -_IMPOSSIBLE)) >= was / 2
+    says = spread(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was

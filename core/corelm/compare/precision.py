@@ -162,14 +162,21 @@ def _integers(bits: int, group: int | None) -> Callable[[Tensor], Tensor]:
     return scheme
 
 
-def _with_zero_points(bits: int, group: int) -> Callable[[Tensor], Tensor]:
+def _with_zero_points(bits: int, group: int, whole: bool) -> Callable[[Tensor], Tensor]:
+    """Return the scheme whose zero is one of the levels (`whole`), or which begins at the least weight of a group."""
+    most = 2**bits - 1
+
     def scheme(weight: Tensor) -> Tensor:
         size = group if weight.shape[-1] % group == 0 else weight.shape[-1]
         parts = weight.reshape(-1, size)
-        low, high = parts.amin(-1, keepdim=True).clamp(max=0.0), parts.amax(-1, keepdim=True).clamp(min=0.0)
-        scale = (high - low).clamp_min(1e-12) / (2**bits - 1)
-        zero = (-low / scale).round()
-        return (((parts / scale).round() + zero).clamp(0, 2**bits - 1) - zero).mul(scale).reshape(weight.shape)
+        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+        if whole:
+            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        scale = (high - low).clamp_min(1e-12) / most
+        zero = -low / scale
+        if whole:
+            zero = zero.round()
+        return (((parts / scale + zero).round().clamp(0, most) - zero) * scale).reshape(weight.shape)
 
     return scheme
 
@@ -194,8 +201,7 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8 (e4m3)": _fp8,
     "int4, groups of 128": _integers(4, 128),
     "int4, groups of 32": _integers(4, 32),
-    "int4 with zero points, groups of 128": _with_zero_points(4, 128),
-    "int4 with zero points, groups of 64": _with_zero_points(4, 64),
-    "int4 with zero points, groups of 32": _with_zero_points(4, 32),
+    **{f"int4 with zero points, groups of {size}": _with_zero_points(4, size, True) for size in (128, 64, 32)},
+    **{f"int4 from the least weight on, groups of {size}": _with_zero_points(4, size, False) for size in (128, 64, 32)},
     "nf4": _nf4,
 }
