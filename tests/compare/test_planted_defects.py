@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from compare.conftest import Folder
 from corelm.compare import compare
 from helpers.planted_defects import DEFECTS, PROMPTS, sound
 
@@ -19,7 +18,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "family", "changes", "seed"), CASES)
-def test_a_planted_defect_is_named(name, family, changes, seed, folder_of: Folder):
+def test_a_planted_defect_is_named(name, family, changes, seed, folder_of):
     defect, folder = DEFECTS[name], folder_of(family, seed, **changes)
     with sound(folder) as right, defect.open(folder) as wrong:
         found = compare([right, wrong], PROMPTS, oracle=folder, seed=seed)
@@ -29,7 +28,6 @@ def test_a_planted_defect_is_named(name, family, changes, seed, folder_of: Folde
     assert found.exit_code == (0 if defect.cause == "dtype" else 1)
     for cause in found.causes:
         assert cause.evidence and cause.advice
-    # It does not matter on which side it is.
 
 
 def test_there_are_enough_of_them():

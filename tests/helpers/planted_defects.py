@@ -415,6 +415,16 @@ class IgnoresAdapters(TransformersBackend):
         return TransformersBackend.score_logprobs(self, replace(request, adapter=False))
 
 
+class Silent(TransformersBackend):
+    """Samples as it should, and cannot score."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        of_scores = {name: False for name in ("score", "score_temperature", "logits", "argmax", "gradients")}
+        of_sets = {"score_support": False, "score_top_k": 0, "score_top_ids": False}
+        self.capabilities = replace(self.capabilities, **of_scores, **of_sets)
+
+
 # The table ------------------------------------------------------------------------------------------------------------
 
 

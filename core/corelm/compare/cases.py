@@ -81,6 +81,7 @@ class Prediction:
         note: a fitted constant, for example.
         figures: its numbers.
         fitted: how many constants were fitted.
+        directed: whether the reference cannot be this change of the side, because the change loses something.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Prediction:
     note: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
     fitted: int = 0
+    directed: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,13 @@ class Judgement:
             f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
             f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
         )
-        if case.oracle is None:
+        accused = case.side.name if made.directed else case.accused
+        if accused is None:
             evidence += "; without an oracle it may be the other way round"
         figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
         return Cause(
             id=made.id,
-            side=case.accused,
+            side=accused,
             confidence=confidence,
             evidence=evidence,
             advice=made.advice,
