@@ -19,10 +19,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import corelm
 from corelm import Backend, Ragged, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenizeRequest, TokenizeResult
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Row = list[int]
+
+LONG_PROMPTS = random_rows(30, 60, seed=5)
+PROMPTS: list[Any] = [
+    "Who are you?",
+    [{"role": "user", "content": "What is your name?"}],
+    *random_rows(12, seed=4),
+    *LONG_PROMPTS,
+]
 
 
 def saved(folder: Path, family: str, seed: int, **changes: Any) -> Path:
@@ -250,27 +258,30 @@ class ForgetsItsCache(Rescoring):
 
 
 class StaleCache(Rescoring):
-    """Has prefixes of earlier weights in its cache: what begins like `warmed` is answered with these.
+    """Keeps the first sixteen ids of rows that it has served in a cache of prefixes, also when its weights change.
 
     Attributes:
-        earlier: the earlier model.
-        warmed: the first ids of the rows that it had scored before its weights changed.
+        cache: keys, values and logits by the ids of the prefix.
     """
 
-    earlier: Any = None
-    warmed: frozenset[int] = frozenset()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.cache: dict[tuple[int, ...], Any] = {}
 
     @torch.no_grad()
     def rescored(self, rows: list[Row], score: Callable[[list[Row]], list[Tensor]]) -> list[Tensor]:
         out = []
         for row in rows:
-            if row[0] not in self.warmed or len(row) < 3:
+            if len(row) < 18:
                 out.append(score([row])[0])
                 continue
-            size = max(1, len(row) // 2)
-            cache = self.earlier(input_ids=torch.tensor([row[:size]]), use_cache=True)
-            rest = self.engine.module(input_ids=torch.tensor([row[size:]]), past_key_values=cache.past_key_values)
-            logits = torch.cat([cache.logits[0], rest.logits[0]])[:-1].float()
+            head = tuple(row[:16])
+            if head not in self.cache:
+                self.cache[head] = self.engine.module(input_ids=torch.tensor([head]), use_cache=True)
+            kept = self.cache[head]
+            past = copy.deepcopy(kept.past_key_values)
+            rest = self.engine.module(input_ids=torch.tensor([row[16:]]), past_key_values=past)
+            logits = torch.cat([kept.logits[0], rest.logits[0]])[:-1].float()
             ids = torch.tensor(row[1:])[:, None]
             out.append(torch.cat([torch.zeros(1), logits.log_softmax(-1).gather(-1, ids)[:, 0]]))
         return out
@@ -312,16 +323,22 @@ class SaysProcessed(TransformersBackend):
 
 
 class SaysScaled(SaysProcessed):
+    """Does so at a temperature."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return request.sampling.temperature not in (0.0, 1.0)
 
 
 class SaysTruncated(SaysProcessed):
+    """Does so with top-k and top-p."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return request.sampling.truncates
 
 
 class SaysPenalized(SaysProcessed):
+    """Does so with penalties."""
+
     def lies(self, request: GenerateRequest) -> bool:
         return bool(request.sampling.penalties)
 
@@ -398,6 +415,16 @@ class IgnoresAdapters(TransformersBackend):
         return TransformersBackend.score_logprobs(self, replace(request, adapter=False))
 
 
+class Silent(TransformersBackend):
+    """Samples as it should, and cannot score."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        of_scores = {name: False for name in ("score", "score_temperature", "logits", "argmax", "gradients")}
+        of_sets = {"score_support": False, "score_top_k": 0, "score_top_ids": False}
+        self.capabilities = replace(self.capabilities, **of_scores, **of_sets)
+
+
 # The table ------------------------------------------------------------------------------------------------------------
 
 
@@ -422,9 +449,7 @@ def _plugin(plugin: type[TransformersBackend]) -> Callable[[Path], Backend]:
 
 def _config(**changes: Any) -> Callable[[Path], Backend]:
     """The sound plugin on the same weights with another configuration."""
-    return lambda folder: opened(
-        TransformersBackend, loaded(folder, **changes), AutoTokenizer.from_pretrained(folder)
-    )
+    return lambda folder: opened(TransformersBackend, loaded(folder, **changes), AutoTokenizer.from_pretrained(folder))
 
 
 def _weights(change: Callable[[str, Tensor], Tensor]) -> Callable[[Path], Backend]:
@@ -474,21 +499,20 @@ def _template(change: Callable[[str], str]) -> Callable[[Path], Backend]:
 
 
 def _stale_cache(folder: Path) -> Backend:
+    """An engine that has served the prompts with earlier weights, and got the new ones then."""
     model = loaded(folder)
-    backend = opened(StaleCache, model, AutoTokenizer.from_pretrained(folder))
-    earlier = copy.deepcopy(model)
+    new = copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        for name, parameter in earlier.named_parameters():
-            parameter.copy_(older(name, older(name + "x", parameter)))
-    backend.engine.plugin.earlier = earlier
-    backend.engine.plugin.warmed = frozenset(range(0, 512, 1)) - frozenset(range(3, 512, 7))
+        for name, parameter in model.named_parameters():
+            parameter.copy_(older(name, parameter))
+    backend = opened(StaleCache, model, AutoTokenizer.from_pretrained(folder))
+    backend.score_logprobs(LONG_PROMPTS)
+    backend.update_weights(new)
     return backend
 
 
 def _half(dtype: torch.dtype) -> Callable[[Path], Backend]:
-    return lambda folder: opened(
-        TransformersBackend, loaded(folder).to(dtype), AutoTokenizer.from_pretrained(folder)
-    )
+    return lambda folder: opened(TransformersBackend, loaded(folder).to(dtype), AutoTokenizer.from_pretrained(folder))
 
 
 def _no_biases(name: str, weight: Tensor) -> Tensor:
@@ -541,7 +565,7 @@ DEFECTS: dict[str, Defect] = {
     "no sliding window": Defect("sliding-window", _config(sliding_window=1 << 20), [("gemma2", {})]),
     "rope scaling that is not there": Defect("rope", _linear_rope, [("llama", {}), ("qwen2", {})]),
     "rope scaling left out": Defect("rope", _no_rope_scaling, [("llama", _SCALED_ROPE), ("qwen2", _SCALED_ROPE)]),
-    "weights before an update": Defect("stale-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
+    "weights before an update": Defect("other-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
     "8 bits": Defect("quantized", _weights(eight_bits), [("qwen2", {}), ("llama", {})]),
     "4 bits with zero points": Defect("quantized", _weights(four_bits), [("llama", {}), ("qwen2", {})]),
     "bfloat16": Defect("dtype", _half(torch.bfloat16), [("qwen2", {}), ("gpt2", {})]),
@@ -550,7 +574,9 @@ DEFECTS: dict[str, Defect] = {
     "special tokens as text": Defect("special-tokens-as-text", _plugin(ReadsSpecialsAsText), [("llama", {})]),
     "another tokenizer": Defect("tokenization", _plugin(ReadsCharacters), [("qwen2", {})]),
     "another chat template": Defect(
-        "chat-template", _template(lambda text: text.replace("message['role'] +", "message['role']|upper +")), [("qwen2", {})]
+        "chat-template",
+        _template(lambda text: text.replace("message['role'] +", "message['role']|upper +")),
+        [("qwen2", {})],
     ),
     "no generation prompt": Defect(
         "generation-prompt",

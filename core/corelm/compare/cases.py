@@ -21,6 +21,8 @@ from corelm.compare.sides import OpenSide
 FLOAT32_NOISE = 2e-4
 #: A prediction explains a case if it leaves at most this part of the difference, and no more than the noise.
 _LEFT = 0.2
+#: A log-prob from here on down may stand for -inf.
+_IMPOSSIBLE = -20.0
 #: A prediction must say something about so many tokens and such a part of them.
 _FEWEST, _COVERED = 8, 0.2
 
@@ -79,6 +81,7 @@ class Prediction:
         note: a fitted constant, for example.
         figures: its numbers.
         fitted: how many constants were fitted.
+        directed: whether the reference cannot be this change of the side, because the change loses something.
     """
 
     id: str
@@ -88,6 +91,7 @@ class Prediction:
     note: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
     fitted: int = 0
+    directed: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,13 @@ class Judgement:
             f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
             f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
         )
-        if case.oracle is None:
+        accused = case.side.name if made.directed else case.accused
+        if accused is None:
             evidence += "; without an oracle it may be the other way round"
         figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
         return Cause(
             id=made.id,
-            side=case.accused,
+            side=accused,
             confidence=confidence,
             evidence=evidence,
             advice=made.advice,
@@ -124,16 +129,19 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
     numbers, truth = _flat(case.numbers), _flat(case.truth)
     predicted = _flat(prediction.numbers)
-    # Infinities compare as they are: an id that both exclude agrees.
-    same_infinity = torch.isinf(numbers) & (numbers == predicted)
+    # Engines write an impossible id as -inf, or as some number far below all others.
+    same_infinity = (predicted == -torch.inf) & (numbers <= _IMPOSSIBLE)
     tried = ~torch.isnan(numbers) & ~torch.isnan(predicted) & ~torch.isnan(truth)
     before = (numbers - truth).abs()[tried & torch.isfinite(numbers) & torch.isfinite(truth)]
     after = torch.where(same_infinity, 0.0, (numbers - predicted).abs())[tried]
     spread = lambda values: float(values.double().mean()) if len(values) else 0.0  # noqa: E731
     was, left = spread(before), spread(after)
+    moved = (predicted - truth).abs()[tried]
+    # One that says the same as the reference explains nothing, even if it is a little nearer.
+    says = spread(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
-    explains = enough and was > case.noise and left <= case.noise and left <= _LEFT * was
+    explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
     return Judgement(
         prediction,
         Experiment(

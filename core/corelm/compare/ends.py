@@ -31,31 +31,11 @@ def end_causes(
             not_tried["stop-string"] = f"{side.name}: {error}"
     divergences = _divergences(sides, answers)
     for side in sides:
-        if side.name not in answers or "stop" not in side.can.sampling:
-            continue
-        stop = _a_stop(side, answers[side.name])
-        if stop is None:
-            continue
-        sampling = SamplingParams(max_new_tokens=_TOKENS, temperature=0.0, stop=(stop,))
-        try:
-            (ended,) = side.sample([rows[0]], sampling, seed)
-        except (CapabilityError, InvalidRequestError) as error:
-            not_tried["stop-string"] = f"{side.name}: {error}"
-            continue
-        free = answers[side.name][0].ids
-        due = StopStrings.of(sampling, side.backend.tokenizer).first_end(free)
-        if due is not None and ended.ids[:due] == free[:due] and len(ended.ids) > due:
-            causes.append(
-                Cause(
-                    id="stop-string",
-                    side=side.name,
-                    confidence="certain",
-                    evidence=f"{side.name} goes on for {len(ended.ids) - due} tokens after the one that completes the stop "
-                    f"string {stop!r}, which is number {due} of its answer",
-                    advice="pass stop_token_ids=, or compare answers up to the stop string only",
-                    figures={"due": due, "ended": len(ended.ids)},
-                )
-            )
+        if side.name in answers and "stop" in side.can.sampling:
+            try:
+                causes += _stops(side, rows, answers[side.name], seed)
+            except (CapabilityError, InvalidRequestError) as error:
+                not_tried["stop-string"] = f"{side.name}: {error}"
     return divergences, causes, not_tried
 
 
@@ -86,14 +66,35 @@ def _eos(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cause]:
     return causes
 
 
-def _a_stop(side: OpenSide, answers: Sequence[Answer]) -> str | None:
-    """Return a text that the first greedy answer contains in its middle."""
-    ids = answers[0].ids if answers else []
-    for token in ids[1:-2]:
-        text = side.spell(token).strip()
-        if len(text) > 1 and "\ufffd" not in text and not text.startswith("<"):
-            return text
-    return None
+def _stops(side: OpenSide, rows: Sequence[list[int]], answers: Sequence[Answer], seed: int) -> list[Cause]:
+    """Sample one of the greedy answers again, with a text from its middle as a stop string."""
+    for row, answer in zip(rows, answers, strict=True):
+        for token in answer.ids[1:-4]:
+            stop = side.spell(token).strip()
+            if len(stop) < 2 or "\ufffd" in stop or stop.startswith("<"):
+                continue
+            sampling = SamplingParams(max_new_tokens=_TOKENS, temperature=0.0, stop=(stop,))
+            due = StopStrings.of(sampling, side.backend.tokenizer).first_end(answer.ids)
+            if due is None or due > len(answer.ids) - 4:
+                continue
+            (ended,) = side.sample([row], sampling, seed)
+            if ended.ids[:due] != answer.ids[:due] or len(ended.ids) <= due:
+                return []
+            evidence = (
+                f"{side.name} goes on for {len(ended.ids) - due} tokens after the one that completes the stop string "
+                f"{stop!r}, which is number {due} of its answer"
+            )
+            return [
+                Cause(
+                    id="stop-string",
+                    side=side.name,
+                    confidence="certain",
+                    evidence=evidence,
+                    advice="pass stop_token_ids=, or compare answers up to the stop string only",
+                    figures={"due": due, "ended": len(ended.ids)},
+                )
+            ]
+    return []
 
 
 def _divergences(sides: Sequence[OpenSide], answers: dict[str, list[Answer]]) -> list[Divergence]:

@@ -196,7 +196,9 @@ def _tokenizer(folder: str | PathLike[str]) -> Any:
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder)
+        found = AutoTokenizer.from_pretrained(folder)
+        # For a folder without the files of a tokenizer, transformers may return one that knows no text.
+        return found if found("a b", add_special_tokens=False)["input_ids"] else None
     except Exception as error:  # a checkpoint without a tokenizer raises any of five types
         described(error)
         return None

@@ -162,6 +162,25 @@ def _integers(bits: int, group: int | None) -> Callable[[Tensor], Tensor]:
     return scheme
 
 
+def _with_zero_points(bits: int, group: int, whole: bool) -> Callable[[Tensor], Tensor]:
+    """Return the scheme whose zero is one of the levels (`whole`), or which begins at the least weight of a group."""
+    most = 2**bits - 1
+
+    def scheme(weight: Tensor) -> Tensor:
+        size = group if weight.shape[-1] % group == 0 else weight.shape[-1]
+        parts = weight.reshape(-1, size)
+        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+        if whole:
+            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        scale = (high - low).clamp_min(1e-12) / most
+        zero = -low / scale
+        if whole:
+            zero = zero.round()
+        return (((parts / scale + zero).round().clamp(0, most) - zero) * scale).reshape(weight.shape)
+
+    return scheme
+
+
 def _nf4(weight: Tensor) -> Tensor:
     levels = torch.tensor(_NF4)
     flat = weight.flatten()
@@ -182,5 +201,7 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8 (e4m3)": _fp8,
     "int4, groups of 128": _integers(4, 128),
     "int4, groups of 32": _integers(4, 32),
+    **{f"int4 with zero points, groups of {size}": _with_zero_points(4, size, True) for size in (128, 64, 32)},
+    **{f"int4 from the least weight on, groups of {size}": _with_zero_points(4, size, False) for size in (128, 64, 32)},
     "nf4": _nf4,
 }

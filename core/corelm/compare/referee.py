@@ -18,6 +18,7 @@ from corelm.compare.records import Comparison
 from corelm.compare.sides import OpenSide, SideSpec
 from corelm.compare.trial import Trial
 from corelm.fleet.probes import plain_modes
+from corelm.spec.provenance import Adapter
 from corelm.spec.sampling import SamplingParams
 from corelm.validate import count, invalid, positive, shown
 
@@ -32,6 +33,7 @@ def compare(
     sampling: SamplingParams | Mapping[str, Any] | None = None,
     seed: int = 0,
     tolerance: float | None = None,
+    adapter: Adapter = None,
     timeout: float | None = None,
 ) -> Comparison:
     """Put the same prompts through two or more engines, and say how far apart they are and why.
@@ -54,6 +56,7 @@ def compare(
         sampling: how completions are sampled; by default 24 tokens, with the model's own distribution.
         seed: of everything that is sampled.
         tolerance: mean |Δ| in nats up to which two sides agree; None measures each side's distance to itself.
+        adapter: the adapter of all calls to sides whose `SideSpec` names none; it must be loaded.
         timeout: seconds that each call may take.
 
     Raises:
@@ -70,15 +73,11 @@ def compare(
     seed = count("seed", seed)
     params = DEFAULT if sampling is None else SamplingParams.make(sampling)
     with ExitStack() as stack, plain_modes():
-        opened = _opened(specs, stack, timeout)
+        opened = _opened(specs, stack, timeout, adapter)
         plain, why_not = find_oracle(oracle, _models(specs))
         if plain is not None and oracle == "auto" and any(side.adapter for side in opened):
-            plain, why_not = (
-                None,
-                (
-                    "the calls name an adapter, whose plain forward is not known; pass oracle= a folder in which it is merged"
-                ),
-            )
+            plain = None
+            why_not = "the plain forward of the adapter is not known; pass oracle= a folder with the merged weights"
         asked = built_in_prompts(opened) if prompts is None else prompts
         material = prepare(opened, asked, completions, plain, params, seed)
         trial = Trial(opened, material, plain, tuple(checkpoints), seed, tolerance)
@@ -91,7 +90,9 @@ def _checked(side: Any) -> SideSpec | Backend:
     raise invalid("sides", f"expected SideSpec(backend=…) or an open backend, got {shown(side)}")
 
 
-def _opened(specs: Sequence[SideSpec | Backend], stack: ExitStack, timeout: float | None) -> list[OpenSide]:
+def _opened(
+    specs: Sequence[SideSpec | Backend], stack: ExitStack, timeout: float | None, adapter: Adapter
+) -> list[OpenSide]:
     wanted = [spec.name if isinstance(spec, Backend) else spec.name or spec.backend for spec in specs]
     counts, numbers = Counter(wanted), dict.fromkeys(wanted, 0)
     opened = []
@@ -99,7 +100,7 @@ def _opened(specs: Sequence[SideSpec | Backend], stack: ExitStack, timeout: floa
         numbers[name] += 1
         label = f"{name} {numbers[name]}" if counts[name] > 1 else name
         backend = spec if isinstance(spec, Backend) else stack.enter_context(spec.open())
-        opened.append(OpenSide(backend, label, None if isinstance(spec, Backend) else spec, timeout))
+        opened.append(OpenSide(backend, label, None if isinstance(spec, Backend) else spec, timeout, adapter))
     return opened
 
 

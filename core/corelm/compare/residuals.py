@@ -129,7 +129,7 @@ def other_weights(case: Case, others_agree: bool) -> Found:
     before, tokens = distance(case.truth, case.numbers)
     first = [float((n - t).abs()[1]) for n, t in zip(case.numbers, case.truth, strict=True) if len(n) > 1]
     experiment = Experiment(
-        id="stale-weights",
+        id="other-weights",
         side=case.side.name,
         changed="rows of two ids: no attention, no position, no cache",
         before=before,
@@ -139,7 +139,7 @@ def other_weights(case: Case, others_agree: bool) -> Found:
         note=f"correlation with the checkpoint's numbers {related:.2f}",
     )
     return [experiment], Cause(
-        id="stale-weights",
+        id="other-weights",
         side=case.side.name,
         confidence="likely" if related > 0.5 else "possible",
         evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} of the checkpoint, which another "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from corelm.compare.cases import Case, best, judge
-from corelm.compare.gaps import Spell, measure
+from corelm.compare.gaps import distance, measure
 from corelm.compare.oracles import Oracle
 from corelm.compare.predictions import PREDICTORS
 from corelm.compare.records import Cause, Experiment, Gap
@@ -22,6 +22,8 @@ from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec.sampling import SamplingParams
 
 Numbers = list[Tensor]
+#: Returns the log-probs of rows.
+Scorer = Callable[[Sequence[Sequence[int]]], Numbers]
 #: What each probe changes in plain sampling, and the cause if only its numbers differ.
 PROBES: dict[str, tuple[dict[str, float], str]] = {
     "plain": ({}, "sampled-differs"),
@@ -51,22 +53,24 @@ class Findings:
         gaps: of each probe, between sampled and scored numbers.
         experiments, causes: as in `Comparison`.
         not_tried: probes that the side refused, with the reason.
+        scores_are_wrong: whether the plain sampled numbers are right, and the side's scores of them are not.
     """
 
     gaps: list[Gap]
     experiments: list[Experiment]
     causes: list[Cause]
     not_tried: dict[str, str]
+    scores_are_wrong: bool = False
 
 
 def probe_sampling(
     side: OpenSide,
     prompts: Sequence[Sequence[int]],
-    scorer: Callable[[Sequence[Sequence[int]]], Numbers],
+    scorer: Scorer,
+    arbiter: Scorer | None,
     oracle: Oracle | None,
     seed: int,
     noise: float,
-    spell: Spell,
     special_ids: tuple[int, ...],
 ) -> Findings:
     """Sample with every probe, score what was sampled, and explain what differs.
@@ -75,10 +79,11 @@ def probe_sampling(
         side: the side that samples.
         prompts: the prompts; the first few are used.
         scorer: scores rows: the side itself, or another one if it cannot score.
+        arbiter: scores rows as the oracle, or another side, does: it says whether the sampled number or the scored one
+            is wrong; None if there is no such.
         oracle: the plain forward, if there is one.
         seed: of the sampling.
         noise: mean |Δ| that is rounding.
-        spell: returns the text of an id.
         special_ids: ids that may end or begin a row.
     """
     found = Findings([], [], [], {})
@@ -96,10 +101,17 @@ def probe_sampling(
         except (CapabilityError, InvalidRequestError) as error:
             found.not_tried[cause] = f"{side.name}: {error}"
             continue
-        case, gap = _case(side, prompts, answers, scorer, oracle, sampling, noise, spell, special_ids, name)
+        case, gap = _case(side, prompts, answers, scorer, oracle, sampling, noise, special_ids, name)
         found.gaps.append(gap)
         if gap.mean_abs <= noise and not _one_sided_infinities(case):
             continue
+        if arbiter is not None:
+            truth = arbiter(case.rows)
+            if distance(truth, case.numbers)[0] <= noise and not _one_sided_infinities(case):
+                # What it says when it samples is right. Its scores are not, and they are explained elsewhere.
+                found.scores_are_wrong |= not changes
+                continue
+            case = replace(case, truth=truth)
         if changes and plain_differs:
             # The plain numbers are wrong already, and this says no more.
             continue
@@ -112,11 +124,10 @@ def _case(
     side: OpenSide,
     prompts: Sequence[list[int]],
     answers: Sequence[Answer],
-    scorer: Callable[[Sequence[Sequence[int]]], Numbers],
+    scorer: Scorer,
     oracle: Oracle | None,
     sampling: SamplingParams,
     noise: float,
-    spell: Spell,
     special_ids: tuple[int, ...],
     name: str,
 ) -> tuple[Case, Gap]:
@@ -126,7 +137,7 @@ def _case(
     scored = scorer(rows)
     only_answers = [_from(start, row) for start, row in zip(starts, scored, strict=True)]
     words = "plain" if name == "plain" else ", ".join(f"{key}={value:g}" for key, value in _changes(name).items())
-    gap = measure("sampled", side.name, f"{side.name}, sampled ({words})", only_answers, sampled, rows, spell)
+    gap = measure("sampled", side.name, f"{side.name}, sampled ({words})", only_answers, sampled, rows, side.spell)
     case = Case(
         side=side,
         what=f"log-probs of sampled tokens ({words})",

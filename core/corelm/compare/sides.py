@@ -88,6 +88,7 @@ class OpenSide:
         name: its name in the comparison.
         spec: how it was opened; None if the caller opened it.
         timeout: seconds that a call may take.
+        adapter: the adapter of its calls, if `spec` names none.
 
     Attributes:
         backend, name, adapter: as given.
@@ -96,9 +97,11 @@ class OpenSide:
         notes: what went wrong with single rows.
     """
 
-    def __init__(self, backend: Backend, name: str, spec: SideSpec | None, timeout: float | None) -> None:
+    def __init__(
+        self, backend: Backend, name: str, spec: SideSpec | None, timeout: float | None, adapter: Adapter = None
+    ) -> None:
         self.backend, self.name, self._spec, self._timeout = backend, name, spec, timeout
-        self.adapter: Adapter = spec.adapter if spec is not None else None
+        self.adapter: Adapter = spec.adapter if spec is not None and spec.adapter is not None else adapter
         self.can = backend.capabilities
         self.notes: list[str] = []
         self._calls, self._tokens, self._seconds = 0, 0, 0.0

@@ -94,7 +94,9 @@ def text_causes(
             cause = _cause(side, accused, reference, prompt, ids, against, right_text)
             causes.setdefault((cause.id, cause.side), cause)
     for cause in _special_texts(sides, oracle):
-        causes.setdefault((cause.id, cause.side), cause)
+        causes[cause.id, cause.side] = cause
+        # Conversations have special tokens, so this is why their ids differ.
+        causes.pop(("tokenization", cause.side), None)
     return divergences, list(causes.values())
 
 
@@ -174,8 +176,14 @@ def _special_texts(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cau
                 found[side.name] = side.encode(_LEAST_TEXT + text, add_special_tokens=False)
             except CoreLMError:
                 continue
+        plain = {side.name: side.encode(_LEAST_TEXT, add_special_tokens=False) for side in sides}
         right = expected or next(iter(found.values()), [])
+        own = oracle.encode(_LEAST_TEXT, add_special_tokens=False) if oracle is not None else None
+        ordinary = own or next(iter(plain.values()), [])
         for name, ids in found.items():
+            if plain[name] != ordinary:
+                # Texts without special tokens differ already.
+                continue
             if ids[-1:] != right[-1:] and len(ids) > len(right):
                 causes.append(
                     _made(

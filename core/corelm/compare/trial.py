@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 
 import torch
@@ -26,6 +27,8 @@ from corelm.compare.texts import text_causes
 
 #: How far apart a side may be from itself before its distance is a fault, as a multiple of its noise.
 _OWN = 2.0
+#: Causes whose side does not say the same twice.
+_UNSTEADY = ("not-deterministic", "prefix-cache", "company")
 
 
 class Trial:
@@ -145,8 +148,10 @@ class Trial:
             self.noise[side.name] = noise
             if not side.can.score:
                 continue
-            together = side.score(self.examined)
-            own = measure_own(side, self.examined, together)
+            # If all rows are examined, the first call is the same as the next. Else it had more company.
+            whole = len(self.index) == len(self.rows)
+            first = self._examined(side) if whole else side.score(self.examined)
+            own = measure_own(side, self.examined, first)
             self.own[side.name] = own
             self.own_gaps += own.gaps
             experiments, causes = own_faults(own, self.truth, self._largest_own(side))
@@ -282,6 +287,9 @@ class Trial:
         named = self._predicted(case)
         if named:
             return
+        if any(cause.side == name and cause.id in _UNSTEADY for cause in self.causes):
+            # The numbers change from call to call, so nothing is learned from how far they are off.
+            return
         if case.side.can.score and self._take(*fresh_prefix(case)):
             return
         roundings = [*self._roundings, *quantized(case.oracle, case.rows)]
@@ -387,9 +395,14 @@ class Trial:
                 continue
             noise = max(self.noise[side.name], self._rounding_of(side))
             ids = self._special_ids(side)
+            others = [each.score for each in scorers if each is not scorer and each is not side]
+            judge_of_both = self.oracle.numbers if self.oracle is not None else others[0] if others else None
             found = probe_sampling(
-                side, self.material.prompt_ids, scorer.score, self.oracle, self._seed, noise, side.spell, ids
+                side, self.material.prompt_ids, scorer.score, judge_of_both, self.oracle, self._seed, noise, ids
             )
+            if found.scores_are_wrong:
+                # Its scores contradict what it says when it samples, and the other side agrees with the latter.
+                self.causes = [replace(c, side=side.name) if c.side is None else c for c in self.causes]
             self.own_gaps += found.gaps
             self.experiments += found.experiments
             self.causes += found.causes

@@ -99,6 +99,7 @@ def _by_length(case: Case, cut: Cut, name: str, changed: str, advice: str) -> It
         note=f"length {window}",
         figures={"length": window},
         fitted=1,
+        directed=True,
     )
 
 

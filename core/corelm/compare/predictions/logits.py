@@ -177,6 +177,7 @@ def _kept(case: Case, changed: str, figures: dict[str, float], cut: Callable[[Te
         else "the engine normalises over its most probable ids alone: ask it for log-probs over the whole vocabulary",
         figures=figures,
         fitted=1,
+        directed=True,
     )
 
 
