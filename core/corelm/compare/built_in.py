@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from corelm.compare.sides import OpenSide
+from corelm.errors import CoreLMError
 
 #: Plain words, numbers, code, other scripts, and whitespace at both ends: where tokenizers and templates go apart.
 TEXTS = (
@@ -30,6 +31,13 @@ CONVERSATIONS = (
 
 
 def built_in_prompts(sides: Sequence[OpenSide]) -> list[Any]:
-    """Return texts, and conversations if every side has a chat template."""
-    chat = all(getattr(side.backend.tokenizer, "chat_template", None) for side in sides)
-    return [*TEXTS, *(CONVERSATIONS if chat else ())]
+    """Return texts, and the conversations that the chat template of every side can render."""
+    return [*TEXTS, *(chat for chat in CONVERSATIONS if all(_renders(side, chat) for side in sides))]
+
+
+def _renders(side: OpenSide, chat: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        side.render(chat)
+    except CoreLMError:
+        return False
+    return True

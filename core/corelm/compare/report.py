@@ -32,6 +32,8 @@ from corelm.errors import printable
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 #: Pairs of sides that get their own pictures, and divergences that are listed.
 _PAIRS, _LISTED = 6, 12
+#: Characters of the text before a divergence.
+_AFTER = 60
 
 
 def write_report(comparison: Comparison, path: str | PathLike[str]) -> None:
@@ -146,6 +148,9 @@ def _gap(gap: Gap, name: str, look: str, *, own: bool = False) -> str:
 
 def _pictures(comparison: Comparison) -> Iterator[str]:
     pairs = between(comparison.gaps)
+    if any(gap.count and not len(gap.delta) for gap in pairs):
+        yield "<p>This comparison was saved without the numbers of every token: pictures need to_json(arrays=True).</p>"
+        return
     plain = [gap for gap in comparison.gaps if gap.kind == "oracle"]
     # Of more than two sides there are too many pairs for one picture; the plain forward says which side is wrong.
     together = tails(comparison, [*(pairs[:1] if plain else pairs), *plain])
@@ -175,7 +180,7 @@ def _divergences(comparison: Comparison) -> Iterator[str]:
         yield (
             f"<tr><td>{words[each.what]}</td><td>{each.row}</td><td>{each.position}</td>"
             f"<td>{_text(each.one)} / {_text(each.other)}</td><td>{there}</td>"
-            f"<td class=token>{_text(each.text)}</td></tr>\n"
+            f"<td class=token>{_text(each.text[-_AFTER:])}</td></tr>\n"
         )
     yield "</table></div>\n"
     if len(ranked) > _LISTED:

@@ -60,9 +60,9 @@ def histogram(comparison: Comparison, gap: Gap) -> str:
 
 def tails(comparison: Comparison, gaps: Sequence[Gap]) -> str:
     """Draw which share of the tokens differs by at least so much, for each gap and each side's distance to itself."""
-    named = [(pair(gap), gap) for gap in gaps[:_MOST_LINES]]
+    named = [(pair(gap), gap) for gap in gaps[:_MOST_LINES] if len(gap.delta)]
     own = [worst_own(comparison, side.name) for side in comparison.sides]
-    repeated = [(gap.other, gap) for gap in own if gap is not None][:_MOST_LINES]
+    repeated = [(gap.other, gap) for gap in own if gap is not None and len(gap.delta)][:_MOST_LINES]
     sizes = [_sizes(gap) for _, gap in (*named, *repeated)]
     present = torch.cat(sizes) if sizes else torch.zeros(0)
     if not len(present):
@@ -122,7 +122,7 @@ def against(gap: Gap) -> str:
         return ""
     both = torch.cat([gap.first, gap.second]).double()
     low = float(both.quantile(0.001)) if len(both) > 1000 else float(both.min())
-    scale = Scale.linear(low, max(float(both.max()), low + 1e-3))
+    scale = Scale.linear(low, max(float(both.max()), 0.0))
     plot = Plot(
         scale, scale, f"log-prob of {gap.one}", f"log-prob of {gap.other}",
         f"Log-probs of {gap.other} against those of {gap.one}; equal ones are on the diagonal.",
@@ -180,7 +180,7 @@ def _symlog(gap: Gap, own: Sequence[Gap] = ()) -> Scale | None:
 
     Rounding is then a bell, and what is larger than rounding lies outside it.
     """
-    if not gap.count:
+    if not len(gap.delta):
         return None
     sizes = [_sizes(each) for each in (gap, *own)]
     median, *others = (float(size.median()) if len(size) else _SMALLEST for size in sizes)
