@@ -1,4 +1,4 @@
-"""Engines with one planted defect each: the transformers plugin on a tiny model, with a real change of what it computes.
+"""Engines with one planted defect each: the transformers plugin on a tiny model, with a change of what it computes.
 
 `corelm compare` must name each of them, and accuse no sound engine.
 """
@@ -420,7 +420,7 @@ class Silent(TransformersBackend):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        of_scores = {name: False for name in ("score", "score_temperature", "logits", "argmax", "gradients")}
+        of_scores = dict.fromkeys(("score", "score_temperature", "logits", "argmax", "gradients"), False)
         of_sets = {"score_support": False, "score_top_k": 0, "score_top_ids": False}
         self.capabilities = replace(self.capabilities, **of_scores, **of_sets)
 

@@ -4,6 +4,7 @@
 side's distance to itself, what was tried, and the causes that were found.
 """
 
+from corelm.compare.causes import CAUSES
 from corelm.compare.records import (
     Cause,
     Comparison,
@@ -18,6 +19,7 @@ from corelm.compare.referee import compare
 from corelm.compare.sides import SideSpec
 
 __all__ = [
+    "CAUSES",
     "Cause",
     "Comparison",
     "Divergence",

@@ -107,8 +107,8 @@ def _sampled(
     if len(silent) > 1:
         names = " and ".join(side.name for side in silent)
         raise CapabilityError(
-            f"sides: {names} cannot score, so nothing can be said about what the other one samples; replace one of them "
-            "by a backend that scores",
+            f"sides: {names} cannot score, so nothing can be said about what the other one samples; replace one of "
+            "them by a backend that scores",
             capability="score",
         )
     if sampler is None:

@@ -38,7 +38,7 @@ _TRIED = ("shift", "units", "penalties", "scale", "vocab-padding", "renormalized
 PROMPTS, TOKENS = 4, 16
 _ADVICE = {
     "sampled-differs": "compare the engine's decoding with its prefill: cache, position ids, padding of the prompts",
-    "temperature": "the engine returns log-probs after the temperature where those of the model are expected: ask it for "
+    "temperature": "the engine returns log-probs after the temperature where the model's own are expected: ask it for "
     'raw ones (vLLM: logprobs_mode="raw_logprobs"; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)',
     "truncation-in-logprobs": "the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones",
     "penalties": "the engine returns log-probs after penalties: ask it for raw ones, or leave the penalties out",
@@ -89,7 +89,7 @@ def probe_sampling(
     found = Findings([], [], [], {})
     if not side.samples:
         return found
-    prompts = [list(row) for row in prompts[:PROMPTS]]
+    asked = [list(row) for row in prompts[:PROMPTS]]
     plain_differs = False
     for name, (changes, cause) in PROBES.items():
         sampling = SamplingParams.make({"max_new_tokens": TOKENS, **changes})
@@ -97,11 +97,11 @@ def probe_sampling(
             found.not_tried[cause] = f"{side.name} returns processed log-probs only, as it says"
             continue
         try:
-            answers = side.sample(prompts, sampling, seed)
+            answers = side.sample(asked, sampling, seed)
         except (CapabilityError, InvalidRequestError) as error:
             found.not_tried[cause] = f"{side.name}: {error}"
             continue
-        case, gap = _case(side, prompts, answers, scorer, oracle, sampling, noise, special_ids, name)
+        case, gap = _case(side, asked, answers, scorer, oracle, sampling, noise, special_ids, name)
         found.gaps.append(gap)
         if gap.mean_abs <= noise and not _one_sided_infinities(case):
             continue
@@ -116,7 +116,7 @@ def probe_sampling(
             # The plain numbers are wrong already, and this says no more.
             continue
         plain_differs |= not changes
-        _explain(found, case, gap, cause, None if changes else (prompts, seed, sampling))
+        _explain(found, case, gap, cause, None if changes else (asked, seed, sampling))
     return found
 
 
@@ -176,8 +176,8 @@ def _explain(
             id=cause,
             side=case.side.name,
             confidence="likely",
-            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from what it says of the same "
-            f"tokens when it scores them (mean {gap.mean:+.3g}, {gap.count} tokens)"
+            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from what it says of them when "
+            f"it scores (mean {gap.mean:+.3g}, {gap.count} tokens)"
             + ("" if cause == "sampled-differs" else "; those of plain sampling are not"),
             advice=_ADVICE[cause],
             figures={"mean_abs": gap.mean_abs, "mean": gap.mean},
@@ -213,8 +213,8 @@ def _alone(
         id="company",
         side=side.name,
         confidence="certain",
-        evidence=f"what {side.name} samples is {gap.mean_abs:.3g} nats a token from its scores if prompts share a call, "
-        f"and {after.mean_abs:.2g} if each is alone",
+        evidence=f"what {side.name} samples is {gap.mean_abs:.3g} nats a token from its scores if prompts share a "
+        f"call, and {after.mean_abs:.2g} if each is alone",
         advice="check attention mask, position ids and padding side of the engine's batches; until then send one row a "
         "call",
         figures={"together": gap.mean_abs, "alone": after.mean_abs},

@@ -176,7 +176,7 @@ class OpenSide:
 
     def render(self, chat: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Return a conversation as the text and the ids of a prompt, with the engine's own chat template."""
-        messages = [Message.from_dict(each) for each in chat]
+        messages = tuple(Message.from_dict(each) for each in chat)
         made = render(
             [messages],
             self.backend.tokenizer,

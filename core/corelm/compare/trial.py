@@ -238,7 +238,7 @@ class Trial:
         for gap in gaps:
             if gap.kind == "oracle" and gap.mean_abs > self.noise[gap.other]:
                 self.notes.append(
-                    f"{gap.other} agrees with the other side, and is {gap.mean_abs:.3g} nats a token from the plain forward"
+                    f"{gap.other} agrees with the others, and is {gap.mean_abs:.3g} nats a token from the plain forward"
                 )
 
     def _wrong(self, side: OpenSide) -> bool:
@@ -356,9 +356,9 @@ class Trial:
                 id="dtype",
                 side=low[0] if len(low) == 1 else None,
                 confidence="possible",
-                evidence=f"{' and '.join(low)} computes in {by_name[low[0]].dtype()}; the sides are {gap.mean_abs:.3g} nats "
-                f"a token apart, on both sides of 0 (mean {gap.mean:+.2g})",
-                advice="open both sides with dtype='float32' to compare anything else, or pass oracle= the model's folder",
+                evidence=f"the dtype of {' and '.join(low)} is {by_name[low[0]].dtype()}; the sides are {gap.mean_abs:.3g} "
+                f"nats a token apart, on both sides of 0 (mean {gap.mean:+.2g})",
+                advice="open both sides with dtype='float32' to compare anything else, or pass oracle= a folder",
                 figures={"mean_abs": gap.mean_abs, "mean": gap.mean},
             )
         )
@@ -458,4 +458,4 @@ class Trial:
 def _sorted(causes: Sequence[Cause]) -> list[Cause]:
     order = ("certain", "likely", "possible")
     unique = {(cause.id, cause.side): cause for cause in reversed(causes)}
-    return sorted(reversed(unique.values()), key=lambda cause: order.index(cause.confidence))
+    return sorted(list(unique.values())[::-1], key=lambda cause: order.index(cause.confidence))
