@@ -19,16 +19,12 @@ from helpers.lora import lora, merged, save
 from helpers.planted_defects import (
     DEFECTS,
     PROMPTS,
-    AddsBos,
-    IgnoresAdapters,
-    ShiftedForward,
-    Silent,
-    TopOnly,
     loaded,
     older,
     opened,
     sound,
 )
+from helpers.planted_engines import AddsBos, IgnoresAdapters, ShiftedForward, Silent, TopOnly
 from transformers_backend import TransformersBackend
 
 

@@ -143,8 +143,8 @@ def other_weights(case: Case, others_agree: bool) -> Found:
         side=case.side.name,
         confidence="likely" if related > 0.5 else "possible",
         evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} of the checkpoint, which "
-        f"another side agrees with; it is off from the first token on ({experiment.after:.3g}), no single change of the "
-        f"computation gives its numbers, and they correlate with the checkpoint's by {related:.2f}: it holds other "
+        f"another side agrees with; it is off from the first token on ({experiment.after:.3g}), no single change of "
+        f"the computation gives its numbers, and they correlate with the checkpoint's by {related:.2f}: it holds other "
         "weights, or computes the model otherwise",
         advice="load the weights again: backend.update_weights(PATH). If you know which ones it may hold, pass "
         "checkpoints=[PATH, …]",

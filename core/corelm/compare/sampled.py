@@ -7,12 +7,13 @@ only the numbers with one of them differ, they are of the distribution that this
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from corelm.compare.cases import Case, best, judge
+from corelm.compare.findings import Findings
 from corelm.compare.gaps import distance, measure
 from corelm.compare.oracles import Oracle
 from corelm.compare.predictions import PREDICTORS
@@ -45,24 +46,6 @@ _ADVICE = {
 }
 
 
-@dataclass
-class Findings:
-    """What the probes found.
-
-    Attributes:
-        gaps: of each probe, between sampled and scored numbers.
-        experiments, causes: as in `Comparison`.
-        not_tried: probes that the side refused, with the reason.
-        scores_are_wrong: whether the plain sampled numbers are right, and the side's scores of them are not.
-    """
-
-    gaps: list[Gap]
-    experiments: list[Experiment]
-    causes: list[Cause]
-    not_tried: dict[str, str]
-    scores_are_wrong: bool = False
-
-
 def probe_sampling(
     side: OpenSide,
     prompts: Sequence[Sequence[int]],
@@ -72,8 +55,10 @@ def probe_sampling(
     seed: int,
     noise: float,
     special_ids: tuple[int, ...],
-) -> Findings:
+) -> tuple[Findings, bool]:
     """Sample with every probe, score what was sampled, and explain what differs.
+
+    Return what was found, and whether the plain sampled numbers are right while the scores of them are not.
 
     Args:
         side: the side that samples.
@@ -86,9 +71,9 @@ def probe_sampling(
         noise: mean |Δ| that is rounding.
         special_ids: ids that may end or begin a row.
     """
-    found = Findings([], [], [], {})
+    found, scores_are_wrong = Findings(), False
     if not side.samples:
-        return found
+        return found, False
     asked = [list(row) for row in prompts[:PROMPTS]]
     plain_differs = False
     for name, (changes, cause) in PROBES.items():
@@ -102,14 +87,14 @@ def probe_sampling(
             found.not_tried[cause] = f"{side.name}: {error}"
             continue
         case, gap = _case(side, asked, answers, scorer, oracle, sampling, noise, special_ids, name)
-        found.gaps.append(gap)
+        found.own.append(gap)
         if gap.mean_abs <= noise and not _one_sided_infinities(case):
             continue
         if arbiter is not None:
             truth = arbiter(case.rows)
             if distance(truth, case.numbers)[0] <= noise and not _one_sided_infinities(case):
                 # What it says when it samples is right. Its scores are not, and they are explained elsewhere.
-                found.scores_are_wrong |= not changes
+                scores_are_wrong |= not changes
                 continue
             case = replace(case, truth=truth)
         if changes and plain_differs:
@@ -117,7 +102,7 @@ def probe_sampling(
             continue
         plain_differs |= not changes
         _explain(found, case, gap, cause, None if changes else (asked, seed, sampling))
-    return found
+    return found, scores_are_wrong
 
 
 def _case(
@@ -176,8 +161,8 @@ def _explain(
             id=cause,
             side=case.side.name,
             confidence="likely",
-            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from what it says of them when "
-            f"it scores (mean {gap.mean:+.3g}, {gap.count} tokens)"
+            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from its scores of the same "
+            f"tokens (mean {gap.mean:+.3g}, {gap.count} tokens)"
             + ("" if cause == "sampled-differs" else "; those of plain sampling are not"),
             advice=_ADVICE[cause],
             figures={"mean_abs": gap.mean_abs, "mean": gap.mean},

@@ -155,7 +155,7 @@ class OpenSide:
         with self._counted(sum(map(len, prompts)) + most * len(prompts)):
             made = self.backend.generate(
                 [list(prompt) for prompt in prompts],
-                replace(sampling, seed=seed),
+                replace(sampling, seed=seed if self.can.per_answer_seeds else None),
                 logprobs=self.mode if self.samples else "none",
                 adapter=self.adapter,
                 timeout=self._timeout,

@@ -170,8 +170,8 @@ def _kept(case: Case, changed: str, figures: dict[str, float], cut: Callable[[Te
         id="truncation-in-logprobs" if truncates else "top-only",
         changed=changed,
         numbers=numbers,
-        advice="the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones, or compare with "
-        "return_support=True"
+        advice="the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones, or compare "
+        "with return_support=True"
         if truncates
         else "the engine normalises over its most probable ids alone: ask it for log-probs over the whole vocabulary",
         figures=figures,
