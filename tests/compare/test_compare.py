@@ -19,16 +19,12 @@ from helpers.lora import lora, merged, save
 from helpers.planted_defects import (
     DEFECTS,
     PROMPTS,
-    AddsBos,
-    IgnoresAdapters,
-    ShiftedForward,
-    Silent,
-    TopOnly,
     loaded,
     older,
     opened,
     sound,
 )
+from helpers.planted_engines import AddsBos, IgnoresAdapters, ShiftedForward, Silent, TopOnly
 from transformers_backend import TransformersBackend
 
 
@@ -226,6 +222,9 @@ def test_the_toy_agrees_with_itself():
 
 def test_two_sides_that_cannot_score_cannot_be_compared(folder_of):
     folder, tokenizer = folder_of("qwen2", 3), AutoTokenizer.from_pretrained(folder_of("qwen2", 3))
-    with opened(Silent, loaded(folder), tokenizer) as one, opened(Silent, loaded(folder), tokenizer) as other:
-        with pytest.raises(CapabilityError, match="cannot score"):
-            compare([one, other], PROMPTS, oracle=None)
+    with (
+        opened(Silent, loaded(folder), tokenizer) as one,
+        opened(Silent, loaded(folder), tokenizer) as other,
+        pytest.raises(CapabilityError, match="cannot score"),
+    ):
+        compare([one, other], PROMPTS, oracle=None)

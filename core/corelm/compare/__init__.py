@@ -4,6 +4,7 @@
 side's distance to itself, what was tried, and the causes that were found.
 """
 
+from corelm.compare.causes import CAUSES
 from corelm.compare.reading import from_json
 from corelm.compare.records import (
     Cause,
@@ -21,6 +22,7 @@ from corelm.compare.report_text import as_text
 from corelm.compare.sides import SideSpec
 
 __all__ = [
+    "CAUSES",
     "Cause",
     "Comparison",
     "Divergence",

@@ -58,7 +58,7 @@ def _eos(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cause]:
                 id="ends",
                 side=name if right else None,
                 confidence="certain",
-                evidence=f"answers of {name} end at the ids {sorted(ids)}, and those of {reference} at {sorted(against)}",
+                evidence=f"answers of {name} end at the ids {sorted(ids)}, those of {reference} at {sorted(against)}",
                 advice="pass stop_token_ids= with all of them, or open the side with the checkpoint's "
                 "generation_config.json",
             )

@@ -31,6 +31,7 @@ class RowSource:
         prompt_length: how many of them are the prompt.
         text, kind, sampled_by: as in `corelm.compare.Row`.
         numbers: what the side that sampled it said, from the end of the prompt on; empty if it was not sampled.
+        made_of_others: whether its ids are those of other rows, one after another.
     """
 
     ids: list[int]
@@ -39,6 +40,7 @@ class RowSource:
     kind: Kind
     sampled_by: str | None = None
     numbers: tuple[float, ...] = ()
+    made_of_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ def _sampled(
     if len(silent) > 1:
         names = " and ".join(side.name for side in silent)
         raise CapabilityError(
-            f"sides: {names} cannot score, so nothing can be said about what the other one samples; replace one of them "
-            "by a backend that scores",
+            f"sides: {names} cannot score, so nothing can be said about what the other one samples; replace one of "
+            "them by a backend that scores",
             capability="score",
         )
     if sampler is None:
@@ -145,4 +147,4 @@ def _long_rows(sources: Sequence[RowSource], room: int | None) -> list[RowSource
     for length, start in zip(_LONG, (0, len(ids) // 2), strict=True):
         size = min(length, length if room is None else room)
         rows.append(list(islice(cycle(ids[start:] + ids[:start]), size)))
-    return [RowSource(row, 1, "(made of the other rows)", "ids") for row in rows]
+    return [RowSource(row, 1, "(made of the other rows)", "ids", made_of_others=True) for row in rows]

@@ -115,7 +115,7 @@ class Oracle:
         eos = getattr(self.tokenizer, "eos_token_id", None)
         try:
             made = render(
-                [[Message.from_dict(each) for each in chat]],
+                [tuple(Message.from_dict(each) for each in chat)],
                 self.tokenizer,
                 partial(_tokenize, Encoder(self.tokenizer)),
                 add_generation_prompt=True,

@@ -17,6 +17,8 @@ from corelm.compare.oracles import Rows
 from corelm.compare.records import Cause, Experiment, Gap
 from corelm.compare.sides import OpenSide
 
+_CACHE = "turn the engine's cache of prefixes off (enable_prefix_caching=False, disable_radix_cache=True)"
+
 
 @dataclass
 class OwnDistances:
@@ -121,8 +123,7 @@ def own_faults(own: OwnDistances, truth: Sequence[Tensor] | None, noise: float) 
                 confidence="certain",
                 evidence=f"{name} scores the second half of each row {own.size('late_start'):.3g} nats a token from "
                 "its own scores of the whole row: what it keeps of the first half is not what it computes",
-                advice="turn the engine's cache of prefixes off (enable_prefix_caching=False, disable_radix_cache=True), "
-                "or reset it after every update of the weights",
+                advice=f"{_CACHE}, or reset it after every update of the weights",
                 figures={"mean_abs": own.size("late_start")},
             )
         )
@@ -148,8 +149,7 @@ def _repeated(own: OwnDistances, noise: float) -> Cause:
             confidence="certain",
             evidence=f"{own.side.name} gives the second of two equal calls {figures['first_second']:.3g} nats a token "
             f"from the first, and all later ones as the second (at most {later:.2g} apart): it answers from a cache",
-            advice="turn the engine's cache of prefixes off (enable_prefix_caching=False, disable_radix_cache=True); if "
-            "that helps, its cache is wrong",
+            advice=f"{_CACHE}; if that helps, its cache is wrong",
             figures=figures,
         )
     return Cause(

@@ -236,7 +236,7 @@ class Cause:
     """Why a side differs.
 
     Attributes:
-        id: a stable name, one of `corelm.compare.CAUSES`.
+        id: a stable name, a key of `corelm.compare.CAUSES`.
         side: the side that is wrong; None if it is only known that the sides differ.
         confidence: `certain`: one change explains the numbers to within noise, or the ids show it. `likely`: the
             pattern fits nothing else that was tried. `possible`: it fits, and something that was not tried might too.

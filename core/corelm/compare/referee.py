@@ -16,7 +16,7 @@ from corelm.compare.material import DEFAULT, prepare
 from corelm.compare.oracles import find_oracle
 from corelm.compare.records import Comparison
 from corelm.compare.sides import OpenSide, SideSpec
-from corelm.compare.trial import Trial
+from corelm.compare.trial import run_trial
 from corelm.fleet.probes import plain_modes
 from corelm.spec.provenance import Adapter
 from corelm.spec.sampling import SamplingParams
@@ -80,8 +80,8 @@ def compare(
             why_not = "the plain forward of the adapter is not known; pass oracle= a folder with the merged weights"
         asked = built_in_prompts(opened) if prompts is None else prompts
         material = prepare(opened, asked, completions, plain, params, seed)
-        trial = Trial(opened, material, plain, tuple(checkpoints), seed, tolerance)
-        return trial.run([] if why_not is None else [why_not], started)
+        notes = [] if why_not is None else [why_not]
+        return run_trial(opened, material, plain, tuple(checkpoints), seed, tolerance, notes, started)
 
 
 def _checked(side: Any) -> SideSpec | Backend:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corelm._version import __version__
+from corelm.compare.causes import CAUSES
 from corelm.compare.records import Cause, Comparison, Experiment, Gap, Side
 from corelm.compare.report_plots import against, by_position, divergences, histogram, tails
 from corelm.compare.report_style import STYLE
@@ -95,6 +96,8 @@ def _causes(comparison: Comparison) -> Iterator[str]:
 
 def _cause(cause: Cause, look: str, experiments: list[Experiment]) -> str:
     side = "" if cause.side is None else f" in {_text(cause.side)}"
+    meaning = CAUSES.get(cause.id)
+    meant = "" if meaning is None else f"<p><b>{meaning[:1].upper()}{_text(meaning[1:])}.</b></p>"
     shown = "".join(
         f"<p class=soft>{_text(each.changed)}: mean |Δ| {number(each.before)} → {number(each.after)} nats, "
         f"over {each.tokens:,} tokens{_text(f'; {each.note}' if each.note else '')}</p>"
@@ -104,7 +107,7 @@ def _cause(cause: Cause, look: str, experiments: list[Experiment]) -> str:
     return (
         f'<section class="cause{look}">'
         f"<h3><code>{_text(cause.id)}</code>{side} <small>{cause.confidence}</small></h3>"
-        f"<p>{_text(cause.evidence)}.</p><p class=advice>{_text(cause.advice)}</p>{shown}</section>\n"
+        f"{meant}<p>{_text(cause.evidence)}.</p><p class=advice>{_text(cause.advice)}</p>{shown}</section>\n"
     )
 
 
@@ -251,7 +254,8 @@ def _words(comparison: Comparison) -> Iterator[str]:
 
 
 def _ids(names: tuple[str, ...]) -> str:
-    return f"<span class=ids>{' '.join(f'<code>{_text(name)}</code>' for name in names) or 'nothing'}</span>"
+    shown = (f'<code title="{_text(CAUSES.get(name, name))}">{_text(name)}</code>' for name in names)
+    return f"<span class=ids>{' '.join(shown)}</span>"
 
 
 def _text(text: str) -> str:

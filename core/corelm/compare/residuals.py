@@ -39,8 +39,8 @@ def fresh_prefix(case: Case) -> Found:
         id="prefix-cache",
         side=case.accused,
         confidence="certain" if case.oracle is not None else "likely",
-        evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} on these rows, and {after:.2g} once "
-        "their first id is another one, which no cache holds",
+        evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} on these rows, and {after:.2g} "
+        "once their first id is another one, which no cache holds",
         advice="reset the engine's cache of prefixes after every update of the weights, or turn it off "
         "(enable_prefix_caching=False, disable_radix_cache=True)",
         figures={"before": before, "after": after},
@@ -72,8 +72,8 @@ def adapter(case: Case) -> Found:
             id="adapter-not-applied",
             side=side.name,
             confidence="certain",
-            evidence=f"{side.name} gives the same numbers with the adapter {side.adapter!r} as without it ({changed:.2g} "
-            "nats a token apart)",
+            evidence=f"{side.name} gives the same numbers with the adapter {side.adapter!r} as without it "
+            f"({changed:.2g} nats a token apart)",
             advice="load the adapter again (backend.load_adapter), and check that its target modules are in the model",
             figures={"changed": changed},
         )
@@ -81,9 +81,9 @@ def adapter(case: Case) -> Found:
         id="wrong-adapter",
         side=case.accused,
         confidence="possible",
-        evidence=f"with the adapter {side.adapter!r}, {side.name} is {before:.3g} nats a token from {case.reference}; the "
-        f"adapter changes its own scores by {changed:.3g}",
-        advice="load the same adapter on both sides (backend.load_adapter), and compare r, lora_alpha and target modules",
+        evidence=f"with the adapter {side.adapter!r}, {side.name} is {before:.3g} nats a token from {case.reference}; "
+        f"the adapter changes its own scores by {changed:.3g}",
+        advice="load the same adapter on both sides (backend.load_adapter); compare r, lora_alpha and target modules",
         figures={"before": before, "changed": changed},
     )
 
@@ -111,8 +111,8 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]]) -> F
                 id="stale-weights",
                 side=case.side.name,
                 confidence="certain",
-                evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference}, and {after:.2g} from the "
-                f"plain forward of {folder}: it holds these weights",
+                evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference}, and {after:.2g} from "
+                f"that of {folder}: it holds these weights",
                 advice="load the new weights again: backend.update_weights(PATH); then backend.canary.look()",
                 figures={"before": before, "after": after},
             )
@@ -142,9 +142,9 @@ def other_weights(case: Case, others_agree: bool) -> Found:
         id="other-weights",
         side=case.side.name,
         confidence="likely" if related > 0.5 else "possible",
-        evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} of the checkpoint, which another "
-        f"side agrees with; it is off from the first token on ({experiment.after:.3g}), no single change of the "
-        f"computation gives its numbers, and they correlate with the checkpoint's by {related:.2f}: it holds other "
+        evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} of the checkpoint, which "
+        f"another side agrees with; it is off from the first token on ({experiment.after:.3g}), no single change of "
+        f"the computation gives its numbers, and they correlate with the checkpoint's by {related:.2f}: it holds other "
         "weights, or computes the model otherwise",
         advice="load the weights again: backend.update_weights(PATH). If you know which ones it may hold, pass "
         "checkpoints=[PATH, …]",

@@ -7,12 +7,13 @@ only the numbers with one of them differ, they are of the distribution that this
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from corelm.compare.cases import Case, best, judge
+from corelm.compare.findings import Findings
 from corelm.compare.gaps import distance, measure
 from corelm.compare.oracles import Oracle
 from corelm.compare.predictions import PREDICTORS
@@ -38,29 +39,11 @@ _TRIED = ("shift", "units", "penalties", "scale", "vocab-padding", "renormalized
 PROMPTS, TOKENS = 4, 16
 _ADVICE = {
     "sampled-differs": "compare the engine's decoding with its prefill: cache, position ids, padding of the prompts",
-    "temperature": "the engine returns log-probs after the temperature where those of the model are expected: ask it for "
+    "temperature": "the engine returns log-probs after the temperature where the model's own are expected: ask it for "
     'raw ones (vLLM: logprobs_mode="raw_logprobs"; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)',
     "truncation-in-logprobs": "the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones",
     "penalties": "the engine returns log-probs after penalties: ask it for raw ones, or leave the penalties out",
 }
-
-
-@dataclass
-class Findings:
-    """What the probes found.
-
-    Attributes:
-        gaps: of each probe, between sampled and scored numbers.
-        experiments, causes: as in `Comparison`.
-        not_tried: probes that the side refused, with the reason.
-        scores_are_wrong: whether the plain sampled numbers are right, and the side's scores of them are not.
-    """
-
-    gaps: list[Gap]
-    experiments: list[Experiment]
-    causes: list[Cause]
-    not_tried: dict[str, str]
-    scores_are_wrong: bool = False
 
 
 def probe_sampling(
@@ -72,8 +55,10 @@ def probe_sampling(
     seed: int,
     noise: float,
     special_ids: tuple[int, ...],
-) -> Findings:
+) -> tuple[Findings, bool]:
     """Sample with every probe, score what was sampled, and explain what differs.
+
+    Return what was found, and whether the plain sampled numbers are right while the scores of them are not.
 
     Args:
         side: the side that samples.
@@ -86,10 +71,10 @@ def probe_sampling(
         noise: mean |Δ| that is rounding.
         special_ids: ids that may end or begin a row.
     """
-    found = Findings([], [], [], {})
+    found, scores_are_wrong = Findings(), False
     if not side.samples:
-        return found
-    prompts = [list(row) for row in prompts[:PROMPTS]]
+        return found, False
+    asked = [list(row) for row in prompts[:PROMPTS]]
     plain_differs = False
     for name, (changes, cause) in PROBES.items():
         sampling = SamplingParams.make({"max_new_tokens": TOKENS, **changes})
@@ -97,27 +82,27 @@ def probe_sampling(
             found.not_tried[cause] = f"{side.name} returns processed log-probs only, as it says"
             continue
         try:
-            answers = side.sample(prompts, sampling, seed)
+            answers = side.sample(asked, sampling, seed)
         except (CapabilityError, InvalidRequestError) as error:
             found.not_tried[cause] = f"{side.name}: {error}"
             continue
-        case, gap = _case(side, prompts, answers, scorer, oracle, sampling, noise, special_ids, name)
-        found.gaps.append(gap)
+        case, gap = _case(side, asked, answers, scorer, oracle, sampling, noise, special_ids, name)
+        found.own.append(gap)
         if gap.mean_abs <= noise and not _one_sided_infinities(case):
             continue
         if arbiter is not None:
             truth = arbiter(case.rows)
             if distance(truth, case.numbers)[0] <= noise and not _one_sided_infinities(case):
                 # What it says when it samples is right. Its scores are not, and they are explained elsewhere.
-                found.scores_are_wrong |= not changes
+                scores_are_wrong |= not changes
                 continue
             case = replace(case, truth=truth)
         if changes and plain_differs:
             # The plain numbers are wrong already, and this says no more.
             continue
         plain_differs |= not changes
-        _explain(found, case, gap, cause, None if changes else (prompts, seed, sampling))
-    return found
+        _explain(found, case, gap, cause, None if changes else (asked, seed, sampling))
+    return found, scores_are_wrong
 
 
 def _case(
@@ -176,8 +161,8 @@ def _explain(
             id=cause,
             side=case.side.name,
             confidence="likely",
-            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from what it says of the same "
-            f"tokens when it scores them (mean {gap.mean:+.3g}, {gap.count} tokens)"
+            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from its scores of the same "
+            f"tokens (mean {gap.mean:+.3g}, {gap.count} tokens)"
             + ("" if cause == "sampled-differs" else "; those of plain sampling are not"),
             advice=_ADVICE[cause],
             figures={"mean_abs": gap.mean_abs, "mean": gap.mean},
@@ -213,8 +198,8 @@ def _alone(
         id="company",
         side=side.name,
         confidence="certain",
-        evidence=f"what {side.name} samples is {gap.mean_abs:.3g} nats a token from its scores if prompts share a call, "
-        f"and {after.mean_abs:.2g} if each is alone",
+        evidence=f"what {side.name} samples is {gap.mean_abs:.3g} nats a token from its scores if prompts share a "
+        f"call, and {after.mean_abs:.2g} if each is alone",
         advice="check attention mask, position ids and padding side of the engine's batches; until then send one row a "
         "call",
         figures={"together": gap.mean_abs, "alone": after.mean_abs},

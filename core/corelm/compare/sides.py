@@ -168,7 +168,7 @@ class OpenSide:
         with self._counted(sum(map(len, prompts)) + most * len(prompts)):
             made = self.backend.generate(
                 [list(prompt) for prompt in prompts],
-                replace(sampling, seed=seed),
+                replace(sampling, seed=seed if self.can.per_answer_seeds else None),
                 logprobs=self.mode if self.samples else "none",
                 adapter=self.adapter,
                 timeout=self._timeout,
@@ -189,7 +189,7 @@ class OpenSide:
 
     def render(self, chat: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Return a conversation as the text and the ids of a prompt, with the engine's own chat template."""
-        messages = [Message.from_dict(each) for each in chat]
+        messages = tuple(Message.from_dict(each) for each in chat)
         made = render(
             [messages],
             self.backend.tokenizer,

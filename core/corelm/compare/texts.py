@@ -189,7 +189,7 @@ def _special_texts(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cau
                     _made(
                         "special-tokens-as-text",
                         name if expected else None,
-                        f"{name} reads {text!r} as {len(ids) - len(right) + 1} ordinary tokens; it is one id, {right[-1]}",
+                        f"{name} reads {text!r} as {len(ids) - len(right) + 1} ordinary tokens; it is id {right[-1]}",
                         "open the engine with the checkpoint's own tokenizer (split_special_tokens=False)",
                     )
                 )

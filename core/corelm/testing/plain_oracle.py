@@ -84,7 +84,8 @@ class PlainOracle:
     @property
     def config(self) -> Any:
         """The configuration of the model's text part."""
-        return self._model.config.get_text_config()
+        config: Any = self._model.config
+        return config.get_text_config()
 
     @property
     def generation_config(self) -> Any:

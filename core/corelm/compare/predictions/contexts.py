@@ -24,7 +24,8 @@ def added(case: Case) -> Iterator[Prediction]:
             id="bos-doubled" if doubled else "bos-added",
             changed=f"id {token} before every row",
             numbers=numbers,
-            advice="the engine puts a BOS before ids that it is given: turn that off (add_bos_token, add_special_tokens)",
+            advice="the engine puts an id before those that it is given: turn that off (add_bos_token, "
+            "add_special_tokens)",
             figures={"id": token},
         )
 
@@ -43,7 +44,7 @@ def dropped(case: Case) -> Iterator[Prediction]:
         id="bos-missing" if special else "first-token-dropped",
         changed="the first id of every row left out",
         numbers=numbers,
-        advice="the engine drops the first id that it is given: pass ids unchanged (add_bos_token, skip_special_tokens)",
+        advice="the engine drops the first id that it is given: pass ids unchanged (add_bos_token)",
     )
 
 
@@ -79,7 +80,7 @@ def _by_length(case: Case, cut: Cut, name: str, changed: str, advice: str) -> It
         return
     longest = max(range(len(case.rows)), key=lambda index: len(case.rows[index]))
     row, size = list(case.rows[longest]), len(case.rows[longest])
-    tried = [each for each in range(max(low, 1), min(high, size - 1) + 1)][:_LENGTHS]
+    tried = list(range(max(low, 1), min(high, size - 1) + 1))[:_LENGTHS]
     if not tried:
         return
     parts = [cut(row, each) for each in tried]
@@ -127,7 +128,8 @@ def lengths(case: Case) -> tuple[int | None, int | None]:
     """Return the lengths between which rows begin to differ: that of the longest row that agrees, and the least that
     can be wrong. None and None if no row agrees, or all do.
     """
-    agree, differ = [0], []
+    agree: list[int] = [0]
+    differ: list[int] = []
     for row, numbers, truth in zip(case.rows, case.numbers, case.truth, strict=True):
         size = (numbers - truth).abs()
         known = torch.isfinite(size)

@@ -35,8 +35,8 @@ def scaled(case: Case) -> Iterator[Prediction]:
     sampling = case.sampling
     id, advice = (
         "missing-scale",
-        "the engine leaves a scale of the logits out, or applies one (logits_scaling, logit_scale, a temperature in its "
-        "scores): its configuration and its version of the model",
+        "the engine leaves a scale of the logits out, or applies one (logits_scaling, logit_scale, a temperature in "
+        "its scores): compare its configuration with the checkpoint's",
     )
     if sampling is not None and sampling.temperature not in (0.0, 1.0):
         id, advice = (
@@ -103,8 +103,7 @@ def renormalized(case: Case) -> Iterator[Prediction]:
     spread[counts < max(2, int(0.3 * int(finite.sum())))] = math.inf
     k = int(spread[:-1].argmin()) + 1
     yield _kept(case, f"only the {k} most probable ids in the softmax", {"top_k": k}, lambda each: _top_k(each, k))
-    left = [_distance(_top_p(table, p).log_softmax(-1), ids, numbers) for p in _TOP_PS]
-    p = _TOP_PS[min(range(len(left)), key=left.__getitem__)]
+    p = _TOP_PS[int(_distances_of_top_p(ranked, mass, own, numbers).argmin())]
     yield _kept(case, f"only the ids of top_p={p:g} in the softmax", {"top_p": p}, lambda each: _top_p(each, p))
 
 
@@ -143,8 +142,8 @@ def penalized(case: Case) -> Iterator[Prediction]:
         id="penalties",
         changed="the penalties that were asked for in sampling",
         numbers=numbers,
-        advice="the engine returns log-probs after penalties where those of the model are expected: ask it for raw ones, "
-        "or leave the penalties out",
+        advice="the engine returns log-probs after penalties where those of the model are expected: ask it for raw "
+        "ones, or leave the penalties out",
     )
 
 
@@ -171,8 +170,8 @@ def _kept(case: Case, changed: str, figures: dict[str, float], cut: Callable[[Te
         id="truncation-in-logprobs" if truncates else "top-only",
         changed=changed,
         numbers=numbers,
-        advice="the engine returns log-probs over the ids that top-k or top-p left, and not over the vocabulary: ask it "
-        "for raw ones, or compare with return_support=True"
+        advice="the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones, or compare "
+        "with return_support=True"
         if truncates
         else "the engine normalises over its most probable ids alone: ask it for log-probs over the whole vocabulary",
         figures=figures,
@@ -204,6 +203,25 @@ def _top_p(table: Tensor, p: float) -> Tensor:
     ranked, order = table.softmax(-1).sort(-1, descending=True)
     dropped = ranked.cumsum(-1) - ranked >= p
     return table.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+
+
+def _distances_of_top_p(ranked: Tensor, mass: Tensor, own: Tensor, numbers: Tensor) -> Tensor:
+    """Return how far the numbers are from those over the ids of each top-p of `_TOP_PS`: float32[len(_TOP_PS)].
+
+    Args:
+        ranked: log-probs ``[N, V]``, the largest first.
+        mass: their cumulated log-probs.
+        own: the log-probs of the ids ``[N]``.
+        numbers: the side's.
+    """
+    probability = mass.exp()
+    left = []
+    for p in _TOP_PS:
+        last = (probability - ranked.exp() < p).sum(-1).clamp_min(1) - 1
+        gap = (own - mass.gather(-1, last[:, None])[:, 0] - numbers).abs()
+        gap = gap[torch.isfinite(gap)]
+        left.append(float(gap.mean()) if len(gap) else math.inf)
+    return torch.tensor(left)
 
 
 def _distance(logprobs: Tensor, ids: Tensor, numbers: Tensor) -> float:

@@ -132,7 +132,7 @@ def _ropes(config: Any) -> Iterator[Variant]:
         changed = {name: {**old, **changes} for name, old in layers.items() if old}
         return _with(rope_parameters=changed if nested else changed[""])
 
-    first = next((each for each in layers.values() if each), {})
+    first: Mapping[str, Any] = next((each for each in layers.values() if each), {})
     kind, theta = first.get("rope_type", "default"), first.get("rope_theta")
     if kind != "default":
         yield Variant("rope", f"no rope scaling ({kind})", every(rope_type="default"), advice)
