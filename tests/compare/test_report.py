@@ -58,7 +58,7 @@ def page(found: Comparison) -> Page:
     [
         ("agree", "transformers and vllm agree"),
         ("rounding", "differ as their dtypes round"),
-        ("differ", "transformers and vllm differ: scale"),
+        ("differ", "transformers and vllm differ: missing-scale"),
         ("unexplained", "cause not found"),
     ],
 )

@@ -144,7 +144,7 @@ def comparison(
         ),
         experiments=(
             Experiment(
-                id="scale",
+                id="missing-scale",
                 side=names[1],
                 changed="the plain forward's logits divided by 0.7",
                 before=0.41,
@@ -175,7 +175,7 @@ def comparison(
 
 
 TEMPERATURE = Cause(
-    id="scale",
+    id="missing-scale",
     side="vllm",
     confidence="certain",
     evidence="vllm's log-probs are those of logits divided by 0.7: with that, the plain forward is 3.1e-07 nats a "
