@@ -1,4 +1,4 @@
-"""Planted defects: engines that are wrong in one thing each. `corelm compare` must name it, and accuse no sound engine."""
+"""Planted defects: engines that are wrong in one thing each. `corelm compare` must name it, and accuse no sound one."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from corelm.compare.oracles import Oracle
 from corelm.compare.own_distance import best_numbers
 from corelm.compare.precision import HALVES, explain, halves, quantized
 from corelm.compare.predictions import PREDICTORS
+from corelm.compare.predictions.variants import begins_alike
 from corelm.compare.records import Cause, Gap
 from corelm.compare.residuals import adapter, earlier_weights, fresh_prefix, long_rows, other_weights
 from corelm.compare.sides import OpenSide
@@ -112,7 +113,8 @@ class Explainer:
         # What the caller named comes before what is guessed: weights with noise may look like quantized ones.
         if self._found.take(*earlier_weights(case, self._checkpoints)):
             return
-        roundings = [*self._made.roundings, *quantized(case.oracle, case.rows)]
+        # Rounded weights change the first number too.
+        roundings = [*self._made.roundings, *([] if begins_alike(case) else quantized(case.oracle, case.rows))]
         for found in (
             lambda: explain(case, case.side.dtype(), roundings),
             lambda: adapter(case),

@@ -101,6 +101,12 @@ class Measurements:
         """The rows in which causes are looked for."""
         return [self.rows[n] for n in self.index]
 
+    @property
+    def _starts(self) -> list[int]:
+        """From where on each examined row is scored late: its prompt's end, or its middle if it is made of others."""
+        sources = [self.material.rows[n] for n in self.index]
+        return [max(1, len(s.ids) // 2 if s.made_of_others else min(s.prompt_length, len(s.ids) - 1)) for s in sources]
+
     def _measure_own(self, findings: Findings) -> None:
         wanted = {dtype for side in self.sides if (dtype := side.dtype()) in HALVES}
         if self.oracle is not None and wanted:
@@ -113,7 +119,7 @@ class Measurements:
             # If all rows are examined, the first call is the same as the next. Else it had more company.
             whole = len(self.index) == len(self.rows)
             first = self.examined_of(side) if whole else side.score(self.examined)
-            own = measure_own(side, self.examined, first)
+            own = measure_own(side, self.examined, self._starts, first)
             self.own[side.name] = own
             findings.own += own.gaps
             experiments, causes = own_faults(own, self.truth, self.noise[side.name])

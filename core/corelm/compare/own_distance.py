@@ -1,4 +1,4 @@
-"""A side's distance to itself: the same call twice, each row alone, another order, and scores from the middle on.
+"""A side's distance to itself: the same call twice, each row alone, another order, scores from a prompt's end on.
 
 A difference between two sides means something only beyond these. A distance that is larger than rounding is a fault by
 itself, whatever the other side says.
@@ -31,7 +31,7 @@ class OwnDistances:
         alone: its numbers for each row in a call of its own.
         gaps: the distances.
         repeats: the numbers of every time that exactly the same call was made.
-        late: its numbers from the middle of each row on.
+        late: its numbers from the end of each prompt on.
     """
 
     side: OpenSide
@@ -51,12 +51,13 @@ class OwnDistances:
         return max((gap.mean_abs for gap in self.gaps if gap.mean_abs <= largest), default=0.0)
 
 
-def measure_own(side: OpenSide, rows: Rows, first: list[Tensor]) -> OwnDistances:
+def measure_own(side: OpenSide, rows: Rows, starts: Sequence[int], first: list[Tensor]) -> OwnDistances:
     """Ask a side for the same rows again in four ways: five calls, and one for each row.
 
     Args:
         side: the side.
         rows: the rows.
+        starts: from where on each row is scored late: the end of its prompt, for example.
         first: what it said of these rows when it was asked for the first time.
     """
     together = first
@@ -71,11 +72,10 @@ def measure_own(side: OpenSide, rows: Rows, first: list[Tensor]) -> OwnDistances
     found.alone = [side.score([row])[0] for row in rows]
     add("company", "each row alone", found.alone)
     add("order", "the rows in another order", side.score(list(reversed(rows)))[::-1])
-    starts = [max(1, len(row) // 2) for row in rows]
     # The first of the two may fill a cache of prefixes, which the second reads.
     side.score(rows, starts=starts)
     found.late = side.score(rows, starts=starts)
-    add("late_start", "from the middle on", found.late)
+    add("late_start", "from the end of the prompt on", found.late)
     return found
 
 
@@ -94,7 +94,7 @@ def own_faults(own: OwnDistances, truth: Sequence[Tensor] | None, noise: float) 
     for kind, changed, numbers in (
         ("again", "the same call again", own.repeats[1]),
         ("company", "each row alone", own.alone),
-        ("late_start", "scores from the middle of each row on", own.late),
+        ("late_start", "scores from the end of each prompt on", own.late),
     ):
         before, after = (_from(truth, own.together, numbers), _from(truth, numbers, numbers)) if truth else (0.0, 0.0)
         size = own.size(kind)
@@ -121,8 +121,8 @@ def own_faults(own: OwnDistances, truth: Sequence[Tensor] | None, noise: float) 
                 id="prefix-cache",
                 side=name,
                 confidence="certain",
-                evidence=f"{name} scores the second half of each row {own.size('late_start'):.3g} nats a token from "
-                "its own scores of the whole row: what it keeps of the first half is not what it computes",
+                evidence=f"{name} scores what follows each prompt {own.size('late_start'):.3g} nats a token from its "
+                "own scores of the whole row: what it keeps of the prompt is not what it computes",
                 advice=f"{_CACHE}, or reset it after every update of the weights",
                 figures={"mean_abs": own.size("late_start")},
             )

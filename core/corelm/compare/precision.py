@@ -21,8 +21,9 @@ HALVES = ("bfloat16", "float16")
 _SMALLER, _LARGER = 0.2, 4.0
 #: The largest part of the difference that may have one sign.
 _ONE_SIDED = 0.5
-#: From this correlation on, two differences have one origin. Those of unrelated weights were below 0.15.
-_RELATED = 0.3
+#: From these correlations on, two differences have one origin. Those of unrelated weights were below 0.15, and those of
+#: 4 bits and another base of rotary positions up to 0.33: a few tokens move much, whichever thing is changed.
+_RELATED, _RELATED_QUANTIZED = 0.3, 0.5
 #: The levels of NF4, as bitsandbytes has them: the quantiles of a normal distribution.
 _NF4 = (
     *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
@@ -90,7 +91,8 @@ def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[l
         tame = float(own.abs().max()) <= 3 * _LARGER * float(theirs.abs().max())
         alike = _SMALLER * expected <= size <= _LARGER * expected and balanced and tame
         said = dtype == rounding.name
-        fits = alike and (related >= _RELATED or (said and not rounding.quantized))
+        least = _RELATED_QUANTIZED if rounding.quantized else _RELATED
+        fits = alike and (related >= least or (said and not rounding.quantized))
         experiment = Experiment(
             id="quantized" if rounding.quantized else "dtype",
             side=case.side.name,
@@ -196,9 +198,15 @@ def _fp8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+def _fp8_rows(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448.0
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "int8, a scale for each row": _integers(8, None),
     "fp8 (e4m3)": _fp8,
+    "fp8 (e4m3), a scale for each row": _fp8_rows,
     "int4, groups of 128": _integers(4, 128),
     "int4, groups of 32": _integers(4, 32),
     **{f"int4 with zero points, groups of {size}": _with_zero_points(4, size, True) for size in (128, 64, 32)},

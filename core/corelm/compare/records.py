@@ -18,7 +18,7 @@ from corelm._version import __version__
 
 Verdict = Literal["agree", "rounding", "differ", "unexplained"]
 Confidence = Literal["certain", "likely", "possible"]
-GapKind = Literal["sides", "own_scores", "sampled", "again", "company", "order", "late_start", "oracle"]
+GapKind = Literal["sides", "sampled", "again", "company", "order", "late_start", "oracle"]
 
 #: The format of `Comparison.to_json`. The number rises when a name goes or means something else.
 FORMAT = "corelm.compare/1"
@@ -120,7 +120,7 @@ class Gap:
         kind: what was compared: `sides`, two sides' scores; `oracle`, a side with the plain float32 forward; `sampled`,
             what a side said when it sampled with what it says when it scores; and a side's distance to itself: `again`,
             the same call twice; `company`, each row alone and all rows together; `order`, the rows in another order;
-            `late_start`, scores from the middle of a row on, for which an engine may use a cache of prefixes.
+            `late_start`, scores from the end of the prompt on, for which an engine may use a cache of prefixes.
         one, other: what is subtracted, and from what: names of sides, or words such as "vllm, alone".
         count: how many tokens both scored.
         skipped: how many tokens only one of the two scored.
