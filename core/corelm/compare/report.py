@@ -246,8 +246,8 @@ def _words(comparison: Comparison) -> Iterator[str]:
         "</dd>"
         "<dt>k3</dt><dd>the mean of exp(Δ) − 1 − Δ: an estimate of the KL divergence if the first side sampled the "
         "tokens</dd>"
-        "<dt>itself</dt><dd>the same engine asked twice, alone and in company, in another order, from the middle of a "
-        "row on, and what it said when it sampled: differences between sides mean something only beyond these</dd>"
+        "<dt>itself</dt><dd>the same engine asked twice, alone and in company, in another order, from the answer "
+        "on, and what it said when it sampled: differences between sides mean something only beyond these</dd>"
         "<dt>plain forward</dt><dd>the model in float32 in transformers, one row at a time, without an engine</dd>"
         "</dl></details>\n"
     )

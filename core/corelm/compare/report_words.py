@@ -20,9 +20,8 @@ KINDS: dict[GapKind, str] = {
     "again": "the same call again",
     "company": "each row alone",
     "order": "rows in another order",
-    "late_start": "from the middle on",
+    "late_start": "from the answer on",
     "sampled": "sampled / scored",
-    "own_scores": "its own scores",
 }
 
 
