@@ -1,51 +1,33 @@
-"""`corelm compare`: transformers in this process against the real vLLM in its own environment."""
+"""`corelm.compare` on real engines: none is accused, and what they round is called rounding."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from corelm.compare import SideSpec, compare
 from helpers.cpu_engines import ENGINES
+from helpers.planted_defects import PROMPTS
 
 
-def compared(folder: Path, tmp_path: Path, dtype: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the command on both engines, vLLM in a dtype; return how it ended, and its JSON."""
-    lines = [
-        {"prompt": "What is your name?"},
-        {"messages": [{"role": "user", "content": "Where is the cat?"}]},
-        {"ids": [5, 6, 7]},
+def _sides(folder: Path, engine: str, dtype: str) -> list[SideSpec]:
+    options = {**ENGINES[engine], "dtype": dtype}
+    return [
+        SideSpec(backend="transformers", model=folder, options={"dtype": dtype}, name="here"),
+        SideSpec(backend=engine, model=str(folder), options=options),
     ]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    started = {name: value for name, value in {**ENGINES["vllm"], "dtype": dtype}.items() if name != "python"}
-    options = [f"--option={name}={json.dumps(value)}" for name, value in started.items()]
-    command = [
-        *(sys.executable, "-m", "corelm", "compare", "--model", str(folder), "--json"),
-        *("--input", str(tmp_path / "prompts.jsonl"), "--report", str(tmp_path / "report.html")),
-        *("--backend", "transformers", "--option", "dtype=float32"),
-        *("--backend", "vllm", "--python", ENGINES["vllm"]["python"], *options),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    return done, json.loads(done.stdout) if done.stdout else {}
 
 
-def test_transformers_and_vllm_agree(folder: Path, tmp_path: Path) -> None:
-    done, found = compared(folder, tmp_path, "float32")
-    assert done.returncode == 0, done.stderr
-    print(done.stderr)
-    assert found["verdict"] == "agree" and found["causes"] == []
-    (gap,) = [gap for gap in found["gaps"] if gap["kind"] == "sides"]
-    assert 0 < gap["mean_abs"] < 1e-5 and gap["count"] > 200
-    assert "vllm" in found["sides"][1]["software"] and "OK: transformers and vllm agree" in done.stderr
-    assert "transformers and vllm agree" in (tmp_path / "report.html").read_text()
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_real_engine_agrees_with_transformers(engine: str, folder: Path) -> None:
+    found = compare(_sides(folder, engine, "float32"), PROMPTS)
+    print(found, *found.own, sep="\n")
+    assert (found.verdict, found.causes, found.exit_code) == ("agree", (), 0)
+    assert any(gap.kind == "sampled" and gap.one == engine and gap.count > 20 for gap in found.own)
 
 
-@pytest.mark.thorough
-def test_a_vllm_in_bfloat16_differs_as_it_rounds(folder: Path, tmp_path: Path) -> None:
-    done, found = compared(folder, tmp_path, "bfloat16")
-    assert done.returncode == 0, done.stderr
-    assert found["verdict"] == "rounding" and {cause["id"] for cause in found["causes"]} == {"dtype"}
+def test_bfloat16_is_rounding(folder: Path) -> None:
+    found = compare(_sides(folder, "vllm", "bfloat16"), PROMPTS)
+    print(found)
+    assert found.verdict == "rounding" and {cause.id for cause in found.causes} == {"dtype"}
