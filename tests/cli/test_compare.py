@@ -146,11 +146,12 @@ from toy_backend import ToyBackend
 
 class Open(ToyBackend):
     @classmethod
-    def open(cls, model=None, base_url=None, api_key=None, colour=None):
+    def open(cls, model=None, base_url=None, api_key=None, colour=None, env=None):
         return super().open()
 """
     fabricate("open", "1", {"open": "open_plugin:Open"}, {"open_plugin": source})
     flags = ("--model", "shared", "--option", "colour=red", "--option", "api_key=abcdefgh")
+    flags += ("--option", 'env={"HUB": "ijklmnop"}')
     sides = (
         *("--backend", "open", "--name", "a"),
         *("--option", "colour=blue", "--backend=open", "--model=own"),
@@ -163,7 +164,8 @@ class Open(ToyBackend):
     assert [side["options"].get("colour") for side in found] == ["blue", "red", "red"]
     assert [side["options"].get("base_url") for side in found] == [None, None, "http://host:1"]
     assert [side["model"] for side in found[:2]] == ["shared", "own"] and "shared" not in found[2]["model"]
-    assert "abcdefgh" not in result.output
+    assert "abcdefgh" not in result.output and "ijklmnop" not in result.output
+    assert found[0]["options"]["env"] == "{HUB}"
 
 
 # What is read --------------------------------------------------------------------------------------------------------

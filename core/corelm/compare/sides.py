@@ -253,7 +253,15 @@ class OpenSide:
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options as texts, without secrets."""
+    """Return options as texts, without secrets: of a mapping, such as `env` or `headers`, the names alone."""
     secrets = {name: str(value) for name, value in options.items() if any(word in name.lower() for word in _SECRET)}
     masks = Secrets(secrets.values())
-    return {name: _MASK if name in secrets else masks.masked(str(value)) for name, value in options.items()}
+    return {name: _MASK if name in secrets else masks.masked(_text_of(value)) for name, value in options.items()}
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(map(str, value))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text_of, value))}]"
+    return str(value)
