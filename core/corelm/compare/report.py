@@ -112,7 +112,7 @@ def _cause(cause: Cause, look: str, experiments: list[Experiment]) -> str:
 
 
 def _gaps(comparison: Comparison) -> Iterator[str]:
-    heads = ("mean |Δ|", "p99", "largest", "outside [0.9, 1.1]", "mean Δ", "median", "p90", "p99.9", "k3", "tokens")
+    heads = ("mean |Δ|", "outside", "largest", "p99", "mean Δ", "median", "p90", "p99.9", "k3", "tokens")
     head = "<div class=wide><table class=numbers><tr><th class=words>Δ in nats</th>"
     head += "".join(f"<th>{name}</th>" for name in heads) + "</tr>\n"
     yield f"<h2>How far apart</h2>\n{head}"
@@ -126,7 +126,7 @@ def _gaps(comparison: Comparison) -> Iterator[str]:
     noise = ", ".join(f"{name} {number(value)}" for name, value in comparison.tolerances.items())
     yield (
         f"<p class=soft>A mean |Δ| counts as noise up to: {_text(noise)} nats. Larger ones are coloured. Pale lines "
-        "are each side's largest distances to itself.</p>\n"
+        "are each side's largest distances to itself. Outside: the share of ratios exp(Δ) outside [0.9, 1.1].</p>\n"
     )
     if comparison.own:
         yield f"<details><summary>All distances of sides to themselves</summary>{head}"
@@ -142,8 +142,8 @@ def _over_itself(comparison: Comparison, gap: Gap, side: str) -> str:
 
 def _gap(gap: Gap, name: str, look: str, *, own: bool = False) -> str:
     skipped = f"<br><small>{gap.skipped:,} only on one side</small>" if gap.skipped and not own else ""
-    cells = [f'<span class="{look}">{number(gap.mean_abs)}</span>', number(gap.p99), number(gap.max_abs)]
-    cells += [share(gap.outside), number(gap.mean, sign=True)]
+    cells = [f'<span class="{look}">{number(gap.mean_abs)}</span>', share(gap.outside), number(gap.max_abs)]
+    cells += [number(gap.p99), number(gap.mean, sign=True)]
     cells += [*map(number, (gap.median_abs, gap.p90, gap.p999, gap.k3)), f"{gap.count:,}{skipped}"]
     row = "".join(f"<td>{cell}</td>" for cell in cells)
     return f"<tr{' class=self' if own else ''}><td class=words>{_text(name)}</td>{row}</tr>\n"

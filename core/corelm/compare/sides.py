@@ -52,7 +52,7 @@ class SideSpec:
     def open(self) -> Backend:
         """Open the engine, and load the adapter if a folder is given."""
         if self.adapter_path is not None and not isinstance(self.adapter, str):
-            raise invalid("adapter", f"expected the name under which {self.adapter_path} is loaded, got {self.adapter!r}")
+            raise invalid("adapter", f"expected the name for {self.adapter_path}, got {self.adapter!r}")
         backend = get_backend(self.backend, self.model, **self.options)
         if self.adapter_path is not None:
             try:
