@@ -185,25 +185,25 @@ def test_calls_are_counted_and_bounded(folder_of):
 
 
 class WrongOnce:
-    """A wrapper that puts one wrong number into the scores of one row: that which begins with `first`."""
+    """A wrapper that puts one wrong number into the scores of one row: that which ends with `last`."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, last: int) -> None:
+        self.last = last
 
     @hookimpl(wrapper=True)
     def score_logprobs(self, request):
         made = yield
         rows = [row.clone() for row in made.logprobs.split()]
         for ids, row in zip(request.sequences.tolist(), rows, strict=True):
-            if ids[0] == self.first and len(row) > 9 and row[9] != 0.0:
+            if ids[-1] == self.last and len(row) > 9 and row[9] != 0.0:
                 row[9] -= 3.0
         return replace(made, logprobs=Ragged(torch.cat(rows), made.logprobs.lengths))
 
 
 def test_one_wrong_number_in_thousands_is_a_difference(folder_of):
     folder = folder_of("qwen2", 3)
-    rows = [[n, *row] for n, row in enumerate(random_rows(*[80] * 30), start=100)]
-    completions = random_rows(*[20] * 30, seed=1)
+    rows = random_rows(*[80] * 30)
+    completions = [[*row, n] for n, row in enumerate(random_rows(*[20] * 30, seed=1), start=100)]
     wrong = corelm.get_backend("transformers", folder, dtype="float32", wrappers=[WrongOnce(125)])
     with sound(folder) as one, wrong as other:
         found = compare([one, other], rows, completions, oracle=folder)

@@ -146,7 +146,7 @@ def lengths(case: Case) -> tuple[int | None, int | None]:
 
 
 def onset(case: Case) -> int | None:
-    """Return the position from which on all longer rows differ, and before which no row does; None if there is none."""
+    """Return the position from which on all longer rows differ, and before which none does; else None."""
     wrong = []
     for numbers, truth in zip(case.numbers, case.truth, strict=True):
         size = (numbers - truth).abs()
