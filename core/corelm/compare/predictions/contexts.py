@@ -146,7 +146,7 @@ def lengths(case: Case) -> tuple[int | None, int | None]:
 
 
 def onset(case: Case) -> int | None:
-    """Return the position from which on all longer rows differ, and before which none does; else None."""
+    """Return from which position on all longer rows differ, while none does before it; None if there is none."""
     wrong = []
     for numbers, truth in zip(case.numbers, case.truth, strict=True):
         size = (numbers - truth).abs()
@@ -155,7 +155,7 @@ def onset(case: Case) -> int | None:
     if not firsts or min(firsts) < 4 or max(firsts) - min(firsts) > 3:
         return None
     at = min(firsts)
-    # A single wrong token begins somewhere too. What changes at a length changes for all rows, and for the rest of them.
+    # A single wrong token begins somewhere too. What changes at a length changes for all rows and for what follows.
     after = [off[at:] for off in wrong if len(off) > at + 4]
     persistent = sum(int(off.sum()) for off in after) >= _PERSISTENT * sum(len(off) for off in after)
     return at if after and persistent else None
