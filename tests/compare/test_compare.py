@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from toy_backend import ToyBackend
 from transformers import AutoTokenizer
 
-from corelm import Backend
+import corelm
+from corelm import Backend, Ragged, hookimpl
 from corelm.compare import SideSpec, compare
 from corelm.compare.gaps import measure
 from corelm.compare.oracles import Oracle
@@ -25,6 +27,7 @@ from helpers.planted_defects import (
     sound,
 )
 from helpers.planted_engines import AddsBos, IgnoresAdapters, ShiftedForward, Silent, TopOnly
+from helpers.tiny_models import random_rows
 from transformers_backend import TransformersBackend
 
 
@@ -164,8 +167,6 @@ def test_calls_are_counted_and_bounded(folder_of):
     calls = {"transformers": 0}
 
     class Counting:
-        from corelm import hookimpl
-
         @hookimpl(wrapper=True)
         def score_logprobs(self, request):
             calls["transformers"] += 1
@@ -181,6 +182,35 @@ def test_calls_are_counted_and_bounded(folder_of):
         found = compare([one, other], PROMPTS)
     assert found.sides[0].calls == calls["transformers"] <= 12 + len(found.rows) + 12
     assert found.calls == sum(side.calls for side in found.sides)
+
+
+class WrongOnce:
+    """A wrapper that puts one wrong number into the scores of one row: that which ends with `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    @hookimpl(wrapper=True)
+    def score_logprobs(self, request):
+        made = yield
+        rows = [row.clone() for row in made.logprobs.split()]
+        for ids, row in zip(request.sequences.tolist(), rows, strict=True):
+            if ids[-1] == self.last and len(row) > 9 and row[9] != 0.0:
+                row[9] -= 3.0
+        return replace(made, logprobs=Ragged(torch.cat(rows), made.logprobs.lengths))
+
+
+def test_one_wrong_number_in_thousands_is_a_difference(folder_of):
+    folder = folder_of("qwen2", 3)
+    rows = random_rows(*[80] * 30)
+    completions = [[*row, n] for n, row in enumerate(random_rows(*[20] * 30, seed=1), start=100)]
+    wrong = corelm.get_backend("transformers", folder, dtype="float32", wrappers=[WrongOnce(125)])
+    with sound(folder) as one, wrong as other:
+        found = compare([one, other], rows, completions, oracle=folder)
+    assert found.gaps[0].count > 2900 and found.gaps[0].mean_abs < 2e-3
+    assert found.verdict == "unexplained" and found.exit_code == 1
+    assert found.gaps[0].worst[0].row == 25 and found.gaps[0].worst[0].position == 9
+    assert [(each.row, each.position) for each in found.divergences if each.what == "numbers"] == [(25, 9)]
 
 
 def test_secrets_are_not_in_a_record(folder_of):

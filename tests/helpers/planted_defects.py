@@ -120,6 +120,15 @@ def _template(change: Callable[[str], str]) -> Callable[[Path], Backend]:
     return make
 
 
+def _eos(*ids: int) -> Callable[[Path], Backend]:
+    def make(folder: Path) -> Backend:
+        model = loaded(folder)
+        model.generation_config.eos_token_id = list(ids)
+        return opened(TransformersBackend, model, AutoTokenizer.from_pretrained(folder))
+
+    return make
+
+
 def _stale_cache(folder: Path) -> Backend:
     """An engine that has served the prompts with earlier weights, and got the new ones then."""
     model = loaded(folder)
@@ -208,6 +217,7 @@ DEFECTS: dict[str, Defect] = {
         _template(lambda text: text[: text.index("{% if add_generation_prompt %}")]),
         [("llama", {})],
     ),
+    "knows another EOS": Defect("ends", _eos(2, 9), [("qwen2", {})]),
     "goes on after a stop string": Defect("stop-string", _plugin(engines.StopsLate), [("qwen2", {}), ("gpt2", {})]),
 }
 

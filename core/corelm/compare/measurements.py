@@ -80,9 +80,10 @@ class Measurements:
         return numbers
 
     def _choose_rows(self, findings: Findings) -> None:
-        """Take the rows made of others, and the first of the caller's, as far as their logits fit into memory."""
+        """Take the rows made of others, and those in which sides differ most, as far as their logits fit in memory."""
         made = [n for n, source in enumerate(self.material.rows) if source.made_of_others]
         given = [n for n in range(len(self.rows)) if n not in made]
+        given.sort(key=self._spread, reverse=True)
         index = sorted([*given[: EXAMINED - len(made)], *made])
         vocabulary = max(side.can.vocab_size for side in self.sides)
         kept = affordable([self.rows[n] for n in index], vocabulary)
@@ -100,6 +101,12 @@ class Measurements:
     def examined(self) -> Rows:
         """The rows in which causes are looked for."""
         return [self.rows[n] for n in self.index]
+
+    def _spread(self, row: int) -> float:
+        """Return the largest |Δ| between two sides in a row."""
+        first, *others = (numbers[row] for numbers in self.numbers.values())
+        sizes = [(other - first).abs().nan_to_num(0.0) for other in others]
+        return max((float(size.max()) for size in sizes if len(size)), default=0.0)
 
     @property
     def _starts(self) -> list[int]:
@@ -126,12 +133,16 @@ class Measurements:
             findings.experiments += experiments
             findings.causes += causes
 
+    def floor(self, side: OpenSide) -> float:
+        """Return mean |Δ| from the plain forward that is not even rounding."""
+        return self.noise[side.name] if side.dtype() == "tf32" else FLOAT32_NOISE
+
     def allowed(self, side: OpenSide) -> float:
         """Return mean |Δ| up to which another side agrees with this one."""
         if self._tolerance is not None:
             return self._tolerance
         own = self.own.get(side.name)
-        return max(FLOAT32_NOISE, _OWN * own.noise(self.noise[side.name]) if own is not None else 0.0)
+        return max(self.floor(side), _OWN * own.noise(self.noise[side.name]) if own is not None else 0.0)
 
     def gaps(self, findings: Findings) -> list[Gap]:
         """Return the gaps between each two sides, and between the oracle and each side."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corelm.backend.encoding import Encoder
-from corelm.errors import CoreLMError, TemplateError, described
+from corelm.errors import CoreLMError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec.message import Message
 from corelm.spec.records import TokenizeRequest, TokenizeResult
@@ -199,6 +199,5 @@ def _tokenizer(folder: str | PathLike[str]) -> Any:
         found = AutoTokenizer.from_pretrained(folder)
         # For a folder without the files of a tokenizer, transformers may return one that knows no text.
         return found if found("a b", add_special_tokens=False)["input_ids"] else None
-    except Exception as error:  # a checkpoint without a tokenizer raises any of five types
-        described(error)
+    except Exception:  # a checkpoint without a tokenizer raises any of five types
         return None

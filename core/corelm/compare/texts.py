@@ -13,7 +13,7 @@ from corelm.errors import CoreLMError
 from corelm.validate import invalid, shown, token_ids
 
 Kind = Literal["text", "conversation", "ids"]
-#: How many texts are compared in both ways.
+#: A text that every tokenizer knows, to which special tokens are appended.
 _LEAST_TEXT = "One, two. "
 
 

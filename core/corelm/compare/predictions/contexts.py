@@ -11,6 +11,8 @@ from corelm.compare.cases import Case, Prediction
 
 #: How many ids are tried as a BOS that the engine may add.
 _TRIED = 4
+#: The least part of the tokens beyond a length that must differ.
+_PERSISTENT = 0.5
 #: How many lengths of a window are tried, in one call.
 _LENGTHS = 64
 
@@ -144,13 +146,16 @@ def lengths(case: Case) -> tuple[int | None, int | None]:
 
 
 def onset(case: Case) -> int | None:
-    """Return the position from which on long rows differ, and before which no row does; None if there is none."""
-    firsts = []
+    """Return from which position on all longer rows differ, while none does before it; None if there is none."""
+    wrong = []
     for numbers, truth in zip(case.numbers, case.truth, strict=True):
         size = (numbers - truth).abs()
-        off = (torch.isfinite(size) & (size > 10 * case.noise)).nonzero()
-        if len(off):
-            firsts.append(int(off[0]))
-    if not firsts or min(firsts) < 4:
+        wrong.append(torch.isfinite(size) & (size > 10 * case.noise))
+    firsts = [int(off.nonzero()[0]) for off in wrong if bool(off.any())]
+    if not firsts or min(firsts) < 4 or max(firsts) - min(firsts) > 3:
         return None
-    return min(firsts) if max(firsts) - min(firsts) <= 3 else None
+    at = min(firsts)
+    # A single wrong token begins somewhere too. What changes at a length changes for all rows and for what follows.
+    after = [off[at:] for off in wrong if len(off) > at + 4]
+    persistent = sum(int(off.sum()) for off in after) >= _PERSISTENT * sum(len(off) for off in after)
+    return at if after and persistent else None
