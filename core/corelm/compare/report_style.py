@@ -32,7 +32,7 @@ code { font: .92em ui-monospace, monospace; }
 .calm { border-left-color: var(--good); } .calm .advice::before { color: var(--good); }
 .cause h3 { margin: 0 0 .2rem; } .cause p { margin: .3rem 0; }
 .advice::before { content: "→ "; color: var(--bad); font-weight: 700; }
-.wide { overflow-x: auto; margin: .4rem 0; }
+.wide { overflow-x: auto; margin: .4rem 0; overflow-wrap: normal; }
 table { border-collapse: collapse; } caption { text-align: left; color: var(--soft); padding-bottom: .2rem; }
 th, td { text-align: left; vertical-align: top; padding: .22rem .6rem .22rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 500; }
@@ -41,7 +41,7 @@ th { color: var(--soft); font-weight: 500; }
 .numbers td.words { min-width: 11rem; } .numbers .over { color: var(--bad); font-weight: 600; }
 .self td { color: var(--soft); }
 .token, .scored { font-family: ui-monospace, monospace; white-space: pre-wrap; }
-td.token { white-space: pre; overflow-wrap: normal; }
+td.token { white-space: pre; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.2rem; }
 figure { margin: 0; background: var(--panel); border-radius: .4rem; padding: .8rem; break-inside: avoid; }
 figcaption { color: var(--soft); font-size: .85rem; line-height: 1.4; margin-top: .4rem; }
@@ -71,7 +71,7 @@ rect.row { fill: var(--line); } rect.prompt { fill: var(--soft); fill-opacity: .
 .scored span, .shades span, td.token { unicode-bidi: isolate; }
 .scored span, .shades span { border-radius: .15rem; padding: 0 1px; } .scored .prompt { color: var(--soft); }
 .shades { max-width: none; font-size: .88rem; color: var(--soft); }
-.shades span { padding: .05rem .35rem; color: var(--text); }
+.shades span { padding: .05rem .35rem; color: var(--text); white-space: nowrap; }
 .up1 { background: rgba(var(--up), .14); } .up2 { background: rgba(var(--up), .3); }
 .up3 { background: rgba(var(--up), .48); } .up4 { background: rgba(var(--up), .68); }
 .down1 { background: rgba(var(--down), .14); } .down2 { background: rgba(var(--down), .3); }
