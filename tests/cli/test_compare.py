@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corelm.compare import from_json
+from corelm.compare import SideSpec, from_json
 from corelm.compare.built_in import CONVERSATIONS, TEXTS
 from corelm.compare.material import DEFAULT
+from corelm.errors import InvalidRequestError
 from helpers.command_line import corelm_command, generate, write_rows
+from helpers.lora import lora, merged, save
 from helpers.processes import PATIENCE, heed_interrupts, wait_until
 
 TWO = ("--backend", "toy", "--backend", "toy", "--name", "other")
@@ -166,6 +168,22 @@ class Open(ToyBackend):
     assert [side["model"] for side in found[:2]] == ["shared", "own"] and "shared" not in found[2]["model"]
     assert "abcdefgh" not in result.output and "ijklmnop" not in result.output
     assert found[0]["options"]["env"] == "{HUB}"
+
+
+def test_an_adapter_is_loaded_for_its_side(tiny_model, tmp_path):
+    state, config = lora(AutoModelForCausalLM.from_pretrained(tiny_model))
+    folder = save(state, config, tmp_path / "adapter")
+    merged(AutoModelForCausalLM.from_pretrained(tiny_model), state).save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "merged")
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What is your name?"}])
+    result = corelm_command(
+        *("compare", "--option", "dtype=float32", "--input", tmp_path / "prompts.jsonl", "--oracle", "none"),
+        *("--backend", "transformers", "--model", tiny_model, "--adapter", f"mine={folder}", "--name", "adapter"),
+        *("--backend", "transformers", "--model", tmp_path / "merged", "--name", "merged"),
+    )
+    assert result.exit_code == 0 and result.stdout.startswith("OK: adapter and merged agree"), result.output
+    with pytest.raises(InvalidRequestError, match="adapter: expected the name for"):
+        SideSpec(backend="transformers", model=tiny_model, adapter_path=folder).open()
 
 
 # What is read --------------------------------------------------------------------------------------------------------
