@@ -41,7 +41,7 @@ types: install ## run mypy in strict mode
 	$(BIN)/mypy
 
 unit: install ## run the tests, including the examples in the README and in docstrings
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest -m "not thorough" $(PARALLEL)
 
 test-families: install ## compare the transformers plugin with the plain forward of every model type; takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families

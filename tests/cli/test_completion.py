@@ -25,7 +25,7 @@ def completed(words: str) -> list[str]:
     [
         (
             "corelm ",
-            {"backends", "fleet", "generate", "score", "chat", "serve", "conformance", "new-backend"},
+            {"backends", "fleet", "generate", "score", "chat", "serve", "compare", "conformance", "new-backend"},
         ),
         ("corelm gen", {"generate"}),
         ("corelm generate --max", {"--max-new-tokens"}),

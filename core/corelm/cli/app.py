@@ -18,6 +18,8 @@ from rich.console import Console
 
 from corelm._version import __version__
 from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing, timing_flag
+from corelm.cli.compare import compare
+from corelm.cli.compare_sides import SidesCommand
 from corelm.cli.conformance import conformance
 from corelm.cli.doctor import doctor
 from corelm.cli.engine import EngineChoice
@@ -41,6 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(fleets.app, name="fleet")
+app.command(cls=SidesCommand)(compare)
 app.command(cls=flags.GroupedCommand)(conformance)
 app.command(cls=flags.GroupedCommand)(doctor)
 app.command(cls=flags.GroupedCommand)(serve)

@@ -53,7 +53,7 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def _installed_backends() -> list[str]:
+def installed_backends() -> list[str]:
     return [info.name for info in scan().backends]
 
 
@@ -61,7 +61,7 @@ BackendName = Annotated[
     str,
     typer.Option(
         help="Name of the backend, as listed by `corelm backends`.",
-        autocompletion=_installed_backends,
+        autocompletion=installed_backends,
         rich_help_panel=ENGINE,
     ),
 ]
@@ -285,17 +285,20 @@ def key_values(pairs: list[str], flag: str) -> dict[str, Any]:
 # Sampling parameters --------------------------------------------------------------------------------------------------
 
 
-def sampling_flags(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: its parameter `sampling` becomes a flag for each field and alias of `SamplingParams`.
 
     The command gets a dict of those that were given, under the names that were given, for `SamplingParams.make`.
 
     Args:
         without: fields that the command has no flags for.
+        defaults: what the help says of fields for which the command has another default.
     """
     fields = {field.name: field for field in dataclasses.fields(SamplingParams) if field.name not in without}
-    flags = {name: _flag(name, field) for name, field in fields.items()}
-    flags |= {alias: _flag(alias, fields[name], hidden=True) for alias, name in ALIASES.items() if name in fields}
+    flags = {name: _flag(name, field, defaults) for name, field in fields.items()}
+    flags |= {
+        alias: _flag(alias, fields[name], defaults, hidden=True) for alias, name in ALIASES.items() if name in fields
+    }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -313,11 +316,13 @@ def sampling_flags(*without: str) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
-def _flag(name: str, field: dataclasses.Field[Any], *, hidden: bool = False) -> inspect.Parameter:
+def _flag(
+    name: str, field: dataclasses.Field[Any], defaults: Mapping[str, Any], *, hidden: bool = False
+) -> inspect.Parameter:
     """Return the parameter that typer makes a flag of: for a field, or for one of its aliases, which is not listed."""
     option = typer.Option(
         None,
-        help=_help(field),
+        help=_help(field, defaults.get(field.name, getattr(SamplingParams(), field.name))),
         hidden=hidden,
         metavar="<int|none>" if _may_be_none(field) else _metavar(field),
         rich_help_panel=SAMPLING,
@@ -349,11 +354,11 @@ def _may_be_none(field: dataclasses.Field[Any]) -> bool:
     return NoneType in get_args(_HINTS[field.name]) and field.default is not None
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
+def _help(field: dataclasses.Field[Any], default: Any) -> str:
     """Return the field's line in the docstring of `SamplingParams`, with its default and its aliases."""
     # The default follows in the form that all flags share.
     text = _IN_FLAGS.get(field.name) or re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
-    parts, kind, default = [text[:1].upper() + text[1:]], _kind(field), getattr(SamplingParams(), field.name)
+    parts, kind = [text[:1].upper() + text[1:]], _kind(field)
     if kind in (int, float) and default is not None:
         parts.append(f"Default: {default:g}.")
     if kind is bool and field.default is not None:

@@ -6,6 +6,7 @@ One sequence at a time, no padding, no cache, float32. No plugin takes part.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -32,16 +33,30 @@ class PlainOracle:
         self._model = model.eval()
 
     @classmethod
-    def load(cls, folder: str | PathLike[str]) -> PlainOracle:
-        """Load the model of a folder in float32.
+    def load(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        config: Mapping[str, Any] | None = None,
+    ) -> PlainOracle:
+        """Load the model of a folder.
+
+        Args:
+            folder: where the model is saved.
+            dtype: of the weights and of what is computed.
+            config: values that replace those of the model's configuration, such as ``{"sliding_window": None}``.
 
         Raises:
             InvalidRequestError: transformers cannot load it; `field` is ``oracle``.
         """
         try:
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoConfig, AutoModelForCausalLM
 
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            settings = AutoConfig.from_pretrained(folder)
+            for name, value in (config or {}).items():
+                setattr(settings.get_text_config(), name, value)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=settings)
         except (ImportError, OSError, ValueError) as error:
             raise invalid(
                 "oracle", f"transformers cannot load {str(folder)!r}, so nothing can be compared: {described(error)}"
@@ -59,6 +74,30 @@ class PlainOracle:
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         """Return float32[V]: the log-prob of every id that can follow `ids`."""
         return self._table(ids, temperature)[-1]
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Return float32[len(ids), V]: row t holds the logits after ``ids[: t + 1]``."""
+        with torch.no_grad():
+            logits: Tensor = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        return logits
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model's text part."""
+        config: Any = self._model.config
+        return config.get_text_config()
+
+    @property
+    def generation_config(self) -> Any:
+        """How the model is sampled from by default; None if its folder does not say."""
+        return getattr(self._model, "generation_config", None)
+
+    def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> PlainOracle:
+        """Return an oracle of a copy of the model, each of whose parameters is ``change(name, parameter)``."""
+        other = copy.deepcopy(self._model)
+        for name, parameter in other.named_parameters():
+            parameter.data = change(name, parameter.data)
+        return PlainOracle(other)
 
     def with_other_weights(self, seed: int = 0) -> PlainOracle:
         """Return an oracle of a copy of the model, to each of whose parameters some noise was added."""
@@ -93,6 +132,4 @@ class PlainOracle:
         return self._model.state_dict()
 
     def _table(self, ids: list[int], temperature: float) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-        return (logits / temperature).log_softmax(-1)
+        return (self.logits(ids) / temperature).log_softmax(-1)
