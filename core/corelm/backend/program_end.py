@@ -76,14 +76,22 @@ def end_as_interrupted() -> None:
 
 @atexit.register
 def _say_again_that_it_was_interrupted() -> None:
-    """Have Python end the process by the signal, also if a thread ran `exec` or `eval` after the interrupt.
+    """Have Python end the process by the signal, also if `exec` or `eval` ran after the interrupt.
 
     Python decides by a flag that an uncaught `KeyboardInterrupt` sets, and that each of these calls clears if it gets a
-    str: a library that makes a dataclass or a named tuple is enough. Only such a call can set the flag again.
+    str: a library that makes a dataclass or a named tuple is enough. Only such a call can set the flag again. Functions
+    that libraries have registered with `atexit` before this one are called later, and torch has one that imports
+    tabulate if that is installed. Python's last collection of garbage comes after all of them.
     """
     if interrupted():
-        with suppress(KeyboardInterrupt):
-            exec("raise KeyboardInterrupt")
+        _raise_uncaught()
+        gc.callbacks.append(_raise_uncaught)
+        gc.enable()
+
+
+def _raise_uncaught(*_: object) -> None:
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def end_stuck() -> None:

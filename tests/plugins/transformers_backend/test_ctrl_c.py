@@ -13,7 +13,10 @@ from helpers.processes import heed_interrupts, read_line
 
 #: Seconds in which the program has to end. It takes one or two on a machine that does nothing else.
 SOON = 15.0
+#: First a function that is called after those of corelm, and that runs `exec`, as one of torch may.
 SETUP = """
+import atexit
+atexit.register(exec, "pass")
 import asyncio, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
