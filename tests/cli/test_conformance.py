@@ -110,4 +110,4 @@ def test_a_selection_without_tests_is_refused_whatever_the_folder_sets(kit, tiny
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('imported')\n")
     result = kit("transformers", "--model", str(tiny_model), "-k", "nothing_like_it")
-    assert result.returncode == 2 and "no test of the kit matches" in result.stderr, result.stdout + result.stderr
+    assert result.returncode == 2 and "its themes are tokens, logprobs" in result.stderr, result.stdout + result.stderr

@@ -45,6 +45,7 @@ def test_its_files_are_in_the_projects_format(tmp_path):
     }
     assert written >= {
         "README.md",
+        ".gitignore",
         ".github/workflows/test.yml",
         "src/a_b_backend/backend.py",
         "tests/test_conformance.py",

@@ -128,6 +128,14 @@ def test_claim_three(self): pass
     result.stdout.fnmatch_lines(["corelm conformance: 1 passed, 2 not applicable (TestToy)"])
 
 
+def test_the_name_of_a_theme_selects_all_its_tests(run: Run) -> None:
+    themes = {test: theme.__module__.rpartition(".")[2] for test, theme in standard_tests(BackendConformance).items()}
+    result = run("pass", "--collect-only", "-q", "-k", "in_flight")
+    chosen = {line.rpartition("::")[2].partition("[")[0] for line in result.outlines if "::" in line}
+    assert chosen >= {test for test, theme in themes.items() if theme == "in_flight"}
+    assert all("in_flight" in themes[test] + test for test in chosen)
+
+
 def test_a_misspelt_capability_is_an_error(run: Run) -> None:
     for name in ("scores", "sampling:top_q"):
         result = run(f"@needs({name!r})\ndef test_one(self): pass", "-k", "test_one")

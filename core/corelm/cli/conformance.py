@@ -74,7 +74,7 @@ def conformance(
         ),
     ] = None,
     select: Annotated[
-        str | None, typer.Option("--select", "-k", help="Run only the tests that match, as pytest's -k does.")
+        str | None, typer.Option("--select", "-k", help="Run only the tests or themes that match, as pytest's -k does.")
     ] = None,
 ) -> None:
     """Run the conformance kit on a backend, and report what it declares and which promises it keeps.
@@ -115,7 +115,9 @@ def conformance(
             )
             status = by_name.run(subject, output, [] if select is None else ["-k", select])
         if status == _NO_TESTS:
-            raise invalid("select", f"no test of the kit matches {select!r}")
+            from corelm.testing import THEMES
+
+            raise invalid("select", f"no test of the kit matches {select!r}; its themes are {', '.join(THEMES)}")
     if status in _CODES:
         tell(f"The report is in {output}.html, {output}.json and {output}.md.")
     raise typer.Exit(_CODES.get(status, REFUSED))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from corelm.backend.registry import scan
+from corelm.backend.registry import DISTRIBUTION, scan
 from corelm.errors import printable
 
 _ENGINE = {True: "yes", False: "not installed", None: "unknown"}
@@ -31,14 +31,11 @@ def show(as_json: bool) -> None:
     for title in ("name", "distribution", "version", "core", "engine", "problem"):
         table.add_column(title, overflow="fold")
     for info in found.backends:
-        row = (
-            info.name,
-            info.distribution,
-            info.version,
-            "unknown" if info.requires_core is None else info.requires_core or "any",
-            _ENGINE[info.engine_available],
-            info.problem or "",
-        )
+        needs = "unknown" if info.requires_core is None else info.requires_core or "any"
+        engine = _ENGINE[info.engine_available]
+        if info.distribution == DISTRIBUTION:
+            needs, engine = "built in", "needs none"
+        row = (info.name, info.distribution, info.version, needs, engine, info.problem or "")
         # `Text` keeps rich from reading markup in names that others chose.
         table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(highlight=False)

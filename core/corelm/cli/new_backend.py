@@ -27,6 +27,7 @@ _FILES = {
     "backend.py.in": "src/{module}/backend.py",
     "engine.py.in": "src/{module}/engine.py",
     "test_conformance.py.in": "tests/test_conformance.py",
+    "gitignore.in": ".gitignore",
     "test.yml.in": ".github/workflows/test.yml",
 }
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")

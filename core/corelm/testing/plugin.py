@@ -103,6 +103,8 @@ class ConformanceClass(pytest.Class):
                 owner = standard.get(item.originalname)
                 theme = "own" if owner is None else owner.__module__.removeprefix(_KIT)
                 item.user_properties.append(("corelm_theme", theme))
+                # `-k streaming` runs the whole theme, and not only the tests that have the word in their names.
+                item.extra_keyword_matches.add(theme)
             yield item
         check: pytest.Item = StandardTests.from_parent(self, name=META_TEST)
         check.user_properties.append(("corelm_theme", "kit"))
