@@ -50,6 +50,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "core"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")
 html_math_renderer = "mathml"
 html_show_sphinx = False
 html_show_sourcelink = False

@@ -24,7 +24,7 @@ MADE = ("_modules/", "repository/", "genindex", "py-modindex", "search")
 PUBLIC = (
     *("corelm", "corelm.spec", "corelm.errors", "corelm.containers", "corelm.kl", "corelm.batching", "corelm.serving"),
     *("corelm.support", "corelm.testing", "corelm.interop.torchrl", "corelm.interop.trl", "corelm.interop.lm_eval"),
-    *("corelm.interop.sessions", "corelm.wrappers", "corelm.compare"),
+    *("corelm.interop.sessions", "corelm.wrappers", "corelm.compare", "corelm.fleet"),
 )
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -125,11 +125,11 @@ class Gap:
         count: how many tokens both scored.
         skipped: how many tokens only one of the two scored.
         mean: the mean of Δ, with its sign.
-        mean_abs: the mean of |Δ|.
-        median_abs, p90, p99, p999, max_abs: quantiles of |Δ|.
+        mean_abs: the mean of `|Δ|`.
+        median_abs, p90, p99, p999, max_abs: quantiles of `|Δ|`.
         outside: the share of tokens whose ratio exp(Δ) is outside [0.9, 1.1].
         k3: an estimate of KL(one‖other): the mean of ``exp(Δ) − 1 − Δ``. Unbiased if `one` sampled the tokens.
-        worst: the tokens with the largest |Δ|, the largest first.
+        worst: the tokens with the largest `|Δ|`, the largest first.
         delta: float32[count], for plots.
         rows, positions: int64[count], where each Δ is.
         first, second: float32[count], the numbers of `one` and of `other`.
@@ -210,8 +210,8 @@ class Experiment:
         id: the detector that did it.
         side: the side that it is about.
         changed: the one thing, as a sentence: "the plain forward without the softcap of the logits".
-        before: mean |Δ| before, in nats.
-        after: mean |Δ| after, in nats.
+        before: mean `|Δ|` before, in nats.
+        after: mean `|Δ|` after, in nats.
         tokens: over how many tokens.
         explains: whether the change explains the difference: `after` is down to noise.
         note: what else was found, such as a fitted constant.
@@ -270,7 +270,7 @@ class Comparison:
         gaps: between each two sides, and between each side and the oracle if there is one (`sides` and `oracle`).
         own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` begins with
             the name of the side.
-        tolerances: mean |Δ| in nats up to which a side's distance is noise, by the name of the side.
+        tolerances: mean `|Δ|` in nats up to which a side's distance is noise, by the name of the side.
         divergences: where ids, answers and numbers first differ.
         experiments: everything that was tried, in order.
         causes: what was found, the surest first.

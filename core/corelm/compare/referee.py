@@ -55,7 +55,7 @@ def compare(
         checkpoints: folders of other weights that a side may hold, such as those before an update.
         sampling: how completions are sampled; by default 24 tokens, with the model's own distribution.
         seed: of everything that is sampled.
-        tolerance: mean |Δ| in nats up to which two sides agree; None measures each side's distance to itself.
+        tolerance: mean `|Δ|` in nats up to which two sides agree; None measures each side's distance to itself.
         adapter: the adapter of all calls to sides whose `SideSpec` names none; it must be loaded.
         timeout: seconds that each call may take.
 

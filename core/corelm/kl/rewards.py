@@ -37,8 +37,8 @@ def subtract_penalty(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout
     """
     if key not in td.keys(include_nested=True):
         raise MissingKeyError(
-            f"the TensorDict has no {key!r} to subtract the penalty from; it has: {list_keys(td)}. Pass "
-            "add_to_reward=False to leave rewards unchanged",
+            f"the TensorDict has no {key!r} to subtract the penalty from; it has: {list_keys(td)}. Write it, or leave "
+            "rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
             field=str(key),
         )
     try:
