@@ -43,6 +43,28 @@ def test_the_most_probable_token_is_among_the_top_and_so_is_the_token_itself(
         assert (max(top, key=top.__getitem__) == token) == (given == most_probable)
 
 
+def test_tokens_are_named_by_their_ids_if_asked(server: ServerThread, backend: Backend) -> None:
+    asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 5, "seed": 1, "logprobs": 1, "echo": True}
+    rows = backend.tokenize(PROMPTS[:1]).ids.tolist()
+    with client_of(server) as client:
+        plain = client.completions.create(**asked).choices[0]
+        named = client.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True}).choices[0]
+        chunks = client.completions.create(
+            **{**asked, "logprobs": 0}, stream=True, extra_body={"return_tokens_as_token_ids": True}
+        )
+        streamed = [name for chunk in chunks if (found := chunk.choices[0].logprobs) for name in found.tokens]
+    ids = [int(name.removeprefix("token_id:")) for name in named.logprobs.tokens]
+    assert ids[: len(rows[0])] == rows[0] and streamed == named.logprobs.tokens
+    assert backend.detokenize([ids], skip_special_tokens=True) == [named.text]
+    assert (named.text, named.logprobs.token_logprobs, named.logprobs.text_offset) == (
+        plain.text,
+        plain.logprobs.token_logprobs,
+        plain.logprobs.text_offset,
+    )
+    tops = zip(named.logprobs.tokens, named.logprobs.top_logprobs, strict=True)
+    assert all(name in top for name, top in list(tops)[1:])
+
+
 def test_echo_with_an_answer_has_the_log_probs_of_both(server: ServerThread, backend: Backend) -> None:
     asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 5, "seed": 1}
     with client_of(server) as client:

@@ -68,6 +68,10 @@ def test_the_shapes_of_the_protocol_show_parts_of_characters() -> None:
     older = CompletionLogprobs(texts, silent=()).add(ids, logprobs, None)
     assert older["tokens"] == ["t", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "e"]
     assert older["text_offset"] == [0, 1, 1, 1, 2]
+    top = [[(each, logprob)] for each, logprob in zip(ids, logprobs, strict=True)]
+    by_id = CompletionLogprobs(texts, silent=(), by_id=True).add(ids, logprobs, top)
+    assert by_id["tokens"] == [f"token_id:{each}" for each in ids] and by_id["text_offset"] == older["text_offset"]
+    assert by_id["top_logprobs"] == [{name: logprob} for name, logprob in zip(by_id["tokens"], logprobs, strict=True)]
 
 
 @pytest.mark.parametrize("ids", [[0, 1], [1, 0]])

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
+
+from helpers.cassettes import both
 
 pytest_plugins = "pytester"
 
@@ -28,6 +29,13 @@ def test_answers(cassette):
 def test_one(cassette, row):
     cassette.open("toy", label=str(row[0])).score_logprobs([[row[0], 67]])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import here what the inner runs need: they forget their imports, and torch cannot be imported twice."""
+    path = tmp_path_factory.mktemp("imported") / "c"
+    both(path, lambda backend: (backend.generate([[65]], {"max_new_tokens": 1, "seed": 1}), backend.score_logprobs([])))
 
 
 def ran(pytester: pytest.Pytester, *arguments: str, passed: int = 3, failed: int = 0) -> str:
@@ -76,6 +84,53 @@ def test_a_test_that_failed_is_recorded_again(pytester: pytest.Pytester, monkeyp
     for _ in range(2):
         ran(pytester, passed=1)
         assert len(calls(pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0")) == 2
+
+
+def test_an_interrupted_test_is_recorded_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(
+        test_mine="""
+        import os
+
+        def test_two_calls(cassette):
+            backend = cassette.open("toy")
+            backend.score_logprobs([[65, 66]])
+            if "STOPS" in os.environ:
+                raise KeyboardInterrupt
+            backend.score_logprobs([[67, 68]])
+        """
+    )
+    monkeypatch.setenv("STOPS", "1")
+    assert pytester.runpytest_subprocess("-p", "no:cacheprovider").ret == pytest.ExitCode.INTERRUPTED
+    cassette = pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0"
+    assert len(calls(cassette)) == 1
+    monkeypatch.delenv("STOPS")
+    for _ in range(2):
+        ran(pytester, passed=1)
+        assert len(calls(cassette)) == 2
+
+
+def test_each_test_has_a_folder_for_itself_in_every_process(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    pytester.makepyfile(
+        test_mine="""
+        import pytest
+
+        IDS = ["a-b", "a/b", "<", ">", "1", "1-", "x" * 300]
+
+        class TestIt:
+            @pytest.mark.xdist_group("one")
+            @pytest.mark.parametrize("token", range(65, 72), ids=IDS)
+            def test_it(self, cassette, token):
+                cassette.open("toy").score_logprobs([[token, 66]])
+        """
+    )
+    ran(pytester, passed=7)
+    folders = sorted(each.name for each in (pytester.path / "cassettes" / "test_mine").iterdir())
+    assert len(folders) == 7 and {"TestIt.test_it-a-b", "TestIt.test_it-1"} <= {*folders}
+    run = pytester.runpytest_subprocess(
+        "-p", "no:cacheprovider", "-n1", "--dist=loadgroup", "--corelm-record-mode=none"
+    )
+    run.assert_outcomes(passed=7)
 
 
 def test_an_unknown_setting_is_named(pytester: pytest.Pytester) -> None:

@@ -20,6 +20,7 @@ from corelm import Backend
 from corelm.errors import CassetteError, InvalidRequestError, NotRecordedError
 from corelm.spec import Capabilities
 from corelm.wrappers import CassetteRecorder
+from corelm.wrappers.cassette_file import is_complete
 from helpers.cassettes import calls_of, recorded, replayed
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
@@ -219,6 +220,33 @@ def test_a_killed_recorder_leaves_its_calls_and_no_lock(tmp_path: Path) -> None:
     assert [call["call"] for call in calls_of(path)] == [0, 1, 2]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_keep_a_cassette_that_its_recorder_has_closed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, 'tests')\n"
+        "from pathlib import Path\n"
+        "from helpers.cassettes import calls_of, recorded\n"
+        "path, (begin, end) = Path(sys.argv[1]), os.pipe()\n"
+        "backend = recorded(path)\n"
+        "if not (child := os.fork()):\n"
+        "    os.close(end); os.read(begin, 1); os._exit(0)\n"
+        "os.close(begin); backend.close()\n"
+        "with recorded(path, mode='new_episodes') as again: again.score_logprobs([[65, 66]])\n"
+        "os.close(end); os.waitpid(child, 0); print(len(calls_of(path)))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "c")]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.stdout == "1\n", ran.stderr
+
+
+def test_a_recording_is_complete_only_if_nothing_follows_its_end(cassette: Path) -> None:
+    assert is_complete(cassette)
+    with (cassette / "calls.jsonl").open("ab") as file:
+        file.write(b'{"call":3,"hook"')
+    assert not is_complete(cassette)
+
+
 # Secrets, sizes, tokenizers ------------------------------------------------------------------------------------------
 
 
@@ -241,8 +269,9 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
     url = "http://me:hunter22@node:8000/v1?key=sk-very-secret"
     with Backend.from_plugin(Keyed.open(), "toy", model_name=url, wrappers=[recorder]) as backend:
         ask(backend, "sk-very-secret")
-        with pytest.raises(InvalidRequestError, match="engine_kwargs: odd="):
-            backend.generate(ROWS, {**SEEDED, "engine_kwargs": {"odd": object()}})
+        for odd in (object(), float("inf")):
+            with pytest.raises(InvalidRequestError, match="engine_kwargs: odd="):
+                backend.generate(ROWS, {**SEEDED, "engine_kwargs": {"odd": odd}})
     written = b"".join(file.read_bytes() for file in (tmp_path / "c").iterdir())
     assert b"very-secret" not in written and b"hunter22" not in written
     assert b'"7":1.5' in written and b"http://node:8000/v1" in written

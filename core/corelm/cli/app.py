@@ -5,16 +5,13 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from corelm._version import __version__
 from corelm.cli import adapters, flags, fleets, id_flags, interrupt_ends_process, listing, timing_flag
@@ -23,13 +20,11 @@ from corelm.cli.compare_sides import SidesCommand
 from corelm.cli.conformance import conformance
 from corelm.cli.doctor import doctor
 from corelm.cli.engine import EngineChoice
-from corelm.cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
+from corelm.cli.exits import INTERRUPTED, SOME_FAILED, typed_exits
 from corelm.cli.new_backend import new_backend
+from corelm.cli.running import run
 from corelm.cli.serving import serve
-from corelm.cli.streams import Messages, Stream, standard_output, tell
-from corelm.cli.summary import Summary
-from corelm.cli.wording import as_flags
-from corelm.errors import CoreLMError
+from corelm.cli.streams import Messages, standard_output, tell
 from corelm.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -182,7 +177,7 @@ def generate(
         batch_size=batch_size,
         timed=timing,
     )
-    _run(job, as_json)
+    run(job, as_json)
 
 
 @app.command(cls=flags.GroupedCommand)
@@ -278,7 +273,7 @@ def score(
         batch_size=batch_size,
         timed=timing,
     )
-    _run(job, as_json)
+    run(job, as_json)
 
 
 @app.command(cls=flags.GroupedCommand)
@@ -314,7 +309,8 @@ def chat(
     """
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
-        from corelm.cli.chat import Conversation, run
+        from corelm.cli.chat import Conversation
+        from corelm.cli.chat import run as converse
         from corelm.policy.policy import LLMPolicy
 
     with typed_exits(), standard_output() as stdout:
@@ -325,7 +321,7 @@ def chat(
             )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
-                complete = run(Conversation(policy=policy, system=system, seed=params.seed), stdout)
+                complete = converse(Conversation(policy=policy, system=system, seed=params.seed), stdout)
         except KeyboardInterrupt:
             print(file=Messages())
             tell("interrupted")
@@ -347,57 +343,3 @@ def _recorded(engine: EngineChoice) -> dict[str, Any]:
 def _file(path: Path) -> Path | None:
     """Return None for a dash, which is the standard input or output."""
     return None if str(path) == "-" else path
-
-
-def _run(job: Job[Any], as_json: bool) -> None:
-    """Run a job, say what it did, and exit."""
-    from corelm.cli.output import errors_path
-
-    summary = Summary(
-        command=job.settings["command"],
-        output=job.target,
-        errors=None if job.target is None else errors_path(job.target),
-        settings=job.settings,
-    )
-    with typed_exits(), ExitStack() as stack:
-        # What engines print must not get among the answers, or into the JSON.
-        stdout = stack.enter_context(standard_output()) if job.target is None or as_json else None
-        code = _run_to_the_end(job, summary, stdout)
-        if summary.status != "refused":
-            for line in summary.lines():
-                tell(line)
-        exists = job.target is not None and summary.written + summary.present > 0
-        if exists and summary.status in ("failed", "interrupted"):
-            again = "Run the same command again" + (" with the same input" if job.source is None else "")
-            tell(f"{again} to continue with the remaining lines.")
-        if as_json:
-            told = json.dumps(summary.to_dict(), ensure_ascii=False) + "\n"
-            if job.target is None or stdout is None:
-                print(told, end="", file=Messages(), flush=True)
-            else:
-                stdout.write(told.encode(errors="backslashreplace"))
-    raise typer.Exit(code)
-
-
-def _run_to_the_end(job: Job[Any], summary: Summary, stdout: Stream | None) -> int:
-    """Run a job and return the exit code. How it ended is in the summary, and an error was printed."""
-    from corelm.cli.output import count_rows
-
-    try:
-        job.run(Console(file=cast(IO[str], Messages()), highlight=False), summary, stdout)
-    except KeyboardInterrupt:
-        if job.target is not None and summary.status == "running":
-            # The interrupt may have come after answers were written and before they were counted.
-            summary.written = count_rows(job.target) - summary.present
-        summary.status = "interrupted"
-        tell("interrupted")
-        return INTERRUPTED
-    except (CoreLMError, OSError) as error:
-        code = exit_code(error)
-        if summary.status == "running" or code == ENGINE_FAILED:
-            summary.status = "failed"
-        summary.error = as_flags(str(error))
-        tell(f"error: {as_flags(str(error))}")
-        return code
-    summary.status = "finished"
-    return SOME_FAILED if summary.failed else 0

@@ -13,6 +13,7 @@ from corelm.validate import count, flag, invalid, is_index, one_of, shown, token
 _COMPLETION = frozenset(
     {
         *("model", "prompt", "n", "min_tokens", "max_tokens", "stream", "stream_options", "logprobs", "echo"),
+        "return_tokens_as_token_ids",
         *SAMPLING,
     }
 )
@@ -40,6 +41,7 @@ class CompletionAsk:
         include_usage: whether a stream ends with the number of tokens.
         logprobs: how many of the most probable ids to return for each token, with its own log-prob; None for no
             log-probs.
+        by_id: whether log-probs name each token by its id, as ``token_id:5``. Several ids may have one text.
     """
 
     model: str | None
@@ -51,6 +53,7 @@ class CompletionAsk:
     stream: bool
     include_usage: bool
     logprobs: int | None
+    by_id: bool
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> CompletionAsk:
@@ -81,6 +84,7 @@ class CompletionAsk:
             stream=stream,
             include_usage=include_usage,
             logprobs=None if logprobs is None else count("logprobs", logprobs, 0),
+            by_id=flag("return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False)),
         )
 
 

@@ -61,7 +61,10 @@ class _CompletionReply:
         self._scored: list[ScoredPrompt] = []
         silent = frozenset(getattr(exchange.service.backend.tokenizer, "all_special_ids", ()))
         # One for each choice.
-        self._shapes = [CompletionLogprobs(exchange.service.texts, silent) for _ in range(len(prompts) * self._samples)]
+        self._shapes = [
+            CompletionLogprobs(exchange.service.texts, silent, by_id=ask.by_id)
+            for _ in range(len(prompts) * self._samples)
+        ]
 
     async def send(self) -> None:
         ask, service = self._ask, self._service

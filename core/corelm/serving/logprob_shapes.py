@@ -44,10 +44,11 @@ class CompletionLogprobs:
     Args:
         texts: the texts of the tokens.
         silent: the ids that the text of an answer leaves out.
+        by_id: whether to name tokens by their ids, as ``token_id:5``, instead of by their texts.
     """
 
-    def __init__(self, texts: TokenTexts, silent: Collection[int]) -> None:
-        self._texts, self._silent = texts, silent
+    def __init__(self, texts: TokenTexts, silent: Collection[int], *, by_id: bool = False) -> None:
+        self._texts, self._silent, self._by_id = texts, silent, by_id
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -79,25 +80,23 @@ class CompletionLogprobs:
             self._offset += 0 if absent else len(said)
         if prompt is not None:
             self._offset = len(prompt)
-        best = None
+        names, best = self._names(ids), None
         if top is not None:
             best = [
-                None if logprob is None else self._best(text, logprob, pairs)
-                for text, logprob, pairs in zip(shown, logprobs, top, strict=True)
+                None if logprob is None else self._best(name, logprob, pairs)
+                for name, logprob, pairs in zip(names, logprobs, top, strict=True)
             ]
-        return {
-            "tokens": [_legacy(text) for text in shown],
-            "token_logprobs": list(logprobs),
-            "top_logprobs": best,
-            "text_offset": offsets,
-        }
+        return {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": best, "text_offset": offsets}
 
-    def _best(self, text: TokenText, logprob: float, pairs: Top) -> dict[str, float]:
-        """Return the most probable tokens, and the token itself. Of tokens with one text, the most probable counts."""
+    def _names(self, ids: Sequence[int]) -> list[str]:
+        return [f"token_id:{each}" for each in ids] if self._by_id else list(map(_legacy, self._texts.of(ids)))
+
+    def _best(self, name: str, logprob: float, pairs: Top) -> dict[str, float]:
+        """Return the most probable tokens, and the token itself. Of tokens with one name, the most probable counts."""
         found: dict[str, float] = {}
-        for other, (_, value) in zip(self._texts.of([each for each, _ in pairs]), pairs, strict=True):
-            found.setdefault(_legacy(other), value)
-        found.setdefault(_legacy(text), logprob)
+        for other, (_, value) in zip(self._names([each for each, _ in pairs]), pairs, strict=True):
+            found.setdefault(other, value)
+        found.setdefault(name, logprob)
         return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,8 +76,7 @@ class Cassettes:
                 f"corelm_cassette: {min(unknown)} is unknown; it takes match, match_seeds, save_tokenizer and path",
                 field=min(unknown),
             )
-        name = test.nodeid.partition("::")[2].replace("::", ".")
-        folder = Path("cassettes", test.path.stem, re.sub(r"[^\w.-]+", "-", name).strip("-"))
+        folder = Path("cassettes", test.path.stem, _folder_name(test))
         return cls(test.path.parent / (folder if path is None else path), mode, **settings)
 
     def open(
@@ -135,3 +135,20 @@ class Cassettes:
         with ExitStack() as closing:
             for backend in self._opened:
                 closing.callback(backend.close)
+
+
+#: A name of a test of which a folder can be named without becoming that of another test.
+_PLAIN = re.compile(r"[\w.]{1,100}(\[[\w.-]{0,99}[\w.]\])?")
+
+
+def _folder_name(test: pytest.Item) -> str:
+    """Return a name for the folder of a test, which no other test of its file has.
+
+    ``TestIt.test_it[a-b]`` becomes ``TestIt.test_it-a-b``. A long name, or one with other characters, gets a checksum.
+    """
+    # Not from the test's id: pytest-xdist adds the name of a group to that.
+    chain = test.listchain()
+    file = next(place for place, each in enumerate(chain) if each.path == test.path)
+    name = ".".join(each.name for each in chain[file + 1 :])
+    folder = re.sub(r"[^\w.-]+", "-", name).strip("-")
+    return folder if _PLAIN.fullmatch(name) else f"{folder[:100]}-{zlib.crc32(name.encode()):08x}"

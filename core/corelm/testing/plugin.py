@@ -6,7 +6,7 @@ pytest loads it in every session of an environment in which core is installed: k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from corelm.testing.report import Recorder
 
 #: The name of the check that is added to every conformance class.
 META_TEST = "test_every_standard_test_is_there"
+
+#: Whether a test has run to its end and has not failed. An expected failure counts as passed.
+_PASSED = pytest.StashKey[bool]()
 
 _KIT = ConformanceBase.__module__.rpartition(".")[0] + "."
 
@@ -57,10 +60,17 @@ def cassette(request: pytest.FixtureRequest) -> Iterator[Cassettes]:
     for mark in reversed(list(request.node.iter_markers("corelm_cassette"))):
         settings.update(mark.kwargs)
     mode = request.config.getoption("--corelm-record-mode")
-    failures = request.session.testsfailed
     cassettes = Cassettes.of_test(request.node, mode, **settings)
     yield cassettes
-    cassettes.close(failed=request.session.testsfailed > failures)
+    cassettes.close(failed=not request.node.stash.get(_PASSED, False))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    # A test that was interrupted gets no report.
+    report = yield
+    item.stash[_PASSED] = report.when == "call" and not report.failed
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

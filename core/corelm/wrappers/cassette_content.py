@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ class ContentPlayer:
 
     A row that was recorded several times is played in the order of the recording. After that, its last answer is played
     again and again if the row decides about it (it has a seed, is greedy or is a score); otherwise it counts as not
-    recorded.
+    recorded. A call that failed is played for a request that has all of its rows, and for its other rows only if
+    nothing else was recorded of them: the batcher asks again for each row of a shared call that failed.
 
     Args:
         path: the folder of the cassette, for messages.
@@ -49,8 +52,8 @@ class ContentPlayer:
         self._places: dict[str, list[_Place]] = defaultdict(list)
         self._played: dict[str, int] = defaultdict(int)
         self._mutex = threading.Lock()
-        for call in index.calls:
-            for row, key in enumerate(self._unseeded(call) if not seeds else call.keys):
+        for call in index.calls if seeds else map(self._unseeded, index.calls):
+            for row, key in enumerate(call.keys):
                 self._places[key].append((call, row))
 
     def play(self, hook: str, request: Any, adapter: Adapter = None) -> list[Played]:
@@ -69,7 +72,7 @@ class ContentPlayer:
             lacking = [row for row, key in enumerate(keys) if not self._has(key, hook, request)]
             if lacking:
                 raise self._not_recorded(hook, {row: self._why(hook, request, row) for row in lacking})
-            places = [self._take(key) for key in keys]
+            places = [self._take(key, {*keys}) for key in keys]
         found: dict[int, tuple[IndexedCall, list[int], list[int]]] = {}
         for at, (call, row) in enumerate(places):
             _, rows, wanted = found.setdefault(call.number, (call, [], []))
@@ -79,7 +82,7 @@ class ContentPlayer:
         for call, rows, wanted in found.values():
             recorded = self._index.read(call)
             if recorded.error is not None:
-                raise _for_rows(recorded.error, dict(zip(rows, wanted, strict=True)))
+                raise _for_rows(recorded.error, rows, wanted)
             played.append(Played(recorded, rows, wanted))
         return played
 
@@ -92,10 +95,14 @@ class ContentPlayer:
         # An engine that notices itself when its weights change has given one row other answers each time.
         return len({call.version for call, _ in places}) == 1
 
-    def _take(self, key: str) -> _Place:
-        places, number = self._places[key], self._played[key]
+    def _take(self, key: str, asked: set[str]) -> _Place:
+        places = self._places[key]
+        last = len(places) - 1
+        number = min(self._played[key], last)
+        while number < last and places[number][0].failed and not asked.issuperset(places[number][0].keys):
+            number += 1
         self._played[key] = number + 1
-        return places[min(number, len(places) - 1)]
+        return places[number]
 
     def _why(self, hook: str, request: Any, row: int) -> str:
         if hook not in _ROWS:
@@ -129,11 +136,11 @@ class ContentPlayer:
             problems=missing,
         )
 
-    def _unseeded(self, call: IndexedCall) -> tuple[str, ...]:
+    def _unseeded(self, call: IndexedCall) -> IndexedCall:
         if call.hook != "generate":
-            return call.keys
+            return call
         record = self._index.read(call)
-        return row_keys(call.hook, record.request, call.weights, seeds=False)
+        return replace(call, keys=row_keys(call.hook, record.request, call.weights, seeds=False))
 
 
 def _of_row(form: Any, row: int) -> Any:
@@ -144,11 +151,12 @@ def _of_row(form: Any, row: int) -> Any:
     return form
 
 
-def _for_rows(error: Exception, places: dict[int, int]) -> Exception:
-    """Return a recorded error with the numbers that its rows have in this request."""
+def _for_rows(error: Exception, rows: Sequence[int], places: Sequence[int]) -> Exception:
+    """Return a recorded error with the numbers that its rows have in this request, in which one may occur twice."""
     made = own(error)
     problems = getattr(error, "problems", None)
     if not problems:
         return made
-    made.__dict__["problems"] = {places[row]: why for row, why in problems.items() if row in places}
+    pairs = zip(rows, places, strict=True)
+    made.__dict__["problems"] = {place: problems[row] for row, place in pairs if row in problems}
     return made

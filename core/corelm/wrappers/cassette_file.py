@@ -85,8 +85,7 @@ class CassetteWriter:
         Raises:
             CassetteError: it cannot be written.
         """
-        text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()[:-1]
-        line = text + _CHECK % zlib.crc32(text) + b"\n"
+        line = _line(record)
         with self._mutex:
             if self._file.closed:
                 return
@@ -99,8 +98,10 @@ class CassetteWriter:
     def close(self, *, complete: bool = True) -> None:
         """Say that the recording is complete if it is, and let others write."""
         if complete:
-            self.append({"end": True})
+            self.append(_LAST)
         with self._mutex:
+            if not self._file.closed:
+                _unlock(self._file)
             self._file.close()
 
 
@@ -170,6 +171,16 @@ class CassetteReader:
         return record
 
 
+def _line(record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return text + _CHECK % zlib.crc32(text) + b"\n"
+
+
+#: The record with which a complete recording ends, and its line.
+_LAST = {"end": True}
+_END = _line(_LAST)
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a cassette.
 
@@ -204,8 +215,8 @@ def is_complete(path: Path) -> bool:
     """Return whether a cassette was recorded to its end: the engine was closed."""
     try:
         with (path / CALLS).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 64))
-            return b'{"end":true,"crc32"' in file.read() and is_cassette(path)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - len(_END)))
+            return file.read() == _END and is_cassette(path)
     except OSError:
         return False
 
@@ -216,6 +227,13 @@ def _refuse_other_folders(path: Path) -> None:
     own = {HEADER, HEADER + ".part", CALLS, TOKENIZER}
     if path.exists() and (others := sorted({each.name for each in path.iterdir()} - own)):
         raise CassetteError(f"cassette {path}: the folder holds something else ({others[0]}); name a new one")
+
+
+def _unlock(file: io.BufferedRandom) -> None:
+    """Release the lock. Closing the file does not, as long as a fork of this process has it open, too."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _drop_torn_line(file: io.BufferedRandom) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from corelm.tensors.token_sets import TokenSets
 from corelm.wrappers.cassette_index import Played, RecordedCall, answers_per_row
 from corelm.wrappers.cassette_records import chunk_of, request_json
 from corelm.wrappers.cassette_weights import WeightsHistory
+
+#: Fields that an engine leaves out where they say nothing of any row, and what they then mean for each row.
+_OF_SOME_ROWS: Mapping[str, Any] = {"errors": "", "cached_tokens": None}
 
 
 class Player(Protocol):
@@ -117,8 +120,9 @@ def _field(name: str, parts: Sequence[_Part], order: Tensor) -> Any:
     given = [getattr(part.result, name) for part in parts]
     if all(value is None for value in given):
         return None
-    if name == "errors":
-        given = [value or ("",) * _count(part.result) for value, part in zip(given, parts, strict=True)]
+    if name in _OF_SOME_ROWS:
+        nothing = _OF_SOME_ROWS[name]
+        given = [value or (nothing,) * _count(part.result) for value, part in zip(given, parts, strict=True)]
     if any(value is None for value in given):
         raise CassetteError(f"the recorded rows do not belong together: some have {name} and some do not; record again")
     rows = [part.rows or [] for part in parts]

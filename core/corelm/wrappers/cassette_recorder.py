@@ -235,6 +235,7 @@ class CassetteRecorder:
                 listening.enter_context(replaced(request, "on_tokens", _listener(request.on_tokens, heard)))
             if getattr(request, "stream", None) is not None:
                 listening.enter_context(replaced(request, "stream", hashes.reading(request.stream)))
+            listening.callback(self._answered.discard, id(request))
             try:
                 result = yield
             except BaseException as error:
@@ -255,7 +256,6 @@ class CassetteRecorder:
     ) -> None:
         """Write a call that has ended, unless the cassette has answered it."""
         if id(request) in self._answered:
-            self._answered.discard(id(request))
             return
         assert self._writer is not None and self._engine is not None
         form, refused = record["request"], isinstance(error, (CapabilityError, InvalidRequestError))

@@ -181,8 +181,9 @@ def _own(name: str, value: Any) -> Any:
         return [walked(each) for each in given] if isinstance(given, (list, tuple)) else given
 
     try:
-        return json.loads(json.dumps(written(name, value, walked)))
+        return json.loads(json.dumps(written(name, value, walked), allow_nan=False))
     except (TypeError, ValueError):
         raise invalid(
-            "engine_kwargs", f"{name}={shown(value)} cannot be written to a cassette: give numbers, texts and lists"
+            "engine_kwargs",
+            f"{name}={shown(value)} cannot be written to a cassette: give finite numbers, texts and lists",
         ) from None

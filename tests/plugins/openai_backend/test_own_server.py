@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +14,8 @@ from corelm.serving import ServerThread
 
 #: What the server samples while it is tried is random, and must not change what is found.
 OPENED = 5
+#: Answers to each prompt.
+SAMPLES = 48
 
 
 def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(tiny_model: Path) -> None:
@@ -30,7 +34,37 @@ def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(
         with corelm.get_backend("openai", **options) as backend:
             backend.generate(rows, {"max_new_tokens": 2})
         assert len(server.sessions.ids()) == 1
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.testing.assert_close(scores[1:], plain_scores(tiny_model, ids)[1:], atol=1e-4, rtol=0)
+
+
+def test_every_sampled_id_is_known_whatever_its_text(tiny_model: Path) -> None:
+    prompts, sampling = (
+        ["My name is Pip.", "a"],
+        {"max_new_tokens": 16, "temperature": 1.0, "num_samples": 48, "seed": 1},
+    )
+    with corelm.get_backend("transformers", str(tiny_model), dtype="float32") as engine, ServerThread(engine) as server:
+        options = {"base_url": server.url, "api_key": server.api_key, "tokenizer": str(tiny_model)}
+        with corelm.get_backend("openai", **options) as backend:
+            assert backend.capabilities.vocab_size == engine.capabilities.vocab_size > len(backend.tokenizer)
+            rows = backend.tokenize(prompts).ids
+            batch = backend.generate(rows, sampling)
+            texts = [backend.tokenizer.decode([token]) for token in batch.ids.values.tolist()]
+    assert "error" not in batch.finish_reasons and batch.errors is None
+    # Parts of characters, and ids without an entry in the tokenizer, of which the model has 331.
+    assert any("\ufffd" in text for text in texts) and "" in texts
+    answers = zip(batch.ids.split(), batch.logprobs.split(), strict=True)
+    for number, (answer, logprobs) in enumerate(answers):
+        ids = torch.cat([rows.split()[number // SAMPLES], answer])
+        torch.testing.assert_close(logprobs, plain_scores(tiny_model, ids)[-len(answer) :], atol=1e-4, rtol=0)
+
+
+@cache
+def plain_model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def plain_scores(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-prob of each id given those before it, from a plain forward; that of the first is 0."""
     with torch.no_grad():
-        plain = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    torch.testing.assert_close(scores[1:], plain[:-1].gather(-1, ids[1:, None])[:, 0], atol=1e-4, rtol=0)
+        logprobs = plain_model(path)(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return torch.cat([torch.zeros(1), logprobs[:-1].gather(-1, ids[1:, None])[:, 0]])

@@ -81,7 +81,8 @@ class OpenAIBackend:
             base_url: ``http(s)://host:port``, with or without ``/v1`` at the end.
             tokenizer: the server's tokenizer, or the folder or hub name of one; None to read the one that the model's
                 name leads to. What cannot be checked against it is not declared.
-            vocab_size: ids are below it; None for the number of the tokenizer's entries.
+            vocab_size: ids are below it; None for the number of the tokenizer's entries, or of the model's outputs if
+                the tokenizer's folder has the model's configuration and that says more.
             max_context: the longest prompt + answer, in tokens; None for what the server says, if it does.
             eos_token_ids: the ids with which the server ends every answer; None for those of the tokenizer.
             trust_remote_code: allow Python code that comes with the tokenizer that you name.

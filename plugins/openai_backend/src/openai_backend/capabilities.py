@@ -40,7 +40,7 @@ class ModelHints:
     Attributes:
         name: the model's name in requests; None for the server's only model.
         tokenizer: a tokenizer, or the folder or hub name of one; None to read the one that the model's name leads to.
-        vocab_size: ids are below it; None for the number of the tokenizer's entries.
+        vocab_size: ids are below it; None for what `_vocab_size` reads.
         max_context: the longest prompt + answer, in tokens; None for what the server says.
         eos_token_ids: the ids with which the server ends every answer; None for those of the tokenizer and its folder.
         trust_remote_code: allow code that comes with the tokenizer that the caller names.
@@ -72,12 +72,9 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     name = _name(hints.name, cards)
     card = cards.get(name, {})
     tokenizer = _tokenizer(hints, str(card.get("root") or name), () if card else tuple(cards))
-    known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-    vocab_size = known if hints.vocab_size is None else count("vocab_size", hints.vocab_size, 1)
-    if vocab_size is None:
-        raise invalid("vocab_size", "the tokenizer does not say how many ids it has; pass vocab_size=")
-    given = hints.eos_token_ids
     folder = getattr(tokenizer, "name_or_path", None)
+    vocab_size = _vocab_size(hints.vocab_size, tokenizer, folder)
+    given = hints.eos_token_ids
     sources = (_given_eos(given, vocab_size),) if given is not None else (tokenizer, _generation_config(folder))
     capabilities = Capabilities(
         vocab_size=vocab_size,
@@ -90,6 +87,29 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     )
     health = HEALTH if client.answers(HEALTH, min(5.0, deadline.left() or 5.0)) else MODELS
     return ServerInfo(capabilities, tokenizer, name, health, {"model": name, **extra}, extra=frozenset(extra))
+
+
+def _vocab_size(given: int | None, tokenizer: Any, folder: Any) -> int:
+    """Return how many ids a model may sample. Many have more outputs than their tokenizer has entries."""
+    if given is not None:
+        return count("vocab_size", given, 1)
+    if not hasattr(tokenizer, "__len__"):
+        raise invalid("vocab_size", "the tokenizer does not say how many ids it has; pass vocab_size=")
+    return max(len(tokenizer), _outputs(folder))
+
+
+def _outputs(folder: Any) -> int:
+    """Return how many outputs the model has whose configuration is next to the tokenizer; 0 if there is none."""
+    from transformers import PretrainedConfig
+
+    if not (isinstance(folder, str) and folder):
+        return 0
+    try:
+        config, _ = PretrainedConfig.get_config_dict(folder, **hub_options(folder))
+    except (OSError, ValueError):
+        return 0
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return max((size for size in sizes if type(size) is int), default=0)
 
 
 def _checked_extra(given: Any) -> Mapping[str, Any]:

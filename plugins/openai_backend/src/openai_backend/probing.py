@@ -311,6 +311,9 @@ def _is_shown(answers: list[Answer], naming: Naming, info: ServerInfo, states_id
                 ids = info.vocabulary.ids_of(names, naming)
             except RowError:
                 continue
+            if max(ids, default=0) >= info.vocabulary.size:
+                # The model has outputs that the tokenizer does not know.
+                continue
             if not _spells(answer, ids, info):
                 return False
         shown = True
