@@ -7,7 +7,7 @@ from os import PathLike
 
 import torch
 
-from corelm.compare.cases import Case
+from corelm.compare.cases import Case, exact
 from corelm.compare.gaps import distance
 from corelm.compare.oracles import Oracle
 from corelm.compare.precision import correlation
@@ -19,26 +19,32 @@ Found = tuple[list[Experiment], Cause | None]
 
 
 def fresh_prefix(case: Case) -> Found:
-    """Change the first id of every row: no cache can hold such a prefix."""
-    rows = [[_other(case, row), *row[1:]] if len(row) else [] for row in case.rows]
+    """Change the first id of every row, then the second: no cache can hold such a prefix."""
     before = distance(case.truth, case.numbers)[0]
-    after, tokens = distance(case.scorer(rows), case.side.score(rows))
-    explains = after <= case.noise < before
-    experiment = Experiment(
-        id="prefix-cache",
-        side=case.side.name,
-        changed="another first id in every row, so that no cache holds its prefix",
-        before=before,
-        after=after,
-        tokens=tokens,
-        explains=explains,
-    )
-    if not explains:
-        return [experiment], None
-    return [experiment], Cause(
+    experiments: list[Experiment] = []
+    # An engine that treats some first ids in its own way, BOS for example, is right with another first id as well. A
+    # cache is not asked for what it holds, either, if the second id is another one.
+    for place, word, most in ((0, "first", case.noise), (1, "second", before / 2)):
+        rows = [_with_other(case, row, place) for row in case.rows]
+        after, tokens = distance(case.scorer(rows), case.side.score(rows))
+        experiments.append(
+            Experiment(
+                id="prefix-cache",
+                side=case.side.name,
+                changed=f"another {word} id in every row, so that no cache holds its prefix",
+                before=before,
+                after=after,
+                tokens=tokens,
+                explains=after <= most and case.noise < before,
+            )
+        )
+        if not experiments[-1].explains:
+            return experiments, None
+    after = experiments[0].after
+    return experiments, Cause(
         id="prefix-cache",
         side=case.accused,
-        confidence="certain" if case.oracle is not None else "likely",
+        confidence="certain" if case.oracle is not None and exact(before, after) else "likely",
         evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference} on these rows, and {after:.2g} "
         "once their first id is another one, which no cache holds",
         advice="reset the engine's cache of prefixes after every update of the weights, or turn it off "
@@ -183,7 +189,11 @@ def long_rows(case: Case) -> Found:
     )
 
 
-def _other(case: Case, row: Sequence[int]) -> int:
-    size = case.side.can.vocab_size
-    taken = {*case.eos_ids, *case.special_ids, row[0]}
-    return next((token % size for token in range(row[0] + 7, row[0] + 7 + size) if token % size not in taken), row[0])
+def _with_other(case: Case, row: Sequence[int], place: int) -> list[int]:
+    """Return a row with another id at a place."""
+    if len(row) <= place:
+        return list(row)
+    size, old = case.side.can.vocab_size, row[place]
+    taken = {*case.eos_ids, *case.special_ids, old}
+    new = next((token % size for token in range(old + 7, old + 7 + size) if token % size not in taken), old)
+    return [*row[:place], new, *row[place + 1 :]]
