@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from corelm import Backend
 from corelm.compare import compare
 from corelm.compare.cases import Case
 from corelm.compare.oracles import Oracle
@@ -173,3 +175,35 @@ def test_two_causes_at_once_are_not_one_that_is_certain(with_oracle, folder_of):
     assert found.exit_code == 1
     assert "certain" not in {each.confidence for each in found.causes}
     assert {each.side for each in found.causes} <= {"planted"}
+
+
+class SaysNoDtype(TransformersBackend):
+    """Shows no logits, as servers do, so that its dtype cannot be seen."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.capabilities = replace(self.capabilities, logits=False)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("with_oracle", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_rounding_of_a_side_that_does_not_say_its_dtype_is_no_fault(both, with_oracle, family, folder_of):
+    folder = folder_of(family, 2)
+
+    def half(name: str) -> Backend:
+        model, tokenizer = loaded(folder).to(torch.bfloat16), AutoTokenizer.from_pretrained(folder)
+        return opened(SaysNoDtype, model, tokenizer, name)
+
+    with half("one") if both else sound(folder) as one, half("other") as other:
+        found = compare([one, other], PROMPTS, oracle=folder if with_oracle else None)
+    print(found)
+    if both:
+        assert (found.verdict, found.causes) == ("agree", ())
+    elif with_oracle:
+        assert (found.verdict, [(each.id, each.side) for each in found.causes]) == ("rounding", [("dtype", "other")])
+    else:
+        # Nothing tells rounding of an unknown kind from a fault: the sides differ, and no side is accused.
+        assert (found.verdict, found.causes) == ("unexplained", ())
+        assert any("does not say in which dtype" in note for note in found.notes)
+    assert all(side.dtype != "bfloat16" for side in found.sides)

@@ -63,7 +63,7 @@ class Explainer:
         """Return whether two sides are within their distances to themselves, in the mean and in the tail."""
         pair = [side for side in self._made.sides if side.name in (gap.one, gap.other)]
         allowed = max(map(self._made.allowed, pair))
-        rounded = any(side.dtype() in HALVES for side in pair)
+        rounded = any(self._made.dtype(side) in HALVES for side in pair)
         # One token in a thousand that is wrong is a fault, and does not show in a mean.
         return gap.mean_abs <= allowed and (rounded or gap.max_abs <= _TAIL * allowed)
 
@@ -78,7 +78,7 @@ class Explainer:
         assert self._made.truth is not None
         gap = measure("oracle", "", "", self._made.truth, self._made.examined_of(side), self._made.examined, str)
         floor = self._made.floor(side)
-        return gap.mean_abs > floor or (side.dtype() not in HALVES and gap.max_abs > _TAIL * floor)
+        return gap.mean_abs > floor or (self._made.dtype(side) not in HALVES and gap.max_abs > _TAIL * floor)
 
     def _case(self, side: OpenSide) -> Case:
         assert self._made.truth is not None and self._made.oracle is not None
@@ -104,14 +104,14 @@ class Explainer:
         """Find what takes a side's numbers away from the plain forward."""
         name = case.side.name
         before = distance(case.truth, case.numbers)[0]
-        if before <= case.noise and case.side.dtype() not in HALVES:
+        if before <= case.noise and self._made.dtype(case.side) not in HALVES:
             # Alone, or in the first call, the side is right: what it does otherwise has been named. Or a few tokens are
             # wrong, which are too few to try changes on.
             self._found.unexplained |= not self._found.of(name) & _UNSTEADY
             return
         assert case.oracle is not None
         self._made.roundings = self._made.roundings or halves(case.oracle, case.rows)
-        rounded = case.side.dtype() in HALVES
+        rounded = self._made.dtype(case.side) in HALVES
         # What the caller named comes before what is guessed: an update may be as small as rounding.
         if before <= case.noise and self._found.take(*earlier_weights(case, self._checkpoints, rounded)):
             return

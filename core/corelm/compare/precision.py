@@ -6,7 +6,7 @@ in the same direction, so the differences are correlated; those of other weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,53 @@ def quantized(oracle: Oracle, rows: Rows) -> Iterator[Rounding]:
         yield Rounding(name, torch.cat(changed.numbers(rows)) - plain, True)
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well a rounding fits a difference.
+
+    Attributes:
+        size: the mean of |Δ| of the difference.
+        left: what is left of it without the rounding's.
+        related: the correlation of the two.
+        alike: whether they are about equally large, on both sides of 0, without an outlier.
+        tokens: over how many tokens.
+    """
+
+    size: float
+    left: float
+    related: float
+    alike: bool
+    tokens: int
+
+
+def _fit(delta: Tensor, rounding: Rounding) -> Fit | None:
+    """Return how well a rounding fits a difference; None if they have too few tokens in common."""
+    both = torch.isfinite(delta) & torch.isfinite(rounding.delta)
+    own, theirs = delta[both].double(), rounding.delta[both].double()
+    if len(own) < 8:
+        return None
+    size, expected, related = float(own.abs().mean()), float(theirs.abs().mean()), correlation(own, theirs)
+    balanced = abs(float(own.mean())) <= _ONE_SIDED * size + 3 * float(own.std()) / len(own) ** 0.5
+    tame = float(own.abs().max()) <= _TAIL * float(theirs.abs().max())
+    most = _LARGER if related >= _RELATED else _LARGER_UNRELATED
+    alike = _SMALLER * expected <= size <= most * expected and balanced and tame
+    return Fit(size, float((own - theirs).abs().mean()), related, alike, len(own))
+
+
+def related_dtype(numbers: Sequence[Tensor], truth: Sequence[Tensor], roundings: Sequence[Rounding]) -> str | None:
+    """Return the low precision whose rounding is most like the difference of numbers from the plain forward's.
+
+    None if none is correlated with it.
+    """
+    fits = [(fit, each.name) for each in roundings if (fit := _fit(_delta(numbers, truth), each)) is not None]
+    alike = [(fit.related, name) for fit, name in fits if fit.alike and fit.related >= _RELATED]
+    return max(alike)[1] if alike else None
+
+
+def _delta(numbers: Sequence[Tensor], truth: Sequence[Tensor]) -> Tensor:
+    return torch.cat([row.float() for row in numbers]) - torch.cat([row.float() for row in truth])
+
+
 def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[list[Experiment], Cause | None]:
     """Return what was tried, and the cause `dtype` or `quantized` if one of them fits.
 
@@ -89,40 +136,34 @@ def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[l
         dtype: the dtype that the side says it computes in; None if it does not say.
         roundings: what to compare with.
     """
-    delta = torch.cat([row.float() for row in case.numbers]) - torch.cat([row.float() for row in case.truth])
+    delta = _delta(case.numbers, case.truth)
     experiments: list[Experiment] = []
-    fitting: list[tuple[float, Rounding, Experiment]] = []
+    fitting: list[tuple[Fit, Rounding, Experiment]] = []
     for rounding in roundings:
-        both = torch.isfinite(delta) & torch.isfinite(rounding.delta)
-        own, theirs = delta[both].double(), rounding.delta[both].double()
-        if len(own) < 8:
+        fit = _fit(delta, rounding)
+        if fit is None:
             continue
-        size, expected, related = float(own.abs().mean()), float(theirs.abs().mean()), correlation(own, theirs)
-        balanced = abs(float(own.mean())) <= _ONE_SIDED * size + 3 * float(own.std()) / len(own) ** 0.5
-        left = float((own - theirs).abs().mean())
-        tame = float(own.abs().max()) <= _TAIL * float(theirs.abs().max())
-        most = _LARGER if related >= _RELATED else _LARGER_UNRELATED
-        alike = _SMALLER * expected <= size <= most * expected and balanced and tame
         if rounding.quantized:
-            fits = alike and left <= _LEFT_QUANTIZED * size
+            fits = fit.alike and fit.left <= _LEFT_QUANTIZED * fit.size
         else:
-            fits = alike and (related >= _RELATED or dtype == rounding.name)
+            fits = fit.alike and (fit.related >= _RELATED or dtype == rounding.name)
         experiment = Experiment(
             id="quantized" if rounding.quantized else "dtype",
             side=case.side.name,
             changed=f"{case.what}: {case.reference} in {rounding.name}",
-            before=size,
-            after=left,
-            tokens=len(own),
+            before=fit.size,
+            after=fit.left,
+            tokens=fit.tokens,
             explains=fits,
-            note=f"its own distance is {expected:.3g}; correlation of the differences {related:.2f}",
+            note=f"its own distance is {rounding.size:.3g}; correlation of the differences {fit.related:.2f}",
         )
         experiments.append(experiment)
         if fits:
-            fitting.append((related, rounding, experiment))
+            fitting.append((fit, rounding, experiment))
     if not fitting:
         return experiments, None
-    related, rounding, experiment = max(fitting, key=lambda each: each[0])
+    fit, rounding, experiment = max(fitting, key=lambda each: each[0].related)
+    related = fit.related
     evidence = (
         f"{case.side.name} is {experiment.before:.3g} nats a token from {case.reference}, on both sides of 0 (mean "
         f"{float(delta[torch.isfinite(delta)].mean()):+.2g}); {case.reference} in {rounding.name} is "
