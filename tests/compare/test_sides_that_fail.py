@@ -134,3 +134,19 @@ def test_a_side_that_cannot_score_is_not_accused_of_the_other_sides_scores(with_
         found = compare([one, other], PROMPTS, oracle=folder if with_oracle else None)
     assert found.exit_code == 1 and {each.id for each in found.causes} == {"shift"}
     assert "silent" not in {each.side for each in found.causes}
+
+
+def test_a_checkpoint_that_is_none_is_refused_before_anything_is_asked(folder_of, tmp_path):
+    folder = folder_of("qwen2", 3)
+    with sound(folder) as one, sound(folder) as other, pytest.raises(InvalidRequestError) as caught:
+        compare([one, other], PROMPTS, checkpoints=[tmp_path])
+    assert caught.value.field == "checkpoints"
+
+
+def test_a_side_that_names_no_eos_is_not_accused_of_ending_nowhere(folder_of):
+    folder, tokenizer = folder_of("qwen2", 3), AutoTokenizer.from_pretrained(folder_of("qwen2", 3))
+    plugin = TransformersBackend.open(loaded(folder), tokenizer=tokenizer)
+    plugin.capabilities = replace(plugin.capabilities, eos_token_ids=frozenset())
+    with sound(folder) as one, Backend.from_plugin(plugin, "silent about EOS") as other:
+        found = compare([one, other], PROMPTS, oracle=folder)
+    assert "ends" not in {each.id for each in found.causes}
