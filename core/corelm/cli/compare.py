@@ -182,23 +182,15 @@ def compare(
 
 def _compared(sides: list[SideSpec], prompts: Any, completions: Any, settings: dict[str, Any]) -> Comparison:
     from corelm import compare as package
+    from corelm.compare.oracles import without_bars
 
-    _without_bars()
+    without_bars()
     console = Console(file=cast(IO[str], Messages()), highlight=False)
     names = " and ".join(side.name or side.backend for side in sides)
     if not is_terminal(sys.stderr):
         return package.compare(sides, prompts, completions, **settings)
     with console.status(f"comparing {names}", spinner="line"):
         return package.compare(sides, prompts, completions, **settings)
-
-
-def _without_bars() -> None:
-    """Switch off the bars that transformers draws for every model of the plain forward, about 40 in one comparison."""
-    try:
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        return
-    disable_progress_bar()
 
 
 def _show(found: Comparison, stdout: Stream, as_json: bool) -> None:
