@@ -182,7 +182,9 @@ def compare(
 
 def _compared(sides: list[SideSpec], prompts: Any, completions: Any, settings: dict[str, Any]) -> Comparison:
     from corelm import compare as package
+    from corelm.compare.oracles import without_bars
 
+    without_bars()
     console = Console(file=cast(IO[str], Messages()), highlight=False)
     names = " and ".join(side.name or side.backend for side in sides)
     if not is_terminal(sys.stderr):

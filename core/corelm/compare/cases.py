@@ -21,6 +21,8 @@ from corelm.compare.sides import OpenSide
 FLOAT32_NOISE = 2e-4
 #: A prediction explains a case if it leaves at most this part of the difference, and no more than the noise.
 _LEFT = 0.2
+#: Such a part of a large difference may be left by the other order in which float32 is summed.
+_LEFT_OF_LARGE = 0.01
 #: A log-prob from here on down may stand for -inf.
 _IMPOSSIBLE = -20.0
 #: A prediction must say something about so many tokens and such a part of them.
@@ -104,8 +106,7 @@ class Judgement:
     def cause(self, case: Case) -> Cause:
         """Return the cause that the prediction is."""
         done, made = self.experiment, self.prediction
-        exact = done.after <= max(FLOAT32_NOISE, done.before / 100)
-        confidence: Confidence = "certain" if exact and case.oracle is not None else "likely"
+        confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
         fitted = f" ({made.note})" if made.note else ""
         evidence = (
             f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
@@ -123,6 +124,16 @@ class Judgement:
             advice=made.advice,
             figures=figures,
         )
+
+
+def exact(before: float, after: float) -> bool:
+    """Return whether a change explains a difference wholly, so that no second cause hides in what is left.
+
+    Args:
+        before: mean |Δ| without the change, in nats.
+        after: mean |Δ| with it.
+    """
+    return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
 
 
 def judge(case: Case, prediction: Prediction) -> Judgement:

@@ -41,13 +41,15 @@ def end_causes(
 
 def _eos(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cause]:
     known = {side.name: frozenset(side.backend.eos_token_ids) for side in sides}
-    if len(set(known.values())) == 1:
+    # A server may not say at which ids it ends answers. That is not the same as ending at none.
+    known = {name: ids for name, ids in known.items() if ids}
+    if len(set(known.values())) < 2:
         return []
     right = oracle.eos_ids() if oracle is not None else frozenset()
     if right not in known.values():
         right = frozenset()
     causes = []
-    first = sides[0].name
+    first = next(iter(known))
     for name, ids in known.items():
         against = right or known[first]
         if ids == against:

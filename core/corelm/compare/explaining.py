@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
+from torch import Tensor
+
 from corelm.compare.cases import Case, best, judge
 from corelm.compare.findings import Findings
 from corelm.compare.gaps import distance, measure
 from corelm.compare.measurements import Measurements
-from corelm.compare.oracles import Oracle
+from corelm.compare.oracles import Oracle, Tables, chosen
 from corelm.compare.own_distance import best_numbers
 from corelm.compare.precision import HALVES, explain, halves, quantized
 from corelm.compare.predictions import PREDICTORS
@@ -61,7 +63,7 @@ class Explainer:
         """Return whether two sides are within their distances to themselves, in the mean and in the tail."""
         pair = [side for side in self._made.sides if side.name in (gap.one, gap.other)]
         allowed = max(map(self._made.allowed, pair))
-        rounded = any(side.dtype() in HALVES for side in pair)
+        rounded = any(self._made.dtype(side) in HALVES for side in pair)
         # One token in a thousand that is wrong is a fault, and does not show in a mean.
         return gap.mean_abs <= allowed and (rounded or gap.max_abs <= _TAIL * allowed)
 
@@ -76,7 +78,7 @@ class Explainer:
         assert self._made.truth is not None
         gap = measure("oracle", "", "", self._made.truth, self._made.examined_of(side), self._made.examined, str)
         floor = self._made.floor(side)
-        return gap.mean_abs > floor or (side.dtype() not in HALVES and gap.max_abs > _TAIL * floor)
+        return gap.mean_abs > floor or (self._made.dtype(side) not in HALVES and gap.max_abs > _TAIL * floor)
 
     def _case(self, side: OpenSide) -> Case:
         assert self._made.truth is not None and self._made.oracle is not None
@@ -102,13 +104,17 @@ class Explainer:
         """Find what takes a side's numbers away from the plain forward."""
         name = case.side.name
         before = distance(case.truth, case.numbers)[0]
-        if before <= case.noise and case.side.dtype() not in HALVES:
+        if before <= case.noise and self._made.dtype(case.side) not in HALVES:
             # Alone, or in the first call, the side is right: what it does otherwise has been named. Or a few tokens are
             # wrong, which are too few to try changes on.
             self._found.unexplained |= not self._found.of(name) & _UNSTEADY
             return
         assert case.oracle is not None
         self._made.roundings = self._made.roundings or halves(case.oracle, case.rows)
+        rounded = self._made.dtype(case.side) in HALVES
+        # What the caller named comes before what is guessed: an update may be as small as rounding.
+        if before <= case.noise and self._found.take(*earlier_weights(case, self._checkpoints, rounded)):
+            return
         if before <= case.noise and self._found.take(*explain(case, case.side.dtype(), self._made.roundings)):
             return
         named = self._predicted(case)
@@ -120,7 +126,7 @@ class Explainer:
         if case.side.can.score and self._found.take(*fresh_prefix(case)):
             return
         # What the caller named comes before what is guessed: weights with noise may look like quantized ones.
-        if self._found.take(*earlier_weights(case, self._checkpoints)):
+        if before > case.noise and self._found.take(*earlier_weights(case, self._checkpoints, rounded)):
             return
         # Rounded weights change the first number too.
         roundings = [*self._made.roundings, *([] if begins_alike(case) else quantized(case.oracle, case.rows))]
@@ -169,14 +175,26 @@ class Explainer:
             rows=self._made.examined,
             numbers=numbers,
             truth=truth,
-            tables=reference.tables(self._made.examined),
+            tables=self._tables_of(reference, truth),
             scorer=reference.score,
             reference=reference.name,
             oracle=None,
-            noise=max(self._made.noise[side.name] if side.dtype() not in HALVES else 0.0, self._made.allowed(side)),
+            noise=max(self._made.floor(side), self._made.allowed(side)),
             special_ids=special_ids(side, self._made.oracle),
             eos_ids=tuple(sorted(side.backend.eos_token_ids)),
         )
+
+    def _tables_of(self, reference: OpenSide, truth: Sequence[Tensor]) -> Tables | None:
+        """Return the logits of a side, if its scores are those of its logits; None if it returns none."""
+        tables = reference.tables(self._made.examined)
+        if tables is None:
+            return None
+        apart = distance(truth, chosen(tables, self._made.examined))[0]
+        if apart <= max(self._made.floor(reference), self._made.allowed(reference)):
+            return tables
+        # With right logits, any cause would seem to lead from its scores to those of a right side.
+        self._found.note(f"{reference.name}'s scores are {apart:.3g} nats a token from the log-probs of its own logits")
+        return None
 
     def _dtypes_differ(self, gap: Gap, by_name: dict[str, OpenSide]) -> bool:
         low = [name for name in (gap.one, gap.other) if by_name[name].dtype() in HALVES]

@@ -43,6 +43,11 @@ class Findings:
         self.notes += other.notes
         self.unexplained |= other.unexplained
 
+    def note(self, sentence: str) -> None:
+        """Add a note, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
     def of(self, side: str) -> set[str]:
         """Return the ids of the causes that a side is accused of."""
         return {cause.id for cause in self.causes if cause.side == side}

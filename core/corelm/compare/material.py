@@ -85,11 +85,24 @@ def prepare(
     room = min((side.can.max_context for side in sides if side.can.max_context is not None), default=None)
     if completions is not None:
         sources = [_completed(source, each, sides[0]) for source, each in zip(sources, completions, strict=True)]
+        _refuse_long(sources, room)
     else:
         sources = _sampled(sides, sources, sampling, seed, room)
     if all(side.can.score for side in sides):
         sources += _long_rows(sources, room)
     return Material(encoded, sources)
+
+
+def _refuse_long(sources: Sequence[RowSource], room: int | None) -> None:
+    problems = {row: f"{len(source.ids)} ids" for row, source in enumerate(sources) if len(source.ids) > (room or 1e18)}
+    if problems:
+        row = min(problems)
+        raise InvalidRequestError(
+            f"completions: row {row} has {problems[row]} with its prompt, and a side has a context of {room}; "
+            "shorten it",
+            field="completions",
+            problems=problems,
+        )
 
 
 def _completed(source: RowSource, completion: Any, side: OpenSide) -> RowSource:

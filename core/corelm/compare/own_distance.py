@@ -52,7 +52,9 @@ class OwnDistances:
 
 
 def measure_own(side: OpenSide, rows: Rows, starts: Sequence[int], first: list[Tensor]) -> OwnDistances:
-    """Ask a side for the same rows again in four ways: five calls, and one for each row.
+    """Ask a side for the same rows again in four ways: four calls, and one for each row.
+
+    A side that does not say the same twice is asked twice more by `own_faults`.
 
     Args:
         side: the side.

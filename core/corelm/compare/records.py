@@ -280,8 +280,8 @@ class Comparison:
         oracle: the folder of the plain float32 forward; None if there was none.
         seed: of everything that was sampled.
         seconds: how long it took.
-        verdict: `agree`: all sides are within noise of each other, and nothing was found. `rounding`: the only
-            difference is that of their dtypes. `differ`: a cause was found. `unexplained`: they differ, and no cause
+        verdict: `agree`: all sides are within noise of each other, and nothing was found. `rounding`: they differ by
+            no more than their dtypes round. `differ`: a cause was found. `unexplained`: they differ, and no cause
             was found.
     """
 
@@ -336,7 +336,7 @@ class Comparison:
         found = ", ".join(dict.fromkeys(cause.id for cause in self.causes))
         return {
             "agree": f"{names} agree",
-            "rounding": f"{names} differ as their dtypes round, and in nothing else",
+            "rounding": f"{names} differ as their dtypes round, and by no more",
             "differ": f"{names} differ: {found}",
             "unexplained": f"{names} differ, cause not found",
         }[self.verdict]

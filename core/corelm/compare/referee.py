@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from corelm.backend.backend import Backend
@@ -42,9 +43,10 @@ def compare(
     it says when it scores. A difference counts if it is larger than each side's distance to itself. Then one thing at a
     time is changed, and the change that takes the difference away is the cause.
 
-    With n sides, r rows (at most ten of them are examined closely) and four prompts or fewer: a side is asked to score
-    about 12 + r times and to sample about 8 times, and the plain forward reads the rows about 20 times. If sides agree,
-    it reads them three times.
+    With r rows, of which at most ten are examined closely: a side is asked to score about 12 + r times and to sample
+    about 8 times. The plain forward reads the examined rows about three times if the sides agree, and about 40 times if
+    they do not. "Agree" is said of the rows that were asked: an engine may still be wrong about others, such as those
+    with prefixes that it kept from before an update of its weights.
 
     Args:
         sides: the engines: what to open, or backends that are open already, which stay open.
@@ -62,7 +64,7 @@ def compare(
     Raises:
         InvalidRequestError: fewer than two sides, no prompts, or a prompt that no side can take; `field` names it.
         CapabilityError: a side can neither score nor return log-probs of what it samples, or two sides cannot score.
-        EngineError: an engine failed.
+        EngineError: an engine failed; the message names the side.
     """
     started = time.monotonic()
     specs = [_checked(side) for side in sides]
@@ -71,6 +73,9 @@ def compare(
     if tolerance is not None:
         positive("tolerance", tolerance)
     seed = count("seed", seed)
+    for folder in checkpoints:
+        if not (Path(folder) / "config.json").is_file():
+            raise invalid("checkpoints", f"{str(folder)!r} is no folder with a model: it has no config.json")
     params = DEFAULT if sampling is None else SamplingParams.make(sampling)
     with ExitStack() as stack, plain_modes():
         opened = _opened(specs, stack, timeout, adapter)

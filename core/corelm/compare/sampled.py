@@ -49,7 +49,7 @@ _ADVICE = {
 def probe_sampling(
     side: OpenSide,
     prompts: Sequence[Sequence[int]],
-    scorer: Scorer,
+    scorer: OpenSide,
     arbiter: Scorer | None,
     oracle: Oracle | None,
     seed: int,
@@ -63,7 +63,7 @@ def probe_sampling(
     Args:
         side: the side that samples.
         prompts: the prompts; the first few are used.
-        scorer: scores rows: the side itself, or another one if it cannot score.
+        scorer: the side that scores rows: the side itself, or another one if it cannot score.
         arbiter: scores rows as the oracle, or another side, does: it says whether the sampled number or the scored one
             is wrong; None if there is no such.
         oracle: the plain forward, if there is one.
@@ -93,15 +93,18 @@ def probe_sampling(
         if arbiter is not None:
             truth = arbiter(case.rows)
             if distance(truth, case.numbers)[0] <= noise and not _one_sided_infinities(case):
-                # What it says when it samples is right. Its scores are not, and they are explained elsewhere.
-                scores_are_wrong |= not changes
+                # What it says when it samples is right. The scores are not, and they are explained elsewhere.
+                scores_are_wrong |= not changes and scorer is side
                 continue
-            case = replace(case, truth=truth)
+            if oracle is not None:
+                case = replace(case, truth=truth, reference="the plain forward")
         if changes and plain_differs:
             # The plain numbers are wrong already, and this says no more.
             continue
         plain_differs |= not changes
-        _explain(found, case, gap, cause, None if changes else (asked, seed, sampling))
+        # What a side says when it samples against what it says itself: no oracle is needed to accuse it.
+        accused = side.name if scorer is side or oracle is not None else None
+        _explain(found, case, gap, cause, accused, None if changes else (asked, seed, sampling))
     return found, scores_are_wrong
 
 
@@ -109,7 +112,7 @@ def _case(
     side: OpenSide,
     prompts: Sequence[list[int]],
     answers: Sequence[Answer],
-    scorer: Scorer,
+    scorer: OpenSide,
     oracle: Oracle | None,
     sampling: SamplingParams,
     noise: float,
@@ -119,7 +122,7 @@ def _case(
     rows = [[*prompt, *answer.ids] for prompt, answer in zip(prompts, answers, strict=True)]
     starts = [len(prompt) for prompt in prompts]
     sampled = [_after(start, answer.numbers) for start, answer in zip(starts, answers, strict=True)]
-    scored = scorer(rows)
+    scored = scorer.score(rows)
     only_answers = [_from(start, row) for start, row in zip(starts, scored, strict=True)]
     words = "plain" if name == "plain" else ", ".join(f"{key}={value:g}" for key, value in _changes(name).items())
     gap = measure("sampled", side.name, f"{side.name}, sampled ({words})", only_answers, sampled, rows, side.spell)
@@ -130,8 +133,8 @@ def _case(
         numbers=sampled,
         truth=scored,
         tables=oracle.tables(rows) if oracle is not None else None,
-        scorer=scorer,
-        reference=f"what {side.name} says when it scores",
+        scorer=scorer.score,
+        reference=f"what {scorer.name} says when it scores",
         oracle=oracle,
         noise=noise,
         special_ids=special_ids,
@@ -143,29 +146,32 @@ def _case(
 
 
 def _explain(
-    found: Findings, case: Case, gap: Gap, cause: str, again: tuple[list[list[int]], int, SamplingParams] | None
+    found: Findings,
+    case: Case,
+    gap: Gap,
+    cause: str,
+    accused: str | None,
+    again: tuple[list[list[int]], int, SamplingParams] | None,
 ) -> None:
     judgements = [judge(case, made) for name in _TRIED for made in PREDICTORS[name](case)]
     found.experiments += [each.experiment for each in judgements]
     named = best(judgements)
     if named is not None:
-        made = named.cause(case)
-        # What the side says when it samples contradicts what it says itself: no oracle is needed to accuse it.
-        found.causes.append(replace(made, side=case.side.name))
+        found.causes.append(replace(named.cause(case), side=accused))
         return
     if again is not None and (company := _alone(found, case, gap, *again)) is not None:
         found.causes.append(company)
         return
+    apart, tokens = distance(case.truth, case.numbers)
     found.causes.append(
         Cause(
             id=cause,
-            side=case.side.name,
+            side=accused,
             confidence="likely",
-            evidence=f"{case.side.name}'s {case.what} are {gap.mean_abs:.3g} nats a token from its scores of the same "
-            f"tokens (mean {gap.mean:+.3g}, {gap.count} tokens)"
-            + ("" if cause == "sampled-differs" else "; those of plain sampling are not"),
+            evidence=f"{case.side.name}'s {case.what} are {apart:.3g} nats a token from {case.reference} "
+            f"({tokens} tokens)" + ("" if cause == "sampled-differs" else "; those of plain sampling are not"),
             advice=_ADVICE[cause],
-            figures={"mean_abs": gap.mean_abs, "mean": gap.mean},
+            figures={"mean_abs": apart},
         )
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corelm.backend.backend import Backend
 from corelm.compare.records import Side
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, CoreLMError
 from corelm.fleet.probes import dtype_of_engine, plain_modes
 from corelm.opening.by_name import get_backend
 from corelm.rendering.render import render
@@ -247,6 +247,11 @@ class OpenSide:
         started = time.monotonic()
         try:
             yield
+        except CoreLMError as error:
+            # Two sides may be backends of one name, which is all that the message has.
+            if error.args and not str(error).startswith(f"side {self.name}"):
+                error.args = (f"side {self.name}: {error.args[0]}", *error.args[1:])
+            raise
         finally:
             self._calls, self._tokens = self._calls + 1, self._tokens + tokens
             self._seconds += time.monotonic() - started

@@ -171,12 +171,13 @@ def _special_texts(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cau
     for text in texts:
         expected = oracle.encode(_LEAST_TEXT + text, add_special_tokens=False) if oracle is not None else None
         found: dict[str, list[int]] = {}
+        plain: dict[str, list[int]] = {}
         for side in sides:
             try:
-                found[side.name] = side.encode(_LEAST_TEXT + text, add_special_tokens=False)
+                made = [side.encode(each, add_special_tokens=False) for each in (_LEAST_TEXT, _LEAST_TEXT + text)]
             except CoreLMError:
                 continue
-        plain = {side.name: side.encode(_LEAST_TEXT, add_special_tokens=False) for side in sides}
+            plain[side.name], found[side.name] = made
         right = expected or next(iter(found.values()), [])
         own = oracle.encode(_LEAST_TEXT, add_special_tokens=False) if oracle is not None else None
         ordinary = own or next(iter(plain.values()), [])

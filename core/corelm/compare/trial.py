@@ -42,16 +42,20 @@ def run_trial(
         started: when the comparison began, by `time.monotonic`.
     """
     found = Findings(notes=list(notes))
-    divergences, causes = text_causes(material.prompts, sides, oracle)
+    divergences, of_texts = text_causes(material.prompts, sides, oracle)
     found.divergences += divergences
-    found.causes += causes
     made = Measurements(sides, material, oracle, tolerance, found)
+    for sentence in made.unanswered():
+        found.unexplained = True
+        found.note(sentence)
     gaps = made.gaps(found)
     Explainer(made, found, checkpoints).explain(gaps)
     _sample(made, found, seed)
+    # Not before: what sampling says of a side is about its scores, and not about its texts.
+    found.causes = [*of_texts, *found.causes]
     _end(made, found, seed)
-    if found.unexplained:
-        found.notes.append("scores differ in a way that none of the causes explains")
+    if found.unexplained and any(gap.mean_abs > 0 for gap in gaps):
+        found.note("scores differ in a way that none of the causes explains")
     return Comparison(
         sides=tuple(side.record() for side in sides),
         rows=tuple(_records(made)),
@@ -63,7 +67,7 @@ def run_trial(
         causes=found.sorted_causes,
         ruled_out=found.ruled_out,
         not_tried=found.not_tried,
-        notes=(*found.notes, *(note for side in sides for note in side.notes)),
+        notes=(*found.notes, *dict.fromkeys(note for side in sides for note in side.notes)),
         oracle=None if oracle is None else str(oracle.folder),
         seed=seed,
         seconds=time.monotonic() - started,
@@ -83,13 +87,15 @@ def _sample(made: Measurements, found: Findings, seed: int) -> None:
         ids = special_ids(side, made.oracle)
         # A side that was found to round may be as far from itself.
         rounding = [c.figures.get("mean_abs", 0.0) for c in found.causes if c.side == side.name and c.id == "dtype"]
-        noise = max(made.noise[side.name], 2 * max(rounding, default=0.0))
+        noise = max(made.own_noise[side.name], 2 * max(rounding, default=0.0))
         sampled, scores_are_wrong = probe_sampling(
-            side, made.material.prompt_ids, scorer.score, arbiter, made.oracle, seed, noise, ids
+            side, made.material.prompt_ids, scorer, arbiter, made.oracle, seed, noise, ids
         )
         if scores_are_wrong and len(made.sides) == 2:
             # Its scores contradict what it says when it samples, and the other side agrees with the latter.
-            found.causes = [replace(cause, side=cause.side or side.name) for cause in found.causes]
+            found.causes = [
+                cause if cause.id == "dtype" else replace(cause, side=cause.side or side.name) for cause in found.causes
+            ]
         found.add(sampled)
 
 

@@ -18,22 +18,27 @@ _LENGTHS = 64
 
 
 def added(case: Case) -> Iterator[Prediction]:
-    """An id that is put before every row."""
+    """An id that is put before every row, or before the rows that begin with it, or do not."""
     for token in case.special_ids[:_TRIED]:
         numbers = [row[1:] for row in case.scorer([[token, *row] for row in case.rows])]
-        doubled = all(len(row) and row[0] == token for row in case.rows)
-        yield Prediction(
-            id="bos-doubled" if doubled else "bos-added",
-            changed=f"id {token} before every row",
-            numbers=numbers,
-            advice="the engine puts an id before those that it is given: turn that off (add_bos_token, "
-            "add_special_tokens)",
-            figures={"id": token},
-        )
+        begins = [len(row) > 0 and row[0] == token for row in case.rows]
+        choices = [(begins, all(begins), "every row")]
+        if any(begins) and not all(begins):
+            choices.append((begins, True, "every row that begins with it"))
+            choices.append(([not each for each in begins], False, "every row that does not begin with it"))
+        for number, (chosen, doubled, words) in enumerate(choices):
+            yield Prediction(
+                id="bos-doubled" if doubled else "bos-added",
+                changed=f"id {token} before {words}",
+                numbers=numbers if number == 0 else _where(chosen, numbers, case.truth),
+                advice="the engine puts an id before those that it is given: turn that off (add_bos_token, "
+                "add_special_tokens)",
+                figures={"id": token},
+            )
 
 
 def dropped(case: Case) -> Iterator[Prediction]:
-    """A first id that is left out."""
+    """A first id that is left out, of every row or of those that begin with a special id."""
     usable = [list(row[1:]) if len(row) > 2 else list(row) for row in case.rows]
     numbers = []
     for row, found in zip(case.rows, case.scorer(usable), strict=True):
@@ -41,13 +46,26 @@ def dropped(case: Case) -> Iterator[Prediction]:
         if len(row) > 2:
             moved[2:] = found[1:]
         numbers.append(moved)
-    special = {row[0] for row in case.rows if len(row)} <= set(case.special_ids)
+    special = [len(row) > 0 and row[0] in case.special_ids for row in case.rows]
+    advice = "the engine drops the first id that it is given: pass ids unchanged (add_bos_token)"
     yield Prediction(
-        id="bos-missing" if special else "first-token-dropped",
+        id="bos-missing" if all(special) else "first-token-dropped",
         changed="the first id of every row left out",
         numbers=numbers,
-        advice="the engine drops the first id that it is given: pass ids unchanged (add_bos_token)",
+        advice=advice,
     )
+    if any(special) and not all(special):
+        yield Prediction(
+            id="bos-missing",
+            changed="the first id left out of every row that begins with a special one",
+            numbers=_where(special, numbers, case.truth),
+            advice=advice,
+        )
+
+
+def _where(chosen: Sequence[bool], changed: Sequence[Tensor], truth: Sequence[Tensor]) -> list[Tensor]:
+    """Return the changed numbers of the chosen rows, and those of the reference for the others."""
+    return [new if each else old for each, new, old in zip(chosen, changed, truth, strict=True)]
 
 
 def truncated(case: Case) -> Iterator[Prediction]:
