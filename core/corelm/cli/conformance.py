@@ -96,8 +96,8 @@ def conformance(
         if find_spec("pytest") is None:
             raise invalid("conformance", 'the kit runs on pytest: pip install "pytest>=8"')
         with interrupt_ends_process():
+            from corelm.interop.plain_oracle import PlainOracle
             from corelm.testing import by_name
-            from corelm.testing.plain_oracle import PlainOracle
 
         with ExitStack() as stack:
             plain = PlainOracle.load(folder)

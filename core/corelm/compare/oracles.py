@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corelm.backend.encoding import Encoder
 from corelm.errors import CoreLMError, TemplateError
+from corelm.interop.plain_oracle import PlainOracle
 from corelm.rendering.render import render
 from corelm.spec.message import Message
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.support.eos import eos_token_ids
-from corelm.validate import invalid
-
-if TYPE_CHECKING:
-    from corelm.testing.plain_oracle import PlainOracle
 
 Rows = Sequence[Sequence[int]]
 #: One tensor a row, float32[len(row) - 1, vocabulary]: entry t holds the logits that predict the id at t + 1.
@@ -47,14 +44,9 @@ class Oracle:
         """Load the checkpoint of a folder, and its tokenizer if it has one.
 
         Raises:
-            InvalidRequestError: transformers or pytest is missing, or the folder holds no model; `field` is ``oracle``.
+            InvalidRequestError: transformers is missing, or the folder holds no model; `field` is ``oracle``.
         """
-        try:
-            from corelm.testing.plain_oracle import PlainOracle
-        except ImportError as error:
-            raise invalid("oracle", f'the plain forward needs pytest: pip install "pytest>=8" ({error})') from error
-        plain = PlainOracle.load(folder)
-        return cls(plain, Path(folder), _tokenizer(folder))
+        return cls(PlainOracle.load(folder), Path(folder), _tokenizer(folder))
 
     @property
     def config(self) -> Any:
@@ -76,14 +68,10 @@ class Oracle:
 
     def with_config(self, **changes: Any) -> Oracle:
         """Return the same weights with other values in the configuration."""
-        from corelm.testing.plain_oracle import PlainOracle
-
         return Oracle(PlainOracle.load(self.folder, config=changes), self.folder, self.tokenizer)
 
     def in_dtype(self, dtype: torch.dtype) -> Oracle:
         """Return the same checkpoint in another dtype."""
-        from corelm.testing.plain_oracle import PlainOracle
-
         return Oracle(PlainOracle.load(self.folder, dtype=dtype), self.folder, self.tokenizer)
 
     def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> Oracle:

@@ -42,7 +42,7 @@ THEMES = (
 pytest.register_assert_rewrite(*(f"corelm.testing.{theme}" for theme in THEMES))
 
 if TYPE_CHECKING:
-    from corelm.testing.plain_oracle import PlainOracle as PlainOracle
+    from corelm.interop.plain_oracle import PlainOracle as PlainOracle
     from corelm.testing.suite import BackendConformance as BackendConformance
     from corelm.testing.wide_models import wide_model as wide_model
 
@@ -56,10 +56,14 @@ __all__ = [
     "wide_model",
 ]
 
-_ON_ACCESS = {"BackendConformance": "suite", "PlainOracle": "plain_oracle", "wide_model": "wide_models"}
+_ON_ACCESS = {
+    "BackendConformance": "corelm.testing.suite",
+    "PlainOracle": "corelm.interop.plain_oracle",
+    "wide_model": "corelm.testing.wide_models",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_ACCESS:
-        return getattr(importlib.import_module(f"corelm.testing.{_ON_ACCESS[name]}"), name)
+        return getattr(importlib.import_module(_ON_ACCESS[name]), name)
     raise AttributeError(f"module 'corelm.testing' has no attribute {name!r}")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from corelm import Backend
+    from corelm.interop.plain_oracle import PlainOracle
     from corelm.testing.base import Oracle
-    from corelm.testing.plain_oracle import PlainOracle
 
 
 @dataclass(frozen=True, kw_only=True)
