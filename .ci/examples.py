@@ -2,7 +2,8 @@
 
     python .ci/examples.py CHECKOUT
 
-A page that needs more than core and its transformers plugin is named as skipped. Run it in an empty folder.
+A page that needs more than core and its transformers plugin is named as skipped. Run it next to the folder
+tiny-model. Each page runs in a folder that holds nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 #: Pages that are not tried: they make environments, or continue what commands of the page have written.
@@ -43,7 +45,9 @@ for page in [checkout / "README.md", *sorted((checkout / "docs").rglob("*.md"))]
     if "\n```python\n" not in page.read_text() or {"_build", "errors"} & {*page.parts} or page.name in NOT_TRIED:
         continue
     command = [sys.executable, "-c", RUN, str(checkout / "tests"), str(page)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "tiny-model").symlink_to(Path("tiny-model").resolve())
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     more = needed(done.stderr) if done.returncode else ""
     outcome = f"skipped, needs {more}" if more else "FAILED" if done.returncode else "passed"
     print(f"{outcome}: {name}", flush=True)
