@@ -31,8 +31,7 @@ Page(pathlib.Path(sys.argv[2])).run()
 
 def needed(errors: str) -> str:
     """Return what a page that failed needs in addition; "" if it failed for another reason."""
-    last = errors.strip().splitlines()[-1] if errors.strip() else ""
-    found = re.search(r"No module named '(\w+)|engine behind a URL needs (httpx)|no backend is named '(toy)'", last)
+    found = re.search(r"No module named '(\w+)|engine behind a URL needs (httpx)|no backend is named '(toy)'", errors)
     name = next(filter(None, found.groups()), "") if found else ""
     return name if name in {*OPTIONAL, "toy"} else ""
 

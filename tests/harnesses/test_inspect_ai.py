@@ -65,11 +65,15 @@ def ask(model, question="Who are you?", **options):
     return asyncio.run(model.generate(question, config=config, **options))
 
 
+#: The beginning of a chat template that reads tools.
+LISTS_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+
+
 def model_of(answer, **args):
     """Return a model that says what is given, and the engine behind it."""
     engine_args = args.pop("engine", {})
     backend, engine = scripted(answer if callable(answer) else lambda prompt: answer, **engine_args)
-    args = {"chat_template": HERMES, "response_parser": "hermes", **args}
+    args = {"chat_template": LISTS_TOOLS + HERMES, "response_parser": "hermes", **args}
     return get_model("corelm/scripted", backend=backend, memoize=False, **args), engine
 
 
@@ -218,7 +222,7 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path):
 
 def test_tools_reach_the_template_and_type_the_arguments():
     xml = "</think><tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + QWEN_XML
+    template = LISTS_TOOLS + QWEN_XML
     model, engine = model_of(xml, chat_template=template, response_parser="qwen")
     output = ask(model, tools=[ADD])
     assert output.message.tool_calls[0].arguments == {"x": 1} and output.stop_reason == "tool_calls"
