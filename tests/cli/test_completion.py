@@ -25,7 +25,18 @@ def completed(words: str) -> list[str]:
     [
         (
             "corelm ",
-            {"backends", "fleet", "generate", "score", "chat", "serve", "compare", "conformance", "new-backend"},
+            {
+                "backends",
+                "fleet",
+                "generate",
+                "score",
+                "chat",
+                "serve",
+                "compare",
+                "conformance",
+                "doctor",
+                "new-backend",
+            },
         ),
         ("corelm gen", {"generate"}),
         ("corelm generate --max", {"--max-new-tokens"}),

@@ -100,6 +100,7 @@ def sample(annotation: str) -> Any:
         "tuple[str, ...]": ("a", "b"),
         "tuple[str, ...] | None": ("a", ""),
         "tuple[int, ...]": (2, 3),
+        "tuple[int | None, ...] | None": (2, None),
         "tuple[bool, ...] | None": (True, False),
         "Sequence[int]": (5, 6),
         "Sequence[float]": (0.5, 0.25),

@@ -154,7 +154,8 @@ def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None
     assert caught.value.rows == (2,)
     assert len(rendered([[QUESTION], some], ct.CHATML).ids) == 2
     with pytest.raises(TemplateError, match="the template or its variables") as caught:
-        rendered([[QUESTION]], ct.CHATML, template_kwargs={"tools": [{"name": PRIVATE}]})
+        reads_tools = "{% if tools %}{% endif %}" + ct.CHATML
+        rendered([[QUESTION]], reads_tools, template_kwargs={"tools": [{"name": PRIVATE}]})
     assert caught.value.rows == ()
 
 
