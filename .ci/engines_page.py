@@ -50,8 +50,8 @@ What the engines of this repository declare, and which of their promises the [co
 seen kept. `corelm conformance` wrote the reports, and `.ci/engines_page.py` this page from them. All ran on a CPU in
 float32, on a random model of two layers with wide weights, next to a plain float32 forward of one row. What the backend
 `openai` declares is what the server can do, here a vLLM server, and each test of a distribution draws 500 tokens there
-instead of 2,000. What `ray` declares is what its engine can do, here transformers. The engines of vLLM and SGLang ran
-in processes of their own environments (`python=`), to which weights are not streamed. Elsewhere they declare
+instead of 2,000. What `ray` declares is what its engine can do, here transformers. vLLM and SGLang each ran
+in another process (`python=`), to which core does not stream weights. In this process, they also declare
 `weight_stream`.
 `corelm conformance NAME --model PATH` does the same on any installed backend.
 """

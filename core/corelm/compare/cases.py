@@ -145,11 +145,10 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     tried = ~torch.isnan(numbers) & ~torch.isnan(predicted) & ~torch.isnan(truth)
     before = (numbers - truth).abs()[tried & torch.isfinite(numbers) & torch.isfinite(truth)]
     after = torch.where(same_infinity, 0.0, (numbers - predicted).abs())[tried]
-    spread = lambda values: float(values.double().mean()) if len(values) else 0.0  # noqa: E731
-    was, left = spread(before), spread(after)
+    was, left = _mean(before), _mean(after)
     moved = (predicted - truth).abs()[tried]
     # One that says the same as the reference explains nothing, even if it is a little nearer.
-    says = spread(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
+    says = _mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
@@ -180,3 +179,8 @@ def best(judgements: Iterable[Judgement]) -> Judgement | None:
 
 def _flat(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean; 0 of no values."""
+    return float(values.double().mean()) if len(values) else 0.0
