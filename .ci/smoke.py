@@ -21,9 +21,11 @@ for package in (corelm, transformers_backend):
     home = Path(package.__file__).resolve()
     assert checkout not in home.parents, f"{package.__name__} was imported from {home}, not from its wheel"
 
-(info,) = corelm.list_backends()
-assert (info.name, info.engine_available, info.problem) == ("transformers", True, None), info
-print(info)
+backends = {info.name: info for info in corelm.list_backends()}
+assert backends.keys() == {"cassette", "transformers"}, backends
+for info in backends.values():
+    assert info.engine_available and info.problem is None, info
+    print(info)
 
 with corelm.get_backend("transformers", build_tiny("tiny", steps=2, progress=False), dtype="float32") as backend:
     prompts = backend.tokenize(["Who are you?", "Hello!"]).ids

@@ -20,6 +20,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "local"))
 Fabricate = Callable[..., Path]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def options_of_this_run_only() -> None:
+    """Keep what PYTEST_ADDOPTS gives this run from the runs of pytest that tests start: it may not fit them."""
+    os.environ.pop("PYTEST_ADDOPTS", None)
+
+
 @pytest.fixture
 def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
     """Return a function that puts a distribution on ``sys.path`` for one test, as an installer would.

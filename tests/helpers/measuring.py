@@ -8,8 +8,10 @@ from corelm import Backend
 from corelm.wrappers import Timing
 from helpers.tiny_models import random_rows
 
-#: Of several blocks of a cache. Other tests of the same engine do not use it.
-PROMPT = random_rows(211)[0]
+#: Of several blocks of a cache. The seed is this file's own: rows of one seed begin alike, whatever their lengths.
+PROMPT = random_rows(211, seed=2111)[0]
+#: How many first ids a prompt of another test may have in common with it by chance. SGLang caches single ids.
+BY_CHANCE = 2
 SAMPLING = {"max_new_tokens": 8, "ignore_eos": True}
 
 
@@ -22,14 +24,16 @@ def check_cache_hits(shared: Backend) -> None:
     """Check that the engine finds a prompt in its cache from the second time on, and that this is counted."""
     timing = Timing()
     backend = observed(shared, timing)
-    assert backend.generate([PROMPT], SAMPLING).cached_tokens == (0,)
+    (missed,) = backend.generate([PROMPT], SAMPLING).cached_tokens or (None,)
+    assert missed is not None and missed <= BY_CHANCE
     (hit,) = backend.generate([PROMPT], SAMPLING).cached_tokens or (None,)
     # Whole blocks, and at least the last id is computed.
     assert hit is not None and 0.3 * len(PROMPT) < hit < len(PROMPT)
     (changed,) = backend.generate([[PROMPT[0] + 1, *PROMPT[1:]]], SAMPLING).cached_tokens or (None,)
-    assert changed == 0
+    assert changed is not None and changed <= BY_CHANCE
     made = timing.summary().hooks["generate"]
-    assert made.cached_tokens == hit and made.cache_hits == hit / (3 * len(PROMPT))
+    cached = missed + hit + changed
+    assert made.cached_tokens == cached and made.cache_hits == cached / (3 * len(PROMPT))
 
 
 def check_first_token(shared: Backend) -> None:
