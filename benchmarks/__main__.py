@@ -29,6 +29,7 @@ PARTS = (
     "scoring",
     "distillation",
     "generation",
+    "sampling",
     "containers",
     "chats",
     "startup",

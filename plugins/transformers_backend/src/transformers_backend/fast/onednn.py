@@ -1,57 +1,73 @@
-"""`quick_head`: the head's matrix product by oneDNN, which reads the weights of a vocabulary once for a few rows.
+"""`quick_products`: the matrix products of a decoding step by oneDNN, which reads a matrix once for a few rows.
 
-On a CPU PyTorch uses MKL for products in float32. For the handful of rows of a decoding step MKL took 1.2 to 3 times as
-long (two rows: as long as one after the other), and the head is most of a step of a small model.
+On a CPU PyTorch uses MKL for products in float32. For the handful of rows of a decoding step MKL took up to 2.3 times
+as long (two rows: as long as one after the other), and these products are most of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-#: Below `_LARGE` weights, changing libraries costs more than it saves. Above `_FEW` rows it saves too little to pay for
-#: the copy of the logits.
-_LARGE, _FEW = 2**21, 64
+#: Below `_LARGE` weights, changing libraries costs more than it saves. Above `_FEW` rows it saves too little.
+_LARGE, _FEW = 2**19, 64
 
 
 @contextmanager
-def quick_head(base: Any) -> Iterator[None]:
-    """Compute the output embedding of the transformers model `base` with oneDNN inside, if that may pay."""
-    head = base.get_output_embeddings()
-    if not _may_pay(head):
-        yield
-        return
-
-    def forward(hidden: Tensor) -> Tensor:
-        if hidden.shape[:-1].numel() > _FEW:
-            return linear(hidden, head.weight, head.bias)
-        return linear(hidden.to_mkldnn(), head.weight, head.bias).to_dense()
-
-    # Only the head's own forward is replaced, so what the model and hooks do around it stays in force.
-    vars(head)["forward"] = forward
+def quick_products(model: nn.Module) -> Iterator[None]:
+    """Compute the linear layers of `model` with oneDNN inside, where that may pay."""
+    replaced = [part for part in model.modules() if _may_pay(part)] if _is_possible() else []
+    # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
+    for part in replaced:
+        vars(part)["forward"] = _forward(part)
     try:
         yield
     finally:
-        del vars(head)["forward"]
+        for part in replaced:
+            del vars(part)["forward"]
 
 
-def _may_pay(head: Any) -> bool:
-    """Return whether the head is a large, plain float32 product on a CPU.
+def _forward(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    product = _product()
+
+    def forward(hidden: Tensor) -> Tensor:
+        # The weights are read here, because an update may replace them between two steps.
+        weight, bias = layer.weight, layer.bias
+        few = hidden.shape[:-1].numel() <= _FEW and hidden.dtype == torch.float32 and not torch.is_grad_enabled()
+        return product(hidden, weight, bias) if few else linear(hidden, weight, bias)
+
+    return forward
+
+
+def _product() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return oneDNN's product of plain tensors; without that operator, one that copies what goes in and comes out."""
+    try:
+        operator = torch.ops.mkldnn._linear_pointwise.default
+    except AttributeError:
+        return lambda hidden, weight, bias: linear(hidden.to_mkldnn(), weight, bias).to_dense()
+    return lambda hidden, weight, bias: operator(hidden, weight, bias, "none", [], "")
+
+
+def _is_possible() -> bool:
+    libraries = (torch.backends.mkl, torch.backends.mkldnn)
+    return all(library.is_available() for library in libraries) and not torch.is_autocast_enabled("cpu")
+
+
+def _may_pay(part: nn.Module) -> bool:
+    """Return whether a layer is a large, plain float32 product on a CPU.
 
     Quantized layers, adapters and offloaded weights are not.
     """
-    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
+    if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
         return False
-    weight, libraries = head.weight, (torch.backends.mkl, torch.backends.mkldnn)
+    weight = part.weight
     return (
-        all(library.is_available() for library in libraries)
-        and weight.device.type == "cpu"
+        weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() >= _LARGE
-        and not torch.is_autocast_enabled("cpu")
+        and weight.is_contiguous()
     )
