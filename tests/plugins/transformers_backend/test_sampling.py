@@ -15,6 +15,7 @@ from corelm.tensors.ragged import Ragged
 from transformers_backend.columns import argmax, inverse_cdf
 from transformers_backend.masses import log_softmax_at
 from transformers_backend.sampling import Sampler, UniformStreams, truncated
+from transformers_backend.softmax import Workspace
 
 CPU = torch.device("cpu")
 V = 700
@@ -162,6 +163,40 @@ def test_a_token_without_mass_is_never_chosen(size: int) -> None:
     ids, logprobs = inverse_cdf(scores, torch.tensor([0.0, 0.4, 0.9, 1 - 2**-53], dtype=torch.float64))
     assert ids.tolist() == [300, 301, size - 1, size - 1]
     torch.testing.assert_close(logprobs, torch.full((4,), -math.log(3)))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5000}], ids=str)
+@pytest.mark.parametrize("size", [700, 5000, 151_936])
+def test_a_row_gets_the_same_numbers_in_any_company(size: int, sampling: dict[str, float]) -> None:
+    """Bit for bit, at every step: rows share memory, and are reduced together or apart as the width has it."""
+    rows, seeds = 7, answer_seeds(2, range(7))
+
+    def sampler(of: range) -> Sampler:
+        prompts = Ragged.from_list([[0]] * len(of))
+        return Sampler(SamplingParams(**sampling), prompts, seeds[list(of)], frozenset(), size, CPU, raw=True)
+
+    together, alone = sampler(range(rows)), [sampler(range(row, row + 1)) for row in range(rows)]
+    for step in range(3):
+        logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(step)) * 3
+        kept = logits.clone()
+        drawn = together(logits)
+        single = [each(logits[row : row + 1]) for row, each in enumerate(alone)]
+        assert drawn.ids.tolist() == [int(one.ids) for one in single]
+        assert drawn.logprobs.tolist() == [float(one.logprobs) for one in single]
+        assert torch.equal(logits, kept)
+        exact = logits.double().log_softmax(-1).gather(-1, drawn.ids[:, None])[:, 0]
+        torch.testing.assert_close(drawn.logprobs.double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_a_workspace_is_used_again(rows: int) -> None:
+    workspace = Workspace()
+    for size in (151_936, 3000, 40_000, 151_936):
+        scores = torch.randn(rows, size, generator=torch.Generator().manual_seed(size))
+        mass, best = workspace.softmax(scores, lambda some, mass: mass.amax(-1, keepdim=True), 0.5)
+        assert torch.equal(mass, (scores / 0.5).softmax(-1)) and torch.equal(best[:, 0], mass.amax(-1))
+        reduced = workspace.reduced(scores, lambda some, mass: torch.stack([some.amax(-1), mass.sum(-1)], -1))
+        assert torch.equal(reduced, torch.stack([scores.amax(-1), scores.softmax(-1).sum(-1)], -1))
 
 
 @pytest.mark.parametrize(

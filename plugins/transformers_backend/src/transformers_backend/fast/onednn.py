@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def quick_products(model: nn.Module) -> Iterator[None]:
             del vars(part)["forward"]
 
 
-def _forward(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     product = _product()
 
     def forward(hidden: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def _is_possible() -> bool:
     return all(library.is_available() for library in libraries) and not torch.is_autocast_enabled("cpu")
 
 
-def _may_pay(part: nn.Module) -> bool:
+def _may_pay(part: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a layer is a large, plain float32 product on a CPU.
 
     Quantized layers, adapters and offloaded weights are not.
