@@ -39,7 +39,7 @@ def test_the_logits_are_the_same(family: str, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 65])
 def test_large_layers_of_the_body_are_computed_too(rows: int) -> None:
-    model = tiny_model("qwen2", hidden_size=512, intermediate_size=1024)
+    model = tiny_model("qwen2", hidden_size=512, intermediate_size=2048)
     # Not the last positions of a prompt only: a slice of the states is not contiguous.
     ids = torch.randint(model.vocab_size, (rows, 3), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -60,17 +60,17 @@ def test_a_product_reads_slices_and_the_weights_of_now(
     if not direct:
         # As on a PyTorch without that operator.
         monkeypatch.setattr(torch.ops, "mkldnn", object())
-    layer, states = nn.Linear(512, 1024, bias=biased), torch.randn(5, 7, 512)
+    layer, states = nn.Linear(512, 2048, bias=biased), torch.randn(5, 7, 512)
     with torch.no_grad(), quick_products(layer):
         assert "forward" in vars(layer)
-        layer.weight = nn.Parameter(torch.randn(1024, 512))
+        layer.weight = nn.Parameter(torch.randn(2048, 512))
         for some in (states, states[:, -1:], states[:, 3], states[0, 0], states[:0], states.double()[:, -1].float()):
             expected = torch.nn.functional.linear(some, layer.weight, layer.bias)
             torch.testing.assert_close(layer(some), expected, rtol=0, atol=2e-4)
 
 
 def test_gradients_go_through_a_layer() -> None:
-    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
+    layer, states = nn.Linear(512, 2048), torch.randn(3, 512)
     with quick_products(layer):
         layer(states).sum().backward()
     assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)

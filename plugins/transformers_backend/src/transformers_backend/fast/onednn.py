@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 #: Below `_LARGE` weights, changing libraries costs more than it saves. Above `_FEW` rows it saves too little.
-_LARGE, _FEW = 2**19, 64
+_LARGE, _FEW = 2**20, 64
 
 
 @contextmanager
