@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.functional import linear
 
 #: Below `_LARGE` weights, changing libraries costs more than it saves. Above `_FEW` rows it saves too little.
 _LARGE, _FEW = 2**20, 64
+
+_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @contextmanager
@@ -44,13 +47,31 @@ def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _product() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+@cache
+def _product() -> _Product:
     """Return oneDNN's product of plain tensors; without that operator, one that copies what goes in and comes out."""
+    return _direct if _is_right(_direct) else _copying
+
+
+def _direct(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # PyTorch's own compiler calls this operator. It is not public, so it is tried first.
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(hidden, weight, bias, "none", [], "")
+    return product
+
+
+def _copying(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(hidden.to_mkldnn(), weight, bias).to_dense()
+
+
+def _is_right(product: _Product) -> bool:
+    """Return whether a product gives the numbers of PyTorch's on small integers, which both sum exactly."""
+    hidden, weight, bias = (torch.arange(n, device="cpu").float() % 7 for n in (3 * 2 * 8, 5 * 8, 5))
+    hidden, weight = hidden.view(3, 2, 8)[:, -1:], weight.view(5, 8)
     try:
-        operator = torch.ops.mkldnn._linear_pointwise.default
-    except AttributeError:
-        return lambda hidden, weight, bias: linear(hidden.to_mkldnn(), weight, bias).to_dense()
-    return lambda hidden, weight, bias: operator(hidden, weight, bias, "none", [], "")
+        with torch.no_grad():
+            return all(torch.equal(product(hidden, weight, b), linear(hidden, weight, b)) for b in (bias, None))
+    except Exception:
+        return False
 
 
 def _is_possible() -> bool:
