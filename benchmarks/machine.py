@@ -37,7 +37,7 @@ TIMES_CACHE = 4
 #: The size of an array in bytes if the size of the cache is unknown, and the largest size.
 UNKNOWN_CACHE, LARGEST = 2**28, 2**30
 #: The shortest time of a sample, in seconds, and the number of samples.
-SHORTEST, SAMPLES, QUICK_SAMPLES = 0.05, 5, 3
+SHORTEST, SAMPLES, QUICK_SAMPLES = 0.03, 5, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Machine:
 def measure_machine(
     quick: bool = False, *, products: Sequence[Product] | None = None, array_bytes: int | None = None
 ) -> Machine:
-    """Measure the machine: in 10 to 20 seconds, or in a few with `quick`.
+    """Measure the machine in about 20 seconds of processor time, or in about 6 with `quick`.
 
     Args:
         quick: whether to take fewer shapes and samples.

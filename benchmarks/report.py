@@ -100,7 +100,7 @@ def roofline(title: str, figures: Sequence[Figure], machine: Machine, path: Path
     left, right = min(*knees, *(x for x, _ in points)) / 2, max(*knees, *(x for x, _ in points)) * 2
     for (dtype, rate), knee in zip(rates.items(), knees, strict=True):
         axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colours[dtype])
-        _note(axes, f"{dtype}: {rate:.0f} GFLOP/s", (right, rate), -4, 3, "right")
+        _note(axes, f"{dtype}: {rate:.0f} GFLOP/s", (knee, rate), 4, 3, "left")
     _note(axes, f"{bandwidth:.1f} GB/s", (left, left * bandwidth), 14, -3, "left")
     for number, (figure, point) in enumerate(zip(shown, points, strict=True), 1):
         colour = colours[figure.dtype or "float32"]
