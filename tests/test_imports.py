@@ -80,6 +80,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 #: Private names of other libraries that a package uses, as "package: name", and why no public name does.
 THIRD_PARTY = {
+    "benchmarks: _linear_pointwise": "torch has no public name for oneDNN's product with packed weights",
+    "benchmarks: _reorder_linear_weight": "as _linear_pointwise: it packs them",
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
     "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
