@@ -30,7 +30,7 @@ def quick_head(base: Any) -> Iterator[None]:
     def forward(hidden: Tensor) -> Tensor:
         if hidden.shape[:-1].numel() > _FEW:
             return linear(hidden, head.weight, head.bias)
-        return linear(hidden.to_mkldnn(), head.weight, head.bias).to_dense()
+        return few_rows_linear(hidden, head.weight, head.bias)
 
     # Only the head's own forward is replaced, so what the model and hooks do around it stays in force.
     vars(head)["forward"] = forward
@@ -40,6 +40,22 @@ def quick_head(base: Any) -> Iterator[None]:
         del vars(head)["forward"]
 
 
+def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``rows · weightᵀ + bias`` by oneDNN, without gradients."""
+    product: Tensor = linear(rows.to_mkldnn(), weight, bias).to_dense()
+    return product
+
+
+def is_quicker(tensor: Tensor) -> bool:
+    """Return whether oneDNN is there for products with this tensor, and MKL would be used for them otherwise."""
+    libraries = (torch.backends.mkl, torch.backends.mkldnn)
+    return (
+        all(library.is_available() for library in libraries)
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+    )
+
+
 def _may_pay(head: Any) -> bool:
     """Return whether the head is a large, plain float32 product on a CPU.
 
@@ -47,11 +63,4 @@ def _may_pay(head: Any) -> bool:
     """
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
         return False
-    weight, libraries = head.weight, (torch.backends.mkl, torch.backends.mkldnn)
-    return (
-        all(library.is_available() for library in libraries)
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.numel() >= _LARGE
-        and not torch.is_autocast_enabled("cpu")
-    )
+    return is_quicker(head.weight) and head.weight.numel() >= _LARGE and not torch.is_autocast_enabled("cpu")
