@@ -31,6 +31,7 @@ from benchmarks.report import picture, roofline, surroundings
 
 PARTS = (
     "scoring",
+    "row_lengths",
     "distillation",
     "generation",
     "containers",
