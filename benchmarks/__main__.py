@@ -34,6 +34,7 @@ PARTS = (
     "row_lengths",
     "distillation",
     "generation",
+    "sampling",
     "containers",
     "chats",
     "startup",

@@ -12,8 +12,9 @@ from torch import Tensor
 from corelm.backend.seeds import answer_seeds
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from transformers_backend.columns import argmax, inverse_cdf
 from transformers_backend.masses import log_softmax_at
-from transformers_backend.sampling import Sampler, UniformStreams, argmax, inverse_cdf, truncated
+from transformers_backend.sampling import Sampler, UniformStreams, truncated
 
 CPU = torch.device("cpu")
 V = 700

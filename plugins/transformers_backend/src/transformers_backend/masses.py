@@ -15,6 +15,7 @@ from torch import Tensor
 
 from corelm.spec import Ragged, TokenSets
 from corelm.support import TopIds
+from transformers_backend.softmax import Workspace
 
 #: Up to how many columns the ids that are left are sorted.
 _FEW = 1024
@@ -97,17 +98,23 @@ def most_probable(scores: Tensor, candidates: Tensor | None, k: int, total: Tens
     return TopIds(pad(ids, missing, value=-1).cpu(), numbers[:, :k], numbers[:, k])
 
 
-def log_total(scores: Tensor) -> Tensor:
+def log_total(scores: Tensor, workspace: Workspace | None = None) -> Tensor:
     """Return float64[rows]: the log-sum-exp of float32[rows, K]; -inf for a row of -inf.
 
     softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so its result is
     summed once more.
     """
-    mass, best = scores.softmax(-1), scores.amax(-1).double()
+    workspace = workspace or Workspace()
+    best, largest, mass = workspace.reduced(scores, _totals).double().unbind(-1)
     # These are few but large numbers with a small difference, which float64 keeps.
-    total = best - mass.amax(-1).double().log() + mass.sum(-1).double().log()
+    total = best - largest.log() + mass.log()
     # softmax of nothing but -inf is NaN.
     return torch.where(best == -math.inf, best, total)
+
+
+def _totals(scores: Tensor, mass: Tensor) -> Tensor:
+    """Return ``[n, 3]``: the largest score, the largest mass, and the sum of the masses."""
+    return torch.stack([scores.amax(-1), mass.amax(-1), mass.sum(-1)], dim=-1)
 
 
 def log_softmax_at(logits: Tensor, ids: Tensor, total: Tensor | None = None) -> Tensor:

@@ -7,7 +7,6 @@ the vocabulary are made in float64, so that the far tail of a large vocabulary k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -16,16 +15,15 @@ from torch import Tensor
 
 from corelm.spec import Ragged, SamplingParams
 from corelm.support import TopIds
+from transformers_backend.columns import argmax, inverse_cdf
 from transformers_backend.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
+from transformers_backend.softmax import Workspace
 
 #: How many random numbers are drawn for an answer at a time. Fixed, because a stream must not depend on how long the
 #: answer gets.
 _BLOCK = 64
 #: How many candidates top-p looks at before it sorts the whole vocabulary.
 _SHORT_LIST = 1024
-#: Vocabulary entries in a tile of a two-level search, and up to how many are searched in one level. These depend on
-#: nothing but the width: what a row gets must not depend on how many other rows there are.
-_TILE, _ONE_LEVEL = 256, 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +82,9 @@ class Sampler:
             sampling.truncates or sampling.penalties or sampling.min_new_tokens
         )
         self._reshapes = not untouched
+        # If nothing else looks at the scores, they are divided by the temperature where their softmax is made.
+        self._divides = sampling.temperature != 1.0 and bool(sampling.truncates or support or top)
+        self._workspace = Workspace()
         self._banned = torch.tensor(sorted(banned), dtype=torch.int64, device=device)
         self._uniforms = None if sampling.greedy else UniformStreams(seeds, device)
         self._counts = self._seen = None
@@ -103,7 +104,7 @@ class Sampler:
                 only: whether the short list of candidates was enough is read together with what was sampled from it.
         """
         scores = self._penalised(logits)
-        of_logits = log_total(logits) if self.raw and self._reshapes else None
+        of_logits = log_total(logits, self._workspace) if self.raw and self._reshapes else None
         candidates: Tensor | None
         enough: Tensor | None
         if self._uniforms is None:
@@ -111,21 +112,27 @@ class Sampler:
             logprobs, enough = torch.zeros(len(ids), device=logits.device), None
             left, candidates = logprobs[:, None], ids[:, None]
         else:
-            if self.sampling.temperature != 1.0:
+            if self._divides:
                 scores = scores / self.sampling.temperature
             uniforms = self._uniforms()
             left, candidates, enough = _cut(scores, self.sampling, short=True)
-            ids, logprobs = _chosen(left, candidates, uniforms)
+            ids, logprobs = self._chosen(left, candidates, uniforms)
         drawn = self._drawn(logits, of_logits, ids, logprobs, enough, read)
         if drawn is None:
             left, candidates, _ = _cut(scores, self.sampling, short=False)
-            ids, logprobs = _chosen(left, candidates, uniforms)
+            ids, logprobs = self._chosen(left, candidates, uniforms)
             drawn = self._drawn(logits, of_logits, ids, logprobs, None, read)
             assert drawn is not None
         self._count(drawn.ids)
         if self._support or self._top:
             drawn = self._with_sets(drawn, logits, of_logits, scores, left, candidates)
         return drawn
+
+    def _chosen(self, scores: Tensor, candidates: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids at the uniform numbers, and their log-probs; see `truncated` and `inverse_cdf`."""
+        temperature = 1.0 if self._divides else self.sampling.temperature
+        ids, logprobs = inverse_cdf(scores, uniforms, temperature, self._workspace)
+        return ids if candidates is None else candidates.gather(-1, ids[:, None])[:, 0], logprobs
 
     def _drawn(
         self,
@@ -285,78 +292,3 @@ def _cut(scores: Tensor, sampling: SamplingParams, short: bool) -> tuple[Tensor,
         floor = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < floor, -math.inf)
     return scores, candidates, enough
-
-
-def _chosen(scores: Tensor, candidates: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids at the uniform numbers, and their log-probs; see `truncated` and `inverse_cdf`."""
-    ids, logprobs = inverse_cdf(scores, uniforms)
-    return ids if candidates is None else candidates.gather(-1, ids[:, None])[:, 0], logprobs
-
-
-def inverse_cdf(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column where each row's cumulative softmax passes its uniform number, and that column's log-prob.
-
-    A wide row is searched in two levels, first a tile and then a column inside it: a cumulative sum over a whole
-    vocabulary costs more than all the rest. Columns at -inf are never chosen.
-
-    Args:
-        scores: float32[rows, K].
-        uniforms: float64[rows] in [0, 1).
-    """
-    mass, uniforms = scores.softmax(-1), uniforms[:, None]
-    if scores.shape[-1] <= _ONE_LEVEL:
-        ids, _, total = _locate(mass, uniforms)
-    else:
-        tile, uniforms, total = _locate(_by_tile(mass, torch.sum), uniforms)
-        columns, inside = _tile(mass, tile)
-        column, _, _ = _locate(inside, uniforms)
-        ids = columns.gather(-1, column)
-    # The total is 1 except for the rounding of softmax's own sum over the row, and dividing by it removes that: 3e-4 if
-    # one token is nearly sure and 150,000 others share half a percent.
-    logprobs = (mass.gather(-1, ids) / total).log().float()
-    return ids[:, 0], logprobs[:, 0]
-
-
-def argmax(scores: Tensor) -> Tensor:
-    """Return int64[rows]: the first of the best columns, like `Tensor.argmax`. Searching by tiles costs a tenth."""
-    if scores.shape[-1] <= _ONE_LEVEL:
-        return scores.argmax(-1)
-    tile = _by_tile(scores, torch.amax).argmax(-1, keepdim=True)
-    columns, inside = _tile(scores, tile, beyond=-math.inf)
-    return columns.gather(-1, inside.argmax(-1, keepdim=True))[:, 0]
-
-
-def _by_tile(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """Return [rows, tiles]: `reduce` over each tile of [rows, K]. The last tile may be shorter."""
-    whole = values.shape[-1] // _TILE
-    tiles = [reduce(values[:, : whole * _TILE].unflatten(-1, (whole, _TILE)), dim=-1)]
-    if values.shape[-1] % _TILE:
-        tiles.append(reduce(values[:, whole * _TILE :], dim=-1, keepdim=True))
-    return torch.cat(tiles, dim=-1)
-
-
-def _tile(values: Tensor, tile: Tensor, beyond: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the columns of one tile a row and the values there, [rows, _TILE] each; `beyond` fills a shorter tile."""
-    columns = tile * _TILE + torch.arange(_TILE, device=tile.device)
-    last = values.shape[-1] - 1
-    return columns, values.gather(-1, columns.clamp_max(last)).masked_fill_(columns > last, beyond)
-
-
-def _locate(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the cell of each row in which the fraction `uniforms` of the row's mass ends.
-
-    Args:
-        mass: float32[rows, n].
-        uniforms: float64[rows, 1] in [0, 1].
-
-    Returns:
-        The cell, int64; where in the cell, float64 in [0, 1]; and the mass of the row, float64; [rows, 1] each.
-    """
-    upper = mass.cumsum(-1, dtype=torch.float64)
-    total = upper[:, -1:]
-    # Strictly below the total, so that the cell found has some mass.
-    target = torch.minimum(uniforms * total, total.nextafter(total.new_zeros(())))
-    # The clamp only matters for NaN, which would become an index out of range.
-    cell = torch.searchsorted(upper, target, right=True).clamp_max_(mass.shape[-1] - 1)
-    inside = 1.0 - (upper.gather(-1, cell) - target) / mass.gather(-1, cell)
-    return cell, inside.clamp_(0.0, 1.0), total

@@ -1,19 +1,21 @@
-"""A head computed by another library gives the same logits, and the model is restored afterwards."""
+"""Products computed by another library give the same logits, and the model is restored afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.fast.onednn import quick_head
+from transformers_backend.fast.onednn import quick_products
 
 Open = Callable[..., Backend]
 pytestmark = pytest.mark.skipif(
@@ -23,6 +25,18 @@ pytestmark = pytest.mark.skipif(
 LARGE = 33_000
 
 
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "phi-biased", "granite"])
 @pytest.mark.parametrize("rows", [1, 7, 65])
 def test_the_logits_are_the_same(family: str, rows: int) -> None:
@@ -30,11 +44,64 @@ def test_the_logits_are_the_same(family: str, rows: int) -> None:
     ids = torch.randint(LARGE, (rows, 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        with quick_head(model):
+        with quick_products(model):
             assert "forward" in vars(model.get_output_embeddings())
             found = model(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
     assert "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 65])
+def test_large_layers_of_the_body_are_computed_too(rows: int) -> None:
+    model = tiny_model("qwen2", hidden_size=512, intermediate_size=1024)
+    # Not the last positions of a prompt only: a slice of the states is not contiguous.
+    ids = torch.randint(model.vocab_size, (rows, 3), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = deepcopy(model).double()(input_ids=ids, logits_to_keep=1).logits
+        plain = model(input_ids=ids, logits_to_keep=1).logits
+        with quick_products(model):
+            replaced = {name.rsplit(".")[-1] for name, part in model.named_modules() if "forward" in vars(part)}
+            found = model(input_ids=ids, logits_to_keep=1).logits
+    assert replaced >= {"gate_proj", "up_proj", "down_proj"}
+    # oneDNN adds up in another order, and rounds up to three times as much.
+    assert float((found - exact).abs().mean()) < 3 * float((plain - exact).abs().mean())
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * float((plain - exact).abs().max()))
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_product_reads_slices_and_the_weights_of_now(
+    biased: bool, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        # As on a PyTorch without that operator.
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+    layer, states = nn.Linear(512, 1024, bias=biased), torch.randn(5, 7, 512)
+    with torch.no_grad(), quick_products(layer):
+        assert "forward" in vars(layer)
+        layer.weight = nn.Parameter(torch.randn(1024, 512))
+        for some in (states, states[:, -1:], states[:, 3], states[0, 0], states[:0], states.double()[:, -1].float()):
+            expected = torch.nn.functional.linear(some, layer.weight, layer.bias)
+            torch.testing.assert_close(layer(some), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (3, 128), (600, 256)])
+def test_a_product_is_by_onednn_if_it_is_large(rows: int, width: int) -> None:
+    layer, states = nn.Linear(512, width), torch.randn(rows, 512)
+    with torch.no_grad(), quick_products(layer), Operators() as called:
+        layer(states)
+    large = rows > 500 or width > 1000
+    assert ("mkldnn::_linear_pointwise" in called.names) == large
+
+
+def test_gradients_go_through_a_layer() -> None:
+    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
+    with torch.no_grad(), quick_products(layer):
+        assert "forward" in vars(layer)
+        with torch.enable_grad():
+            layer(states).sum().backward()
+    assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)
 
 
 def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) -> None:
@@ -48,7 +115,8 @@ def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) 
 
 def test_the_model_is_restored_after_an_error() -> None:
     model = tiny_model(vocab_size=LARGE)
-    with pytest.raises(RuntimeError, match="on purpose"), quick_head(model):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"), quick_products(model):
+        assert "forward" in vars(model.get_output_embeddings())
         raise RuntimeError("on purpose")
     assert "forward" not in vars(model.get_output_embeddings())
 
@@ -76,14 +144,14 @@ def test_a_head_that_is_not_a_plain_float32_product_is_not_replaced(change: Call
     change(model)
     head = model.get_output_embeddings()
     before = vars(head).get("forward")
-    with quick_head(model):
+    with torch.no_grad(), quick_products(model):
         assert vars(head).get("forward") is before
     assert vars(head).get("forward") is before
 
 
 def test_a_small_head_is_not_replaced() -> None:
     model = tiny_model()
-    with quick_head(model):
+    with torch.no_grad(), quick_products(model):
         assert "forward" not in vars(model.get_output_embeddings())
 
 

@@ -21,7 +21,7 @@ file                 what it saves
 `varlen.py`          on GPUs, attention in many of them by one kernel
 `reading.py`         the body's hidden states of packed or padded rows
 `cache.py`           decoding writes keys and values into buffers instead of copying all of them at every token
-`onednn.py`          the head of a decoding step on a CPU, with another library
+`onednn.py`          the matrix products of a decoding step on a CPU, with another library
 `probing.py`         what has to be tried on the model before any of this is used for scoring
 `probing_queries.py` the same for sets and for several ids
 ==================== ==================================================================================================

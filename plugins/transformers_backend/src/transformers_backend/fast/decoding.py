@@ -1,4 +1,4 @@
-"""`FastDecoder`: decoding with a roomy cache and a quick head."""
+"""`FastDecoder`: decoding with a roomy cache and quick products."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers_backend.decoding import Decoder
 from transformers_backend.fast.cache import roomy_cache
-from transformers_backend.fast.onednn import quick_head
+from transformers_backend.fast.onednn import quick_products
 
 
 class FastDecoder(Decoder):
     @contextmanager
     def _accelerated(self) -> Iterator[None]:
-        with quick_head(self._engine.base):
+        with quick_products(self._engine.base):
             yield
 
     def _new_cache(self) -> Any:

@@ -24,8 +24,8 @@ from transformers_backend.self_test import SelfTest
 
 #: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
 _SAMPLED = 8192
-#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more, as much
-#: as one position. For `_FEW` positions or fewer, the model's own forward is cheaper.
+#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
+#: `_FEW` positions or fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
 #: How many states of the head are remembered.
 _REMEMBERED = 32

@@ -41,17 +41,17 @@ class HeadState:
         state: list[Hashable] = [id(body), id(head)]
         for part, child in zip(around, (*around[1:], body), strict=True):
             # Another part with weights could come between body and head.
-            others = (each for each in part._modules.values() if each is not None and each not in (child, head))
+            others = (each for each in part.children() if each not in (child, head))
             forward = type(part).forward
             if not forward.__module__.startswith(_KNOWN_CODE) or any(_has_weights(each) for each in others):
                 return None
-            own = [*part._parameters.values(), *part._buffers.values()]
-            if any(each is not None and each.numel() > _FEW for each in own):
+            own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            if any(each.numel() > _FEW for each in own):
                 return None
             # Neither a parameter nor a buffer: nothing tells what it is there for.
             if any(isinstance(value, Tensor) for value in vars(part).values()):
                 return None
-            numbers = [(each.requires_grad, *each.flatten().tolist()) for each in own if each is not None]
+            numbers = [(each.requires_grad, *each.flatten().tolist()) for each in own]
             state += [id(part), forward, *_plain_items(part), *numbers]
         for config in _configs(self._engine.base.config):
             state += _plain_items(config)
@@ -62,7 +62,7 @@ class HeadState:
         for _ in range(2):
             around: list[Any] = [self._engine.module]
             for name in self._names:
-                around.append(None if around[-1] is None else around[-1]._modules.get(name))
+                around.append(getattr(around[-1], name, None))
             if around[-1] is body:
                 return around[:-1]
             found = (name for name, part in self._engine.module.named_modules() if part is body)

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformers_backend.fast.onednn import few_rows_linear, is_quicker
+from transformers_backend.fast import onednn
 from transformers_backend.fast.reductions import TileReduction
 
 #: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
 #: enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
-#: Up to so many tokens, oneDNN makes a product in float32 in half of the time that MKL takes, the copy included.
-_FEW = 256
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class LogitTiles:
         if on_cpu and self.height:
             width *= height // self.height
         self.width = min(width, len(weight))
-        self._by_onednn = len(hidden) <= _FEW and is_quicker(self.hidden)
-        self._product = self.hidden.new_empty(self.height * self.width)
+        self._by_onednn = form.dtype == torch.float32 and onednn.is_quicker(weight)
+        self._product = self.hidden.new_empty(0 if self._by_onednn else self.height * self.width)
         self._direct = form.dtype == self.dtype
         # Made when it is needed.
         self._tile: Tensor | None = None
@@ -82,7 +80,7 @@ class LogitTiles:
         hidden, weight = self.hidden[rows], self.part(entries)
         if self._by_onednn:
             bias = None if self.bias is None else self.bias[entries]
-            return few_rows_linear(hidden, weight, bias), self._factor
+            return onednn.product(hidden, weight, bias), self._factor
         product = _part(self._product, hidden, weight)
         # The product can include the factor, unless it is first rounded to a shorter type.
         now, later = (self._factor, 1.0) if self._direct else (1.0, self._factor)
