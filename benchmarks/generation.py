@@ -27,6 +27,7 @@ from tensordict import TensorDict
 
 from benchmarks.measure import Figure, Way, compare, peaks
 from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
+from benchmarks.work import decoding_work
 from corelm import Backend, LLMPolicy, get_backend
 
 PROMPT = 32
@@ -89,8 +90,18 @@ def greedy(backend: Backend, model: Any, shape: Shape, prompts: int, new: int, r
         "raw generate": functools.partial(raw_generate, model, ids, new, do_sample=False),
         "backend": functools.partial(backend.generate, ids, {**asked(new), "temperature": 0}),
     }
-    work = f"{new} greedy tokens for {counted(prompts)}, {named(shape)}"
-    return compare(work, ways, baseline="raw generate", repeats=repeats, goals={"backend": 1.05})
+    needed = decoding_work(model, prompts, PROMPT, new)
+    return compare(
+        f"{new} greedy tokens for {counted(prompts)}, {named(shape)}",
+        ways,
+        baseline="raw generate",
+        repeats=repeats,
+        goals={"backend": 1.05},
+        flops=needed.flops,
+        bytes=needed.bytes,
+        dtype=needed.dtype,
+        goal_shares={"backend": 0.8} if prompts <= MOST_FOR_LONG else {},
+    )
 
 
 def more_ids(backend: Backend, shape: Shape, prompts: int, new: int, repeats: int) -> list[Figure]:

@@ -2,6 +2,9 @@
 
 A ratio is the median of the ratios within a turn, so that other load on the machine affects both sides equally. The
 baseline runs a second time in every turn: its ratio to itself shows the noise.
+
+Where the operations and bytes of the work are known, a figure is also a share of what the machine can do: see
+`benchmarks.machine`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from benchmarks.machine import Machine
+
+T = TypeVar("T")
 
 #: A function that does the work once.
 Way = Callable[[], object]
@@ -48,6 +55,12 @@ class Figure:
         rows: the number of rows of the work.
         goal_seconds: the upper limit of `seconds`, per row if `rows` is given.
         unit: what `rows` counts.
+        flops: floating-point operations that the work needs, however it is done.
+        bytes: bytes that the work has to move.
+        dtype: the dtype of the operations, such as ``float32``.
+        least_seconds: the least time that the machine needs for them; None if the machine was not measured.
+        goal_share: the lower limit of `share`.
+        error: the largest error, if errors were measured.
     """
 
     work: str
@@ -62,6 +75,12 @@ class Figure:
     rows: int | None = None
     goal_seconds: float | None = None
     unit: str = "row"
+    flops: float | None = None
+    bytes: float | None = None
+    dtype: str | None = None
+    least_seconds: float | None = None
+    goal_share: float | None = None
+    error: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -69,7 +88,20 @@ class Figure:
         found = self.mib if self.ratio is None else self.ratio
         held = ((found, self.goal), (self.each, self.goal_seconds))
         reached = [value <= goal for value, goal in held if value is not None and goal is not None]
+        if self.share is not None and self.goal_share is not None:
+            reached.append(self.share >= self.goal_share)
         return all(reached) if reached else None
+
+    @property
+    def share(self) -> float | None:
+        """The least time that the machine needs, as a share of `seconds`; None without either."""
+        if self.least_seconds is None or not self.seconds:
+            return None
+        return self.least_seconds / self.seconds
+
+    def on(self, machine: Machine) -> Figure:
+        """Return this figure with the least time that `machine` needs."""
+        return replace(self, least_seconds=machine.least_seconds(self.flops, self.bytes, self.dtype))
 
     @property
     def each(self) -> float | None:
@@ -77,11 +109,11 @@ class Figure:
         return None if self.seconds is None else self.seconds / (self.rows or 1)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
+        return {**asdict(self), "met": self.met, "share": self.share}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Figure:
-        return cls(**{name: value for name, value in found.items() if name != "met"})
+        return cls(**{name: value for name, value in found.items() if name not in ("met", "share")})
 
 
 def compare(
@@ -96,6 +128,10 @@ def compare(
     goal_seconds: Mapping[str, float] | None = None,
     longest: float = LONGEST,
     unit: str = "row",
+    flops: float | None = None,
+    bytes: float | Mapping[str, float] | None = None,
+    dtype: str | Mapping[str, str] | None = None,
+    goal_shares: Mapping[str, float] | None = None,
 ) -> list[Figure]:
     """Time all `ways` in turns and compare them with the one named `baseline`.
 
@@ -113,6 +149,10 @@ def compare(
         goal_seconds: for some ways, the upper limit of the seconds, per row if `rows` is given.
         longest: seconds after which no new turn starts, once `FEWEST` turns are done.
         unit: what `rows` counts.
+        flops: floating-point operations that the work needs.
+        bytes: bytes that the work has to move, or those of each way.
+        dtype: the dtype of the operations, or that of each way.
+        goal_shares: for some ways, the lower limit of the share of what the machine can do.
     """
     turns: list[dict[str, float]] = []
     counts = dict.fromkeys([*ways, AGAIN], 1)
@@ -141,6 +181,7 @@ def compare(
     figures = []
     for name in [*ways, AGAIN]:
         ratios = sorted(taken[name] / taken[baseline] for taken in turns)
+        named = baseline if name == AGAIN else name
         figures.append(
             Figure(
                 work=work,
@@ -154,9 +195,17 @@ def compare(
                 rows=rows,
                 goal_seconds=(goal_seconds or {}).get(name),
                 unit=unit,
+                flops=flops,
+                bytes=_of_way(bytes, named),
+                dtype=_of_way(dtype, named),
+                goal_share=(goal_shares or {}).get(name),
             )
         )
     return figures
+
+
+def _of_way(given: T | Mapping[str, T] | None, way: str) -> T | None:
+    return given.get(way) if isinstance(given, Mapping) else given
 
 
 def peaks(
@@ -221,11 +270,17 @@ def table(figures: Iterable[Figure]) -> str:
             cells.append(f"{figure.mib:8.1f} MiB")
         if figure.rows is not None and figure.each is not None:
             cells.append(f"{figure.each * 1e6:8.2f} µs a {figure.unit}")
+        if figure.error is not None:
+            cells.append(f"error {figure.error:.3g}")
+        if figure.share is not None:
+            cells.append(f"{100 * figure.share:3.0f} % of the machine ")
         goals = [] if figure.goal is None else [f"{figure.goal:g}"]
         if figure.goal_seconds is not None:
             goals.append(
                 f"{figure.goal_seconds * 1e6:g} µs a {figure.unit}" if figure.rows else f"{figure.goal_seconds:g} s"
             )
+        if figure.goal_share is not None:
+            goals.append(f"{100 * figure.goal_share:g} % of the machine")
         if goals:
             cells.append(f"goal {' and '.join(goals)}: {'met' if figure.met else 'NOT MET'}")
         lines.append("".join(f"{cell} " for cell in cells).rstrip())

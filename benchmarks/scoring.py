@@ -5,12 +5,15 @@
     head products   only the matrix products of the head for the scored tokens, in tiles
     torchrl         a scoring TorchRL `TransformersWrapper`, if torchrl is installed
 
+In bfloat16 the backend is compared with itself in float32, and its errors with those of the plain forward in bfloat16.
+
 The models are random. V=151,936 has a small body, two layers of 256, so that most of the time is spent in the head;
 V=32,000 has six layers of 512. Ragged rows have slightly more than half as many tokens as padded ones.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +22,13 @@ import torch
 from torch import Tensor
 
 import corelm
-from benchmarks.measure import LONGER, LONGEST, Figure, Way, compare, peaks
+from benchmarks.measure import LONGER, LONGEST, Figure, Way, compare, peaks, table
 from benchmarks.models import BODY_HEAVY, HEAD_HEAVY, Shape, named, random_model, tokenizer
+from benchmarks.work import Work, scoring_work
 from corelm import Backend, Ragged, TokenSets
+
+#: Log-probs in bfloat16 may be so many times as far from float64 as those of the plain forward in bfloat16.
+MOST_ERROR = 1.1
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -30,6 +37,9 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
     for shape, goal in ((HEAD_HEAVY, 0.35), (BODY_HEAVY, 0.45)):
         # Goals apply to larger batches only: with few rows the fixed cost of a call dominates.
         yield against_log_softmax(shape, ragged(shape, rows, longest), repeats, None if quick else goal)
+    for shape in (HEAD_HEAVY, BODY_HEAVY):
+        yield in_bfloat16(shape, ragged(shape, rows, longest), repeats, None if quick else 1 / 2.5)
+        yield errors_of_bfloat16(shape, ragged(shape, rows, longest))
     yield with_gradients(ragged(HEAD_HEAVY, rows, longest), 1 if quick else repeats, None if quick else 0.55)
     yield of_one_prompt(BODY_HEAVY, repeats, 1 / 2.2, *((128, 32) if quick else (256, 64)))
     yield of_several_ids(ragged(HEAD_HEAVY, rows, longest), repeats, not quick)
@@ -53,6 +63,7 @@ def against_log_softmax(shape: Shape, rows: Ragged, repeats: int, goal: float | 
         "log_softmax": lambda: log_softmax(model, rows),
         "backend": lambda: backend.score_logprobs(rows),
     }
+    needed = work_of(model, rows)
     return compare(
         f"scoring {described(rows)}, {named(shape)}",
         ways,
@@ -60,7 +71,62 @@ def against_log_softmax(shape: Shape, rows: Ragged, repeats: int, goal: float | 
         repeats=repeats,
         goals={} if goal is None else {"backend": goal},
         longest=LONGEST if goal is None else LONGER,
+        flops=needed.flops,
+        bytes=needed.bytes,
+        dtype=needed.dtype,
+        goal_shares={} if goal is None else {"backend": 0.85},
     )
+
+
+def in_bfloat16(shape: Shape, rows: Ragged, repeats: int, goal: float | None) -> list[Figure]:
+    models = {"float32": random_model(shape), "bfloat16": random_model(shape).to(torch.bfloat16)}
+    backends = {way: opened(model) for way, model in models.items()}
+    needed = {way: work_of(model, rows) for way, model in models.items()}
+    return compare(
+        f"scoring in bfloat16, {described(rows)}, {named(shape)}",
+        {way: functools.partial(backend.score_logprobs, rows) for way, backend in backends.items()},
+        baseline="float32",
+        repeats=repeats,
+        goals={} if goal is None else {"bfloat16": goal},
+        flops=needed["float32"].flops,
+        bytes={way: each.bytes for way, each in needed.items()},
+        dtype={way: each.dtype for way, each in needed.items()},
+    )
+
+
+def errors_of_bfloat16(shape: Shape, rows: Ragged) -> list[Figure]:
+    """Compare log-probs in bfloat16 with those of the same weights in float64.
+
+    Raises:
+        AssertionError: errors of the backend are larger than those of the plain forward in bfloat16.
+    """
+    model = random_model(shape).to(torch.bfloat16)
+    exact_model = copy.deepcopy(model).double()
+    # One row at a time: logits of all rows in float64 take gigabytes.
+    exact, plain = (
+        torch.cat([log_softmax(each, Ragged.from_list([ids])) for ids in rows.split()]) for each in (exact_model, model)
+    )
+    scores = opened(model).score_logprobs(rows)
+    ours = scores.logprobs.values[scores.scored.values]
+    errors = {"log_softmax": (plain - exact).abs(), "backend": (ours - exact).abs()}
+    figures = []
+    for name, reduce in (("largest", Tensor.max), ("mean", Tensor.mean)):
+        found = {way: float(reduce(error)) for way, error in errors.items()}
+        for way, error in found.items():
+            ratio = error / found["log_softmax"]
+            figures.append(
+                Figure(
+                    work=f"{name} error of log-probs in bfloat16, {described(rows)}, {named(shape)}",
+                    way=way,
+                    baseline="log_softmax",
+                    ratio=ratio,
+                    spread=(ratio, ratio),
+                    error=error,
+                    goal=MOST_ERROR if way == "backend" else None,
+                )
+            )
+    assert all(figure.met is not False for figure in figures), table(figures)
+    return figures
 
 
 def against_head_products(rows: Ragged, repeats: int) -> list[Figure]:
@@ -225,11 +291,11 @@ def prepare_gradients(way: str, rows: Ragged) -> Way:
 
 
 def log_softmax(model: Any, rows: Ragged, *, grad: bool = False) -> Tensor:
-    """Return float32: log-probs of all tokens but the first of each row, row after row."""
+    """Return log-probs of all tokens but the first of each row, row after row: float32, float64 of a float64 model."""
     ids, mask = rows.to_padded(0), rows.mask()
     with torch.set_grad_enabled(grad):
         logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        table = logits[:, :-1].log_softmax(-1)
+        table = logits[:, :-1].log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return table.gather(-1, ids[:, 1:, None])[..., 0][mask[:, 1:]]
 
 
@@ -254,6 +320,11 @@ def ragged(shape: Shape, rows: int, longest: int) -> Ragged:
     lengths = torch.linspace(longest / 12, longest, rows).long()
     ids = torch.randint(shape[0], (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
     return Ragged(ids, lengths)
+
+
+def work_of(model: Any, rows: Ragged) -> Work:
+    """Count the work of scoring all tokens but the first of each row."""
+    return scoring_work(model, rows.lengths.tolist(), len(rows.values) - len(rows))
 
 
 def opened(model: Any) -> Backend:

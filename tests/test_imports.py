@@ -80,6 +80,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
 #: Private names of other libraries that a package uses, as "package: name", and why no public name does.
 THIRD_PARTY = {
+    "benchmarks: _linear_pointwise": "torch has no public name for oneDNN's product with packed weights",
+    "benchmarks: _reorder_linear_weight": "as _linear_pointwise: it packs them",
     "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
     "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
@@ -92,12 +94,10 @@ THIRD_PARTY = {
     "sglang_backend: _shared_incref": "as _share_filename_cpu_",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
-    "transformers_backend: _forward_pre_hooks": "as _forward_hooks",
     "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
     "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",
     "transformers_backend: _version": "torch has no public counter of changes made to a tensor in place",
-    "transformers_backend: _backward_hooks": "as _forward_hooks",
-    "transformers_backend: _backward_pre_hooks": "as _forward_hooks",
+    "transformers_backend: _linear_pointwise": "torch has no public name for oneDNN's product of plain tensors",
     "transformers_backend: _attn_implementation": "transformers has no public name for the attention in use",
     "transformers_backend: _attn_implementation_internal": "as _attn_implementation",
     "transformers_backend: _active_adapter": "peft's set_adapter also changes what is trained",

@@ -9,8 +9,8 @@
 
 The argument is a key of benchmarks/results/full.json, and the pieces of an option are divided by semicolons. Each way
 has a label; those that begin with ``core`` get the colour of the site. ``way @ work`` takes a way from works of a
-pattern. ``measure`` is ``ratio`` (to the baseline; the default), ``seconds`` or ``mib``. With ``lines``, the number in
-the name of a work is the x-axis.
+pattern. ``measure`` is ``ratio`` (to the baseline; the default), ``seconds``, ``mib`` or ``share`` (of what the machine
+can do, in percent). With ``lines``, the number in the name of a work is the x-axis.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ STYLE = {
 }
 WIDTH = 4.8
 LIBRARIES = ("python", "torch", "transformers", "tensordict", "torchrl")
-MEASURES = {"ratio": "time relative to {}", "seconds": "seconds", "mib": "MiB at the peak"}
+SHARE = "percent of what the machine can do"
+MEASURES = {"ratio": "time relative to {}", "seconds": "seconds", "mib": "MiB at the peak", "share": SHARE}
 
 Row = dict[str, Any]
 
@@ -79,12 +80,15 @@ class Results(SphinxDirective):
         section = json.loads(RESULTS.read_text())[self.arguments[0]]
         measure = self.options.get("measure", "ratio")
         ways = [re.split(r"\s+=\s+", way) for way in pieces(self.options["ways"])]
+        if measure == "share" and not any(row.get("share") for row in section["figures"]):
+            return [nodes.paragraph("", "These shares have not been measured yet.", classes=["machine"])]
+        scale = 100 if measure == "share" else 1
         rows = [
-            {**row, "label": label, "value": row[measure], "first": label == ways[0][1]}
+            {**row, "label": label, "value": scale * row[measure], "first": label == ways[0][1]}
             for work in pieces(self.options["works"])
             for way, label in ways
             for row in section["figures"]
-            if fnmatchcase(row["work"], work) and row[measure] is not None and is_way(row, way)
+            if fnmatchcase(row["work"], work) and row.get(measure) is not None and is_way(row, way)
         ]
         if missing := {label for _, label in ways} - {row["label"] for row in rows}:
             raise self.error(f"not measured: {', '.join(sorted(missing))}")
@@ -94,7 +98,7 @@ class Results(SphinxDirective):
         picture = svg(canvas, self.arguments[0] + self.options["works"], " ".join(self.content))
         figure += nodes.raw("", picture, format="html")
         figure += self.parse_content_to_nodes()
-        figure += nodes.paragraph("", machine(section), classes=["machine"])
+        figure += nodes.paragraph("", machine(section, measure), classes=["machine"])
         return [figure]
 
 
@@ -104,13 +108,17 @@ def is_way(row: Row, way: str) -> bool:
     return row["way"] == name and fnmatchcase(row["work"], work or "*")
 
 
-def machine(section: Row) -> str:
-    """Return when and on what the figures of a section were measured."""
+def machine(section: Row, measure: str) -> str:
+    """Return when and on what the figures of a section were measured and, for shares, what the machine can do."""
     at, versions = section["machine"], section["versions"]
     libraries = ", ".join(f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
+    most = ""
+    if measure == "share" and (roof := section.get("roof")):
+        rates = " and ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in roof["rates"].items())
+        most = f" The machine can do {rates}, and {max(roof['bandwidths'].values()) / 1e9:.1f} GB/s."
     return (
         f"Measured on {section['date']} on a CPU ({at['processor']}, {at['cores']} cores, of which torch used "
-        f"{at['threads of torch']}; {at['system']}), with {libraries}."
+        f"{at['threads of torch']}; {at['system']}), with {libraries}.{most}"
     )
 
 
@@ -142,6 +150,8 @@ def bars(rows: Sequence[Row], axis: str) -> Figure:
                     axes.plot(row["spread"], [at, at], color=TEXT, linewidth=1)
                     end = max(row["spread"])
                 shown = f"{row['value']:.2f}" if row["value"] < 100 else f"{row['value']:,.0f}"
+                if axis == SHARE:
+                    shown = f"{row['value']:.0f} %"
                 axes.text(end + longest / 60, at, shown, va="center")
                 ticks.append((at, row["label"]))
                 at += 1

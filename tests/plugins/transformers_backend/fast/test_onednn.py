@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
@@ -23,6 +25,18 @@ pytestmark = pytest.mark.skipif(
 )
 #: About the smallest vocabulary for which the change pays at a hidden size of 64.
 LARGE = 33_000
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi-biased", "granite"])
@@ -41,20 +55,23 @@ def test_the_logits_are_the_same(family: str, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 65])
 def test_large_layers_of_the_body_are_computed_too(rows: int) -> None:
-    model = tiny_model("qwen2", hidden_size=512, intermediate_size=2048)
+    model = tiny_model("qwen2", hidden_size=512, intermediate_size=1024)
     # Not the last positions of a prompt only: a slice of the states is not contiguous.
     ids = torch.randint(model.vocab_size, (rows, 3), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = model(input_ids=ids, logits_to_keep=1).logits
+        exact = deepcopy(model).double()(input_ids=ids, logits_to_keep=1).logits
+        plain = model(input_ids=ids, logits_to_keep=1).logits
         with quick_products(model):
             replaced = {name.rsplit(".")[-1] for name, part in model.named_modules() if "forward" in vars(part)}
             found = model(input_ids=ids, logits_to_keep=1).logits
-    assert replaced == {"gate_proj", "up_proj", "down_proj"}
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    assert replaced >= {"gate_proj", "up_proj", "down_proj"}
+    # oneDNN adds up in another order, and rounds up to three times as much.
+    assert float((found - exact).abs().mean()) < 3 * float((plain - exact).abs().mean())
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * float((plain - exact).abs().max()))
     assert not any("forward" in vars(part) for part in model.modules())
 
 
-class Operators:
+class OtherTorch:
     """Stands for ``torch.ops.mkldnn`` of another PyTorch."""
 
     def __init__(self, product: Callable[..., object] | None) -> None:
@@ -62,49 +79,60 @@ class Operators:
             self._linear_pointwise = SimpleNamespace(default=product)
 
 
-def other_arguments(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return hidden @ weight.T
+def other_arguments(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows @ weight.T
 
 
 @pytest.fixture
-def operators() -> Iterator[Callable[[Operators], None]]:
+def replace() -> Iterator[Callable[[OtherTorch], None]]:
     with pytest.MonkeyPatch.context() as patch:
 
-        def replace(others: Operators) -> None:
-            patch.setattr(torch.ops, "mkldnn", others)
-            onednn._product.cache_clear()
+        def replace(other: OtherTorch) -> None:
+            patch.setattr(torch.ops, "mkldnn", other)
+            onednn._operator.cache_clear()
 
         yield replace
-    onednn._product.cache_clear()
+    onednn._operator.cache_clear()
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
-    "others", [None, Operators(None), Operators(other_arguments), Operators(lambda hidden, *rest: hidden * 2)]
+    "other", [None, OtherTorch(None), OtherTorch(other_arguments), OtherTorch(lambda rows, *rest: rows * 2)]
 )
 def test_a_product_reads_slices_and_the_weights_of_now(
-    biased: bool, others: Operators | None, operators: Callable[[Operators], None]
+    biased: bool, other: OtherTorch | None, replace: Callable[[OtherTorch], None]
 ) -> None:
-    if others is not None:
-        operators(others)
-    layer, states = nn.Linear(512, 2048, bias=biased), torch.randn(5, 7, 512)
+    if other is not None:
+        replace(other)
+    layer, states = nn.Linear(512, 1024, bias=biased), torch.randn(5, 7, 512)
     with torch.no_grad(), quick_products(layer):
         assert "forward" in vars(layer)
-        layer.weight = nn.Parameter(torch.randn(2048, 512))
-        for some in (states, states[:, -1:], states[:, 3], states[0, 0], states[:0]):
+        layer.weight = nn.Parameter(torch.randn(1024, 512))
+        for some in (states, states[:, -1:], states[:, 3], states[0, 0], states[:0], states.double()[:, -1].float()):
             expected = torch.nn.functional.linear(some, layer.weight, layer.bias)
             torch.testing.assert_close(layer(some), expected, rtol=0, atol=2e-4)
 
 
 def test_the_operator_of_this_pytorch_is_used() -> None:
     """If this fails after an update of PyTorch, products are copied, which is slower."""
-    assert onednn._is_right(onednn._direct) and onednn._product() is onednn._direct
+    assert onednn._is_right(onednn._direct) and onednn._operator() is onednn._direct
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (3, 128), (600, 256)])
+def test_a_product_is_by_onednn_if_it_is_large(rows: int, width: int) -> None:
+    layer, states = nn.Linear(512, width), torch.randn(rows, 512)
+    with torch.no_grad(), quick_products(layer), Operators() as called:
+        layer(states)
+    large = rows > 500 or width > 1000
+    assert ("mkldnn::_linear_pointwise" in called.names) == large
 
 
 def test_gradients_go_through_a_layer() -> None:
-    layer, states = nn.Linear(512, 2048), torch.randn(3, 512)
-    with quick_products(layer):
-        layer(states).sum().backward()
+    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
+    with torch.no_grad(), quick_products(layer):
+        assert "forward" in vars(layer)
+        with torch.enable_grad():
+            layer(states).sum().backward()
     assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)
 
 
@@ -119,7 +147,8 @@ def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) 
 
 def test_the_model_is_restored_after_an_error() -> None:
     model = tiny_model(vocab_size=LARGE)
-    with pytest.raises(RuntimeError, match="on purpose"), quick_products(model):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"), quick_products(model):
+        assert "forward" in vars(model.get_output_embeddings())
         raise RuntimeError("on purpose")
     assert "forward" not in vars(model.get_output_embeddings())
 
@@ -147,14 +176,14 @@ def test_a_head_that_is_not_a_plain_float32_product_is_not_replaced(change: Call
     change(model)
     head = model.get_output_embeddings()
     before = vars(head).get("forward")
-    with quick_products(model):
+    with torch.no_grad(), quick_products(model):
         assert vars(head).get("forward") is before
     assert vars(head).get("forward") is before
 
 
 def test_a_small_head_is_not_replaced() -> None:
     model = tiny_model()
-    with quick_products(model):
+    with torch.no_grad(), quick_products(model):
         assert "forward" not in vars(model.get_output_embeddings())
 
 

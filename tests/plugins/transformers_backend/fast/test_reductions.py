@@ -118,6 +118,7 @@ def test_log_softmax_gives_log_probs_and_gradients(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=largest * (1e-5 if dtype != torch.bfloat16 else 0.01))
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 @pytest.mark.parametrize("heat", [1.0, 0.7])
 def test_logits_below_the_range_of_float16_have_no_probability(heat: float) -> None:
     """In the first column of a tile, in other columns, and in a whole tile."""
@@ -130,7 +131,6 @@ def test_logits_below_the_range_of_float16_have_no_probability(heat: float) -> N
     logits = (hidden @ weight.T).double() / heat
     assert bool(logits[:, [0, 2999]].isneginf().all())
     expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    # Tiles of a CPU are 1024 wide.
     for reduction in (None, ByLogSoftmax()):
         found = TiledHead(weight, None, reduction=reduction).logprobs(hidden, tokens, heat)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)

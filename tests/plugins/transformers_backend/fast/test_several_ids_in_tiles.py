@@ -170,6 +170,7 @@ def test_a_token_that_is_not_in_its_set_has_no_probability() -> None:
 # The order in which a vocabulary comes --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 @pytest.mark.parametrize("order", ["ascending", "descending", "equal", "one row ascending"])
 @pytest.mark.parametrize("k", [1, 40])
 def test_the_largest_are_found_in_any_order(order: str, k: int) -> None:
@@ -192,6 +193,7 @@ def test_the_largest_are_found_in_any_order(order: str, k: int) -> None:
     torch.testing.assert_close(top.tail.double(), tail, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 def test_all_are_ranked_at_once_where_waiting_would_stop_a_gpu() -> None:
     """What a GPU does, on a CPU: no result of it may depend on the order in which logits are ranked."""
     (hidden, weight), _ = inputs(20, 5000, 8, torch.float32, False)
@@ -209,6 +211,7 @@ def test_all_are_ranked_at_once_where_waiting_would_stop_a_gpu() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 @pytest.mark.parametrize("gap", [25.0, 60.0, 200.0])
 def test_a_small_tail_keeps_its_digits(gap: float) -> None:
     """One minus the sum of the wanted probabilities would be 0, or be off by a tenth at best."""
@@ -228,6 +231,7 @@ def test_a_small_tail_keeps_its_digits(gap: float) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 def test_ids_at_minus_infinity() -> None:
     """The first tiles are all minus infinity, and fewer ids than wanted have a probability."""
     (hidden, weight), _ = inputs(2, 5000, 8, torch.float32, False)
@@ -244,6 +248,7 @@ def test_ids_at_minus_infinity() -> None:
         assert not gradient.isnan().any()
 
 
+@pytest.mark.usefixtures("narrow_tiles")
 def test_given_ids_are_found_in_the_tile_that_holds_them() -> None:
     form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
     tiles = LogitTiles(torch.zeros(2, 4), torch.zeros(2500, 4), None, form)

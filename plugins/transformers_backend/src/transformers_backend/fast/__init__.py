@@ -14,6 +14,7 @@ file                 what it saves
 `reductions.py`      on GPUs, how a tile is reduced to a number a row
 `triton_head.py`     kernels for that, opt-in
 `head.py`            decides whether a model's head can be computed in tiles
+`head_state.py`      what that rests on, so that it is decided once
 `split.py`           runs a model's body without its head, and its head without its body
 `layouts.py`         rows without padding; the start that rows have in common is read once
 `packing.py`         attention over such rows
@@ -21,7 +22,7 @@ file                 what it saves
 `varlen.py`          on GPUs, attention in many of them by one kernel
 `reading.py`         the body's hidden states of packed or padded rows
 `cache.py`           decoding writes keys and values into buffers instead of copying all of them at every token
-`onednn.py`          the matrix products of a decoding step on a CPU, with another library
+`onednn.py`          matrix products on a CPU, with another library
 `probing.py`         what has to be tried on the model before any of this is used for scoring
 `probing_queries.py` the same for sets and for several ids
 ==================== ==================================================================================================

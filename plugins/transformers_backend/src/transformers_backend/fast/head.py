@@ -7,25 +7,28 @@ whole    a slice gives other logits than the plain forward, so all logits are ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from transformers_backend.engine import CausalLM
+from transformers_backend.fast.head_state import HeadState
 from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, head_products, probe_head, softcap
 from transformers_backend.fast.probing_queries import answers_alike
-from transformers_backend.fast.split import SplitForward, autocast_dtype
+from transformers_backend.fast.split import CannotSplit, SplitForward, autocast_dtype, is_bare
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
 
 #: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
 _SAMPLED = 8192
-#: Checking the formula of a head with more than `_LARGE` weights takes a millisecond or more, as long as one position.
-#: For `_FEW` positions or fewer, the model's own forward is cheaper.
+#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
+#: `_FEW` positions or fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
+#: How many states of the head are remembered.
+_REMEMBERED = 32
 
 
 class ScoringHead:
@@ -33,24 +36,29 @@ class ScoringHead:
         self._engine = engine
         self._split = split
         self._self_test = self_test
+        self._state = HeadState(engine)
         # By the dtype of the caller's autocast, None without: one may train under it and sample without.
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
         # The products of each formula's witness with the head, float64[1, V].
         self._products: dict[torch.dtype | None, Tensor] = {}
         # Whether each formula also answers what is asked of several ids at a position.
         self._answers: dict[torch.dtype | None, bool] = {}
+        # The states of the head, under which autocast, in which each formula held, without gradients and with them.
+        self._held: set[tuple[torch.dtype | None, bool, Hashable]] = set()
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
         self._probed.clear()
         self._products.clear()
         self._answers.clear()
+        self._held.clear()
 
     def path(self, positions: int, *, grad: bool = False, several: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now.
 
-        A formula is compared with the model's own forward at every call, on one state: since it was found, a scale may
-        have been learned or a hook put on the body. The comparison costs as much as one position.
+        A formula is compared with the model's own forward, on one state, before it is used: since it was found, a scale
+        may have been learned or a hook put on the body. The comparison costs as much as one position. It is made once
+        for each `HeadState`, and at every call where there is none.
 
         Args:
             positions: how many positions are scored.
@@ -61,9 +69,14 @@ class ScoringHead:
             formula = self._formula()
             if formula.path != "tiled":
                 return formula.path
-            if not self._is_bare() or (not grad and positions <= _FEW and self._is_large(formula)):
+            state = self._present_state()
+            known = (autocast_dtype(self._engine.device), grad, state)
+            few = state is None and not grad and positions <= _FEW
+            if not is_bare(self._module()) or (few and self._is_large(formula)):
                 return "sliced"
-            if self._holds(formula, grad):
+            if known in self._held or self._holds(formula, grad):
+                if state is not None:
+                    self._remember(known)
                 return "sliced" if several and not self._answers_several(formula) else "tiled"
             self.forget()
         return "sliced"
@@ -81,12 +94,17 @@ class ScoringHead:
             return None
         return head
 
-    def _is_bare(self) -> bool:
-        """Return whether calling the head does nothing but a matrix product."""
-        head = self._module()
-        if head is None or "forward" in vars(head):
-            return False
-        return not any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks))
+    def _remember(self, known: tuple[torch.dtype | None, bool, Hashable]) -> None:
+        # A scale that is learned has another value at every call.
+        if len(self._held) >= _REMEMBERED:
+            self._held.clear()
+        self._held.add(known)
+
+    def _present_state(self) -> Hashable | None:
+        try:
+            return self._state(self._split.body(), self._module())
+        except CannotSplit:
+            return None
 
     def _is_large(self, formula: HeadFormula) -> bool:
         """Return whether few positions are better left to the model's own forward.
@@ -152,6 +170,7 @@ class ScoringHead:
         if known is None or known[0] != state:
             self._products.pop(autocast, None)
             self._answers.pop(autocast, None)
+            self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
                 row = self._self_test.rows.split()[0]
                 known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row))

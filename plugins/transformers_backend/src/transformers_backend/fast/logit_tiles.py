@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from transformers_backend.fast import onednn
 from transformers_backend.fast.reductions import TileReduction
 
 #: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
-#: enough to do with each tile.
+#: enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
 
 
@@ -44,14 +45,20 @@ class LogitTiles:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> None:
         self.hidden, self.weight = hidden.to(form.dtype), weight
         self.bias = None if bias is None else bias.to(form.dtype)
-        self.cap, self._scale, self._inverse_temperature = form.cap, form.scale, 1.0 / form.temperature
+        self.cap, self._inverse_temperature = form.cap, 1.0 / form.temperature
+        self._factor = form.scale * (self._inverse_temperature if form.cap is None else 1.0 / form.cap)
         self.rate = form.scale / form.temperature
         self._natural = form.natural
         self.dtype = torch.promote_types(form.dtype, torch.float32)
         self.vocab_size = len(weight)
-        height, width = _CPU_TILE if hidden.device.type == "cpu" else _TILE
-        self.height, self.width = min(height, len(hidden)), min(width, len(weight))
-        self._product = self.hidden.new_empty(self.height * self.width)
+        on_cpu = hidden.device.type == "cpu"
+        height, width = _CPU_TILE if on_cpu else _TILE
+        self.height = min(height, len(hidden))
+        if on_cpu and self.height:
+            width *= height // self.height
+        self.width = min(width, len(weight))
+        self._by_onednn = form.dtype == torch.float32 and onednn.is_quicker(weight)
+        self._product = self.hidden.new_empty(0 if self._by_onednn else self.height * self.width)
         self._direct = form.dtype == self.dtype
         # Made when it is needed.
         self._tile: Tensor | None = None
@@ -71,10 +78,12 @@ class LogitTiles:
         temperature, or in the arguments of a cap. The next call overwrites them.
         """
         hidden, weight = self.hidden[rows], self.part(entries)
+        if self._by_onednn:
+            bias = None if self.bias is None else self.bias[entries]
+            return onednn.product(hidden, weight, bias), self._factor
         product = _part(self._product, hidden, weight)
         # The product can include the factor, unless it is first rounded to a shorter type.
-        factor = self._scale * (self._inverse_temperature if self.cap is None else 1.0 / self.cap)
-        now, later = (factor, 1.0) if self._direct else (1.0, factor)
+        now, later = (self._factor, 1.0) if self._direct else (1.0, self._factor)
         bias, beta = (product, 0.0) if self.bias is None else (self.bias[entries], now)
         torch.addmm(bias, hidden, weight.T, beta=beta, alpha=now, out=product)
         return product, later
@@ -122,11 +131,16 @@ class LogSum:
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
         self._largest = torch.full_like(self._total, torch.finfo(tiles.dtype).min)
 
-    def add_(self, tile: Tensor) -> None:
-        """Add ``[rows, n]``, which is overwritten."""
-        larger = torch.maximum(self._largest, tile.amax(1))
+    def add_(self, tile: Tensor, peak: Tensor | None = None) -> None:
+        """Add ``[rows, n]``, which is overwritten.
+
+        Args:
+            tile: what is added.
+            peak: ``[rows]``, the largest of each row, if it is known.
+        """
+        larger = torch.maximum(self._largest, tile.amax(1) if peak is None else peak)
         added = self._tiles.exp_(tile.sub_(larger[:, None])).sum(1)
-        self._total.mul_((self._largest - larger).exp_()).add_(added)
+        self._total = added.addcmul_(self._total, self._largest.sub_(larger).exp_())
         self._largest = larger
 
     def log(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.layouts import ReadBatch
+from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.packing import attention_per_segment
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.varlen import JointAttention
@@ -29,6 +30,10 @@ class BodyReader:
             batch: those to read.
             joint: attends in many rows of a pack at once, where it fits; None for one after another.
         """
+        with quick_products(self._split.body()):
+            return self._read(rows, batch, joint)
+
+    def _read(self, rows: Ragged, batch: ReadBatch, joint: JointAttention | None) -> Tensor:
         if batch.packed is None:
             return self._split.hidden(**self._engine.inputs(rows.select(batch.rows), "right")).flatten(0, 1)
         device, packed = self._engine.device, batch.packed

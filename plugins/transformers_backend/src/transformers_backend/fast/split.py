@@ -11,14 +11,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformers_backend.engine import CausalLM
+
+#: Where a module keeps the functions that run when it is called.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast casts here; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def is_bare(head: Any) -> bool:
+    """Return whether `head` is torch's own linear layer, and calling it does nothing but a matrix product.
+
+    An adapter, a quantized layer or one whose weights are offloaded is something else.
+    """
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+        return False
+    own = vars(head)
+    return "forward" not in own and not any(own.get(name) for name in HOOKS)
 
 
 class CannotSplit(Exception):
@@ -48,12 +62,13 @@ class SplitForward:
             CannotSplit: the model has no body that can be told apart.
         """
         outputs: list[Any] = []
-        read = self._body().forward
+        read = self.body().forward
 
         def body(*args: Any, **kwargs: Any) -> Any:
             outputs.append(read(*args, **kwargs))
-            # The head gets one column only, because its logits are thrown away.
-            return type(outputs[-1])(last_hidden_state=outputs[-1].last_hidden_state[:, :1])
+            # The logits are thrown away, so the head gets one column only. A bare head takes none, and is not read.
+            columns = 0 if is_bare(self._engine.base.get_output_embeddings()) else 1
+            return type(outputs[-1])(last_hidden_state=outputs[-1].last_hidden_state[:, :columns])
 
         with self._replaced(body):
             self._engine.forward(use_cache=False, **inputs)
@@ -75,7 +90,12 @@ class SplitForward:
             logits: Tensor = self._engine.forward(None, torch.zeros_like(ids), input_ids=ids, use_cache=False).logits
         return logits[0]
 
-    def _body(self) -> Any:
+    def body(self) -> Any:
+        """Return the module whose last hidden states the head turns into logits.
+
+        Raises:
+            CannotSplit: there is none.
+        """
         base = self._engine.base
         body = base.get_decoder()
         # Some models call themselves, or a causal language model inside, their decoder.
@@ -88,7 +108,7 @@ class SplitForward:
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Replace the body's forward inside. A `forward` set on the instance by someone else is restored afterwards."""
-        own = vars(self._body())
+        own = vars(self.body())
         before = own.get("forward")
         own["forward"] = forward
         try:

@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from corelm.spec import Ragged
 from corelm.support import TopIds
-from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, add_product
+from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum, add_product
 from transformers_backend.fast.reductions import TileReduction, reduction_for
 from transformers_backend.fast.set_logits import SetLogits
+from transformers_backend.fast.top_logits import GivenLogits, LargestLogit
 from transformers_backend.fast.top_logprobs import TopLogprobs
 from transformers_backend.token_scores import logprobs_in_sets
 
@@ -123,31 +124,26 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiles = LogitTiles(hidden, weight, bias, form)
         chosen = torch.zeros(len(hidden), dtype=tiles.dtype, device=hidden.device)
-        total = torch.zeros_like(chosen)
-        # Not minus infinity, which would turn a tile of minus infinities into NaN.
-        largest = torch.full_like(chosen, torch.finfo(tiles.dtype).min)
+        normalizer = torch.empty_like(chosen)
         best = torch.zeros(len(hidden) if wants_argmax else 0, dtype=torch.int64, device=hidden.device)
-        reduction = None if wants_argmax else form.reduction
         for rows in tiles.rows():
+            if form.reduction is not None and not wants_argmax:
+                normalizer[rows] = _fold(form.reduction, tiles, rows, tokens[rows], chosen[rows])
+                continue
+            count = len(chosen[rows])
+            own, total, largest = GivenLogits(tokens[rows, None], tiles), LogSum(count, tiles), None
+            if wants_argmax:
+                largest = LargestLogit(count, tiles)
             for entries in tiles.entries():
-                if reduction is not None:
-                    columns = tokens[rows] - entries.start
-                    reduction.fold(*tiles.product(rows, entries), columns, largest[rows], total[rows], chosen[rows])
-                    continue
                 tile = tiles(rows, entries)
-                column, inside = tiles.columns(tokens[rows], entries)
-                chosen[rows] = torch.where(inside, tile.gather(1, column)[:, 0], chosen[rows])
-                if wants_argmax:
-                    peak, place = tile.max(1)
-                    # The first of equal logits: of a tile, and of all tiles.
-                    best[rows] = torch.where(peak > largest[rows], place + entries.start, best[rows])
-                else:
-                    peak = tile.amax(1)
-                larger = torch.maximum(largest[rows], peak)
-                added = tiles.exp_(tile.sub_(larger[:, None])).sum(1)
-                total[rows] = total[rows] * (largest[rows] - larger).exp() + added
-                largest[rows] = larger
-        normalizer = largest + total.log()
+                own.read(tile, entries)
+                peak = tile.amax(1)
+                if largest is not None:
+                    largest.read(tile, entries, peak)
+                total.add_(tile, peak)
+            chosen[rows], normalizer[rows] = own.values[:, 0], total.log()
+            if largest is not None:
+                best[rows] = largest.ids
         # The cast hidden states, which autocast makes shorter. The weight is in memory anyway, as it is.
         ctx.save_for_backward(tiles.hidden, weight, bias, tokens, normalizer)
         ctx.form, ctx.hidden_dtype = form, hidden.dtype
@@ -182,6 +178,16 @@ class _ChosenLogprobs(torch.autograd.Function):
             if by_bias is not None and bias_sum is not None:
                 by_bias[entries] = bias_sum
         return None if by_hidden is None else by_hidden.to(ctx.hidden_dtype), by_weight, by_bias, None, None, None
+
+
+def _fold(reduction: TileReduction, tiles: LogitTiles, rows: slice, tokens: Tensor, chosen: Tensor) -> Tensor:
+    """Return the log of the sum of the exponentials of these rows' logits, and write the tokens' logits to `chosen`."""
+    total = torch.zeros_like(chosen)
+    # Not minus infinity, which would turn a tile of minus infinities into NaN.
+    largest = torch.full_like(chosen, torch.finfo(tiles.dtype).min)
+    for entries in tiles.entries():
+        reduction.fold(*tiles.product(rows, entries), tokens - entries.start, largest, total, chosen)
+    return largest + total.log()
 
 
 def _gradient(

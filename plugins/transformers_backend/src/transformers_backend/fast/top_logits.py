@@ -19,6 +19,32 @@ from transformers_backend.fast.logit_tiles import LogitTiles, LogSum
 _WAITING = 4
 
 
+class LargestLogit:
+    """Finds the id of the largest logit of each row, the lowest of equal ones.
+
+    Attributes:
+        ids: int64[rows].
+    """
+
+    def __init__(self, rows: int, tiles: LogitTiles) -> None:
+        device = tiles.hidden.device
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._peak = torch.full((rows,), -torch.inf, dtype=tiles.dtype, device=device)
+
+    def read(self, tile: Tensor, entries: slice, peak: Tensor) -> None:
+        """Look into ``tile[rows, entries]``, whose largest logits are `peak`, ``[rows]``."""
+        larger = peak > self._peak
+        if tile.device.type == "cpu":
+            # Searching a tile takes many times as long as its maximum, and in few rows a later tile has a larger one.
+            rows = larger.nonzero()[:, 0]
+            if len(rows):
+                some = tile if len(rows) == len(tile) else tile[rows]
+                self.ids[rows] = some.argmax(1) + entries.start
+        else:
+            self.ids = torch.where(larger, tile.argmax(1) + entries.start, self.ids)
+        self._peak = torch.maximum(self._peak, peak)
+
+
 class WantedLogits(Protocol):
     """Collects the wanted logits of some rows."""
 
@@ -40,6 +66,9 @@ class GivenLogits:
     Args:
         ids: int64[rows, k], -1 for no id.
         tiles: makes the tiles.
+
+    Attributes:
+        values: ``[rows, k]``, the logits of the ids in the tiles so far, minus infinity for no id.
     """
 
     def __init__(self, ids: Tensor, tiles: LogitTiles) -> None:
@@ -51,7 +80,7 @@ class GivenLogits:
         bounds = torch.searchsorted(found, torch.tensor(starts, device=ids.device)).tolist()
         self._bounds = dict(zip(starts, pairwise(bounds), strict=False))
         self._sorted, self._order = found, order
-        self._values = torch.full(ids.shape, -torch.inf, dtype=tiles.dtype, device=ids.device)
+        self.values = torch.full(ids.shape, -torch.inf, dtype=tiles.dtype, device=ids.device)
 
     def places(self, entries: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return where ids are in a tile of these entries, int64[m]: their rows, their columns, and their places in
@@ -61,13 +90,18 @@ class GivenLogits:
         places = self._order[first:last]
         return places // self._ids.shape[1], self._sorted[first:last] - entries.start, places
 
-    def take_(self, tile: Tensor, entries: slice, others: LogSum) -> None:
+    def read(self, tile: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+        """Collect from ``tile[rows, entries]``. Return the rows and columns of what was collected, int64[m] each."""
         rows, columns, places = self.places(entries)
-        self._values.view(-1)[places] = tile[rows, columns]
-        tile[rows, columns] = -torch.inf
+        if len(places):
+            self.values.view(-1)[places] = tile[rows, columns]
+        return rows, columns
+
+    def take_(self, tile: Tensor, entries: slice, others: LogSum) -> None:
+        tile[self.read(tile, entries)] = -torch.inf
 
     def finish(self, others: LogSum) -> tuple[Tensor, Tensor]:
-        return self._ids, self._values
+        return self._ids, self.values
 
 
 class LargestLogits:

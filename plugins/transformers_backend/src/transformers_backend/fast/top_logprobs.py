@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum, add_product
-from transformers_backend.fast.top_logits import GivenLogits, LargestLogits, WantedLogits, rows_of
+from transformers_backend.fast.top_logits import GivenLogits, LargestLogit, LargestLogits, WantedLogits, rows_of
 
 
 class TopLogprobs(torch.autograd.Function):
@@ -50,19 +50,19 @@ class TopLogprobs(torch.autograd.Function):
                 collector = LargestLogits(wanted, count, tiles)
             else:
                 collector = GivenLogits(wanted[rows], tiles)
-            others, highest = LogSum(count, tiles), chosen.new_full((count,), -torch.inf)
+            own, others = GivenLogits(tokens[rows, None], tiles), LogSum(count, tiles)
+            largest = LargestLogit(count, tiles) if wants_argmax else None
             for entries in tiles.entries():
                 tile = tiles(rows, entries)
-                column, inside = tiles.columns(tokens[rows], entries)
-                chosen[rows] = torch.where(inside, tile.gather(1, column)[:, 0], chosen[rows])
-                if wants_argmax:
-                    peak, place = tile.max(1)
-                    best[rows] = torch.where(peak > highest, place + entries.start, best[rows])
-                    highest = torch.maximum(highest, peak)
+                own.read(tile, entries)
+                if largest is not None:
+                    largest.read(tile, entries, tile.amax(1))
                 collector.take_(tile, entries, others)
                 others.add_(tile)
             ids[rows], values[rows] = collector.finish(others)
-            rest[rows] = others.log()
+            chosen[rows], rest[rows] = own.values[:, 0], others.log()
+            if largest is not None:
+                best[rows] = largest.ids
         normalizer = torch.logaddexp(rest, values.logsumexp(1))
         logprobs, tail = values - normalizer[:, None], rest - normalizer
         ctx.save_for_backward(tiles.hidden, weight, bias, tokens, ids, logprobs, rest, normalizer)
