@@ -55,7 +55,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
-        return Ragged(ids.values.to(torch.int64), ids.lengths)
+        return Ragged(ids.values if ids.values.dtype == torch.int64 else ids.values.to(torch.int64), ids.lengths)
     except ValueError as error:
         raise invalid(field, str(error)) from error
 
