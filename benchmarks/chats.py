@@ -56,7 +56,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             baseline="tokenizer",
             repeats=5 if quick else 41,
             rows=COUNT,
-            goals={"core": GOAL},
+            goals={"core": GOAL, "core, sampled turns": GOAL},
         )
 
 

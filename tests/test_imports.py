@@ -40,6 +40,21 @@ def test_the_command_lists_backends_without_torch():
     assert "typer" in loaded and not loaded & (HEAVY | ENGINES)
 
 
+def test_an_engine_that_answers_in_records_needs_no_tensordict():
+    # Nor what only fleets, hosts and canaries need: importing all of it takes as long as opening a small model.
+    code = """
+import corelm
+with corelm.get_backend("toy") as backend:
+    ids = backend.tokenize(["to be"]).ids
+    backend.score_logprobs(ids), backend.generate(ids, {"max_new_tokens": 1})
+import sys
+print(*(name for name in sys.modules if name.startswith(("corelm.fleet", "corelm.hosting", "corelm.containers"))))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+    assert not imported_by(code) & {"tensordict"}
+
+
 def test_the_pytest_plugin_is_light():
     assert not imported_by("import corelm.testing.plugin") & (HEAVY | ENGINES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import uuid
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
-        return Ragged(ids.values.to(torch.int64), ids.lengths)
+        return Ragged(ids.values if ids.values.dtype == torch.int64 else ids.values.to(torch.int64), ids.lengths)
     except ValueError as error:
         raise invalid(field, str(error)) from error
 
@@ -111,7 +112,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
         raise invalid(field, f"expected rows of token ids, got {what}; pass its 'input_ids', tokenized without padding")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
-    tensors: list[Tensor] = []
+    found: list[Tensor | array[int]] = []
     problems: Problems = {}
     try:
         rows = list(rows)
@@ -121,23 +122,26 @@ def _from_rows(rows: Any, field: str) -> Ragged:
         ) from error
     for index, row in enumerate(rows):
         try:
-            tensors.append(_row(row))
+            found.append(_row(row))
         except Exception:  # the object's own methods may raise anything
             problems[index] = f"expected a list of token ids (int64), got {shown(row)}"
     refuse(problems, field)
-    return Ragged.from_list(tensors)
+    return Ragged.from_list(found)
 
 
-def _row(row: Any) -> Tensor:
+def _row(row: Any) -> Tensor | array[int]:
     if hasattr(row, "__array__"):
         tensor = as_tensor(row)
         if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
     # Types first: a row has thousands of ids, and most are plain ints.
-    if not isinstance(row, (list, tuple)) or (not {*map(type, row)} <= {int} and any(map(is_bool, row))):
+    if not isinstance(row, (list, tuple)):
         raise TypeError
-    return torch.tensor([operator.index(token) for token in row], dtype=torch.int64)
+    kinds = {*map(type, row)}
+    if not kinds <= {int} and any(map(is_bool, row)):
+        raise TypeError
+    return array("q", row if kinds <= {int} else map(operator.index, row))
 
 
 def _tensor(array: Any, field: str) -> Tensor:

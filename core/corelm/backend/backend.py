@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from corelm.backend import arguments, check_results
@@ -28,6 +27,9 @@ from corelm.spec.provenance import Adapter, Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class Backend(EngineControls, AnswerStreams):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING, Any
 
 from corelm.backend.encoding import Encoder
-from corelm.containers.assemble import assemble
 from corelm.spec.hookspecs import hookimpl
 from corelm.spec.records import ContainerRequest, TokenizeRequest, TokenizeResult
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class DefaultHooks:
@@ -24,4 +24,7 @@ class DefaultHooks:
 
     @hookimpl(trylast=True)
     def to_containers(self, request: ContainerRequest) -> TensorDict:
+        # Only here: importing tensordict takes as long as opening a small model, and records need none.
+        from corelm.containers.assemble import assemble
+
         return assemble(request)

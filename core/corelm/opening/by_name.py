@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tenacity
 from torch import nn
@@ -19,12 +19,13 @@ from corelm.backend.call_log import abilities, place
 from corelm.backend.registering import EngineLabels
 from corelm.backend.registry import open_plugin, options_named_by
 from corelm.errors import CoreLMError
-from corelm.fleet.canary import Canary, watch
-from corelm.fleet.records import FleetLimits
-from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import open_fleet, options_of_each
 from corelm.spec.records import CloseRequest
 from corelm.validate import invalid
+
+if TYPE_CHECKING:
+    from corelm.fleet.canary import Canary
+    from corelm.fleet.records import FleetLimits
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def get_backend(
         StaleWeightsError: the canary disagrees.
         EngineError: the engine did not open; its own error is the cause.
     """
-    watched = Canary.make(canary)
+    watched = None if canary is False else _canary(canary)
     if not isinstance(name, str):
         raise _not_a_name(name)
     if tokenizer is not None:
@@ -114,6 +115,8 @@ def get_backend(
             model=model if isinstance(model, nn.Module) else None,
         )
         if watched is not None:
+            from corelm.fleet.canary import watch
+
             watch(backend, watched)
     except BaseException:
         # The caller gets no backend to close, and the engine may own processes. Why it does not fit is what matters.
@@ -135,6 +138,13 @@ def get_backend(
     return backend
 
 
+def _canary(given: bool | Canary) -> Canary | None:
+    # Only here: most engines are opened without one.
+    from corelm.fleet.canary import Canary
+
+    return Canary.make(given)
+
+
 def _open_one(
     name: str, model: Any, python: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> tuple[Any, str]:
@@ -142,6 +152,9 @@ def _open_one(
     if python is None:
         engine, info = open_plugin(name, model, options)
         return engine, info.software()
+    # Only here: an engine in this process needs none of it.
+    from corelm.hosting.engine import open_in_process
+
     rest = {option: value for option, value in options.items() if option != "env"}
     return open_in_process(name, model, python, options.get("env"), rest)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from corelm.fleet.canary import Canary
-from corelm.fleet.fleet import FleetEngine
-from corelm.fleet.records import FleetLimits
-from corelm.fleet.replica import Member
 from corelm.validate import count, invalid, shown
 
-#: A server that is gone may come back: a fleet of URLs connects again for hours.
-_SERVERS = FleetLimits(restarts=1000)
+if TYPE_CHECKING:
+    from corelm.fleet.canary import Canary
+    from corelm.fleet.fleet import FleetEngine
+    from corelm.fleet.records import FleetLimits
+
+#: A server that is gone may come back: a fleet of URLs connects so often, which takes hours.
+_RESTARTS = 1000
 
 #: Opens one engine with these options. It returns the engine, and the distribution and version of its plugin.
 Open = Callable[[Mapping[str, Any]], tuple[Any, str]]
@@ -90,6 +91,11 @@ def open_fleet(
     Returns:
         The fleet, and what `open_one` said of the plugin.
     """
+    # Only here: most engines are not in a fleet.
+    from corelm.fleet.fleet import FleetEngine
+    from corelm.fleet.records import FleetLimits
+    from corelm.fleet.replica import Member
+
     labels: list[str] = []
 
     def open_it(options: Mapping[str, Any]) -> Any:
@@ -100,5 +106,7 @@ def open_fleet(
     end = (lambda engine: engine.host.kill()) if hosted else None
     ended = (lambda engine: engine.host.lost) if hosted else None
     members = [Member(each_name, partial(open_it, options), end, ended) for each_name, options in each.items()]
-    fleet = FleetEngine(members, name, canary=canary, limits=limits or (None if hosted else _SERVERS))
+    if limits is None and not hosted:
+        limits = FleetLimits(restarts=_RESTARTS)
+    fleet = FleetEngine(members, name, canary=canary, limits=limits)
     return fleet, f"{len(members)} replicas of {labels[0]}"

@@ -212,21 +212,22 @@ def _encode(
 
 def _repeated_end_ids(segments: list[Segment], ids: Ragged, tokenizer: Any, end_ids: Collection[int]) -> Tensor:
     """int64[segments]: number of leading ids that only repeat the end-of-turn token of the sampled turn before them."""
-    out = torch.zeros(len(segments), dtype=torch.int64)
+    out = [0] * len(segments)
     if all(segment.after is None for segment in segments):
-        return out
-    starts = ids.offsets.tolist()
+        return torch.tensor(out, dtype=torch.int64)
+    # All at once: there are as many segments as sampled turns, and a slice of a tensor costs as much as 100 ids here.
+    starts, flat = ids.offsets.tolist(), ids.values.tolist()
     for row, segment in enumerate(segments):
         if segment.after not in end_ids:
             continue
         # Some templates write whitespace before the EOS. Every token has at least one character, so the EOS is among
         # the first `blank + 1` ids.
         blank = len(segment.text) - len(segment.text.lstrip())
-        first = ids.values[starts[row] : min(starts[row] + blank + 1, starts[row + 1])].tolist()
+        first = flat[starts[row] : min(starts[row] + blank + 1, starts[row + 1])]
         at = first.index(segment.after) if segment.after in first else -1
         if at == 0 or (at > 0 and not tokenizer.decode(first[:at]).strip()):
             out[row] = at + 1
-    return out
+    return torch.tensor(out, dtype=torch.int64)
 
 
 def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:

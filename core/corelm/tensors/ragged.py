@@ -15,6 +15,9 @@ from torch import Tensor
 
 Side = Literal["left", "right"]
 
+#: So many lengths are summed as Python numbers, in one call of torch instead of four.
+_FEW = 256
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -36,18 +39,27 @@ class Ragged:
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        lengths = torch.as_tensor(self.lengths, device="cpu")
-        if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-            raise ValueError(f"lengths are whole numbers, got {lengths.dtype}")
-        lengths = lengths.to(torch.int64)
+        # Attributes of tensors where they do: each call of torch lets another thread run, and there may be many.
+        lengths = self.lengths
+        if not isinstance(lengths, Tensor) or lengths.device.type != "cpu":
+            lengths = torch.as_tensor(lengths, device="cpu")
+        dtype = lengths.dtype
+        if dtype != torch.int64:
+            if lengths.numel() and (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+                raise ValueError(f"lengths are whole numbers, got {dtype}")
+            lengths = lengths.to(torch.int64)
         object.__setattr__(self, "lengths", lengths)
         if lengths.ndim != 1 or self.values.ndim < 1:
             raise ValueError(
                 "Ragged needs values[total, ...] and lengths[rows]; "
                 f"got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
             )
-        total = int(lengths.sum())
-        if total != self.values.shape[0] or (lengths.numel() and int(lengths.min()) < 0):
+        if len(lengths) <= _FEW:
+            some = lengths.tolist()
+            total, least = sum(some), min(some, default=0)
+        else:
+            total, least = int(lengths.sum()), int(lengths.min())
+        if total != self.values.shape[0] or least < 0:
             raise ValueError(f"lengths add up to {total}, but there are {self.values.shape[0]} values")
 
     @classmethod
