@@ -71,6 +71,7 @@ def compared(
             repeats=repeats,
             goals={"corelm": goal},
             rows=len(asked),
+            warm=True,
             unit="request",
         )
 

@@ -33,9 +33,9 @@ Way = Callable[[], object]
 AGAIN = "the same again"
 
 #: The shortest time to measure, in seconds; the seconds after which no new turn starts; the smallest number of turns.
-SHORTEST, LONGEST, FEWEST = 0.01, 45.0, 3
+SHORTEST, LONGEST, FEWEST = 0.01, 20.0, 3
 #: `LONGEST` for work whose ratio is close to its goal, which takes more turns to decide.
-LONGER = 120.0
+LONGER = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,7 @@ def compare(
     rows: int | None = None,
     goal_seconds: Mapping[str, float] | None = None,
     longest: float = LONGEST,
+    warm: bool = False,
     unit: str = "row",
     flops: float | None = None,
     bytes: float | Mapping[str, float] | None = None,
@@ -148,6 +149,7 @@ def compare(
         rows: the number of rows of the work.
         goal_seconds: for some ways, the upper limit of the seconds, per row if `rows` is given.
         longest: seconds after which no new turn starts, once `FEWEST` turns are done.
+        warm: whether all ways have done the work before, so that the first turn counts as well.
         unit: what `rows` counts.
         flops: floating-point operations that the work needs.
         bytes: bytes that the work has to move, or those of each way.
@@ -159,8 +161,8 @@ def compare(
     began = time.monotonic()
     # Exclude existing objects from collection: they are not the garbage of any way.
     gc.freeze()
-    # The first turn warms up.
-    for turn in range(repeats + 1):
+    # The first turn warms up, and shows how often a short way has to run.
+    for turn in range(1 if warm else 0, repeats + 1):
         if len(turns) >= FEWEST and time.monotonic() - began > longest:
             break
         taken = {}
