@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2ForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2ForCausalLM
 
 from corelm import Backend
 from helpers import oracle
@@ -115,6 +118,90 @@ def test_what_the_formula_rests_on_is_watched(open_model: Open, family: str, cha
     assert whole_rows(backend) > 0
     for ids, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
         torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.lm_head, "weight", 0.3)
+
+
+def normed(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def strided(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB, 2)[:, 0])
+
+
+def expanded(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.full((1,), 0.1).expand(VOCAB))
+
+
+def of_numpy(model: Any) -> None:
+    model.logit_scale = np.float32(5)
+
+
+def of_body(model: Any) -> None:
+    model.model.lm_head_multiplier /= 2
+
+
+def called_otherwise(model: Any) -> None:
+    class Doubled(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            output.logits = 2 * output.logits
+            return output
+
+    model.__class__ = Doubled
+
+
+def falcon() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return FalconH1ForCausalLM(
+            FalconH1Config(vocab_size=VOCAB, num_hidden_layers=1, initializer_range=0.2, **sizes, **mamba)
+        ).eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *[("qwen2", change) for change in (pruned, normed, strided, expanded, called_otherwise)],
+        ("phi-biased", strided),
+        ("cohere", of_numpy),
+        ("falcon_h1", of_body),
+    ],
+)
+def test_what_outside_eyes_found(open_model: Open, family: str, change: Callable[[Any], None]) -> None:
+    model = falcon() if family == "falcon_h1" else large(family)
+    if change is of_numpy:
+        model.logit_scale = np.float32(3)
+    backend = open_model(model)
+    backend.score_logprobs(ROWS)
+    change(model)
+    for grad in (False, True):
+        for ids, found in zip(ROWS, backend.score_logprobs(ROWS, grad=grad).logprobs.split(), strict=True):
+            # A scale of 5 makes logits of 50, whose rounding is larger.
+            torch.testing.assert_close(found.detach(), oracle.logprobs(model, ids), rtol=0, atol=4e-5)
+
+
+def test_a_wrapper_that_looks_like_the_forward_of_the_model_is_noticed(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forward, scales = large(), Qwen2ForCausalLM.forward, [1.0]
+
+    @functools.wraps(forward)
+    def scaling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = scales[0] * output.logits
+        return output
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", scaling)
+    backend = open_model(model)
+    for scales[0] in (1.0, 3.0):
+        for ids, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
+            torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
 
 
 class Scaled(Qwen2ForCausalLM):

@@ -145,6 +145,36 @@ def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) 
         assert backend.generate([prompt], sampling, seeds=seeds[row : row + 1]).ids.tolist() == [answer]
 
 
+def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
+    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
+    with torch.no_grad(), quick_products(layer):
+        copied = deepcopy(layer)
+    with torch.no_grad():
+        expected = copied(states)
+        layer.weight.mul_(2)
+        torch.testing.assert_close(copied(states), expected)
+        copied.weight.zero_()
+        torch.testing.assert_close(copied(states), copied.bias.expand(3, -1))
+
+
+def test_another_forward_that_was_put_there_meanwhile_stays() -> None:
+    layer = nn.Linear(512, 1024)
+    with torch.no_grad(), quick_products(layer):
+        vars(layer)["forward"] = own = lambda hidden: hidden
+    assert vars(layer)["forward"] is own
+
+
+@pytest.mark.parametrize("bias", [torch.randn(1024, 2)[:, 0], torch.full((1,), 0.1).expand(1024)])
+def test_a_bias_that_does_not_lie_together(bias: torch.Tensor) -> None:
+    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
+    layer.bias = nn.Parameter(bias)
+    with torch.no_grad(), quick_products(layer):
+        assert "forward" in vars(layer)
+        torch.testing.assert_close(
+            layer(states), torch.nn.functional.linear(states, layer.weight, bias), rtol=0, atol=2e-5
+        )
+
+
 def test_the_model_is_restored_after_an_error() -> None:
     model = tiny_model(vocab_size=LARGE)
     with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"), quick_products(model):

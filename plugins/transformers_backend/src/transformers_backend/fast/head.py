@@ -41,8 +41,8 @@ class ScoringHead:
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
         # The products of each formula's witness with the head, float64[1, V].
         self._products: dict[torch.dtype | None, Tensor] = {}
-        # Whether each formula also answers what is asked of several ids at a position.
-        self._answers: dict[torch.dtype | None, bool] = {}
+        # Whether tiles answer what is asked, by autocast, whether several ids are asked for, and the head's layout.
+        self._answers: dict[tuple[Any, ...], bool] = {}
         # The states of the head, under which autocast, in which each formula held, without gradients and with them.
         self._held: set[tuple[torch.dtype | None, bool, Hashable]] = set()
 
@@ -69,15 +69,21 @@ class ScoringHead:
             formula = self._formula()
             if formula.path != "tiled":
                 return formula.path
-            state = self._present_state()
+            module = self._module()
+            if module is None or not is_bare(module):
+                return "sliced"
+            state = self._present_state(module)
             known = (autocast_dtype(self._engine.device), grad, state)
             few = state is None and not grad and positions <= _FEW
-            if not is_bare(self._module()) or (few and self._is_large(formula)):
+            if few and self._is_large(formula):
                 return "sliced"
             if known in self._held or self._holds(formula, grad):
                 if state is not None:
                     self._remember(known)
-                return "sliced" if several and not self._answers_several(formula) else "tiled"
+                right = self._tiles_answer(module, formula) and (
+                    not several or self._tiles_answer(module, formula, several=True)
+                )
+                return "tiled" if right else "sliced"
             self.forget()
         return "sliced"
 
@@ -100,9 +106,9 @@ class ScoringHead:
             self._held.clear()
         self._held.add(known)
 
-    def _present_state(self) -> Hashable | None:
+    def _present_state(self, head: nn.Linear) -> Hashable | None:
         try:
-            return self._state(self._split.body(), self._module())
+            return self._state(self._split.body(), head)
         except CannotSplit:
             return None
 
@@ -134,14 +140,18 @@ class ScoringHead:
             made = formula.logits(self._products_of(state, module, formula.dtype))
             return equal_but_for_rounding(made, logits.double(), formula.dtype)
 
-    def _answers_several(self, formula: HeadFormula) -> bool:
-        """Return whether tiles answer what is asked of several ids as the model's own logits do; found out once."""
-        autocast = autocast_dtype(self._engine.device)
-        if autocast not in self._answers:
-            assert formula.witness is not None
+    def _tiles_answer(self, head: nn.Linear, formula: HeadFormula, *, several: bool = False) -> bool:
+        """Return whether tiles answer as the model's own logits do, found out once for each layout of the head.
+
+        Args:
+            several: whether several ids are asked for at a position.
+        """
+        layouts = [(each.dtype, each.shape, each.stride()) for each in (head.weight, head.bias) if each is not None]
+        key = (autocast_dtype(self._engine.device), several, *layouts)
+        if key not in self._answers:
             with self._engine.evaluating(), self._without_cache():
-                self._answers[autocast] = answers_alike(self.tiled(), self._split, formula)
-        return self._answers[autocast]
+                self._answers[key] = answers_alike(self.tiled(), self._split, formula, several=several)
+        return self._answers[key]
 
     def _products_of(self, state: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
         """Return the bare products of the witness with the head, float64[1, V].
@@ -169,7 +179,7 @@ class ScoringHead:
         known = self._probed.get(autocast)
         if known is None or known[0] != state:
             self._products.pop(autocast, None)
-            self._answers.pop(autocast, None)
+            self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
             self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
                 row = self._self_test.rows.split()[0]

@@ -29,7 +29,8 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: float32[m, n].
         bias: float32[m].
     """
-    return _operator()(rows, weight, bias)
+    # The operator reads the memory of a bias as if it lay together.
+    return _operator()(rows, weight, None if bias is None else bias.contiguous())
 
 
 def is_quicker(weight: Tensor) -> bool:
@@ -41,28 +42,43 @@ def is_quicker(weight: Tensor) -> bool:
 def quick_products(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers of `model` by oneDNN inside, where that may pay and no gradients are wanted."""
     may = not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled())
-    replaced = [part for part in model.modules() if isinstance(part, nn.Linear) and _may_pay(part)] if may else []
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear) and _may_pay(part)] if may else []
+    replaced = [(vars(layer), _QuickForward(layer)) for layer in layers]
     # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
-    for part in replaced:
-        vars(part)["forward"] = _forward(part)
+    for own, forward in replaced:
+        own["forward"] = forward
     try:
         yield
     finally:
-        for part in replaced:
-            del vars(part)["forward"]
+        for own, forward in replaced:
+            # Another thread may have been here with the same model.
+            if own.get("forward") is forward:
+                del own["forward"]
 
 
-def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    def forward(hidden: Tensor) -> Tensor:
+class _QuickForward:
+    """The forward of a linear layer.
+
+    An object, because a copy of the model that is made meanwhile has to have one of its own: copying a function copies
+    nothing, and the layer's copy would compute with these weights.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         # The weights are read here, because an update may replace them between two steps.
-        weight, bias = layer.weight, layer.bias
+        weight, bias = self._layer.weight, self._layer.bias
         size = weight.numel()
         pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _MANY
-        if pays and hidden.dtype == torch.float32 and not torch.is_grad_enabled():
+        if (
+            pays
+            and hidden.dtype == weight.dtype == torch.float32
+            and is_quicker(weight)
+            and not torch.is_grad_enabled()
+        ):
             return product(hidden, weight, bias)
         return linear(hidden, weight, bias)
-
-    return forward
 
 
 def _may_pay(part: nn.Linear) -> bool:

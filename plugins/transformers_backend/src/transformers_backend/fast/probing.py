@@ -91,7 +91,9 @@ def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> 
         # A forward that is not a body and a head may fail in any way when it is cut in two.
         return None
     eps = max(torch.finfo(dtype).eps for dtype in (engine.base.dtype, split.autocast) if dtype is not None)
-    tolerance = eps**0.5 * float(whole.abs().max())
+    # Neither ids that the model rules out nor logits that are no numbers say how large a difference may be.
+    finite = whole[whole.isfinite()].abs()
+    tolerance = eps**0.5 * float(finite.max() if len(finite) else 0.0)
     return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
 
 

@@ -1,4 +1,4 @@
-"""Whether a head in tiles answers what is asked of several ids at a position as the model's own logits do, tried."""
+"""Whether a head in tiles answers what is asked of a position as the model's own logits do, tried."""
 
 from __future__ import annotations
 
@@ -26,35 +26,41 @@ _SET, _TOP = 24, 8
 _TEMPERATURE = 0.7
 
 
-def answers_alike(head: TiledHead, split: SplitForward, formula: HeadFormula) -> bool:
-    """Return whether tiles give the log-probs over sets, of the most probable ids, and of given ones.
+def answers_alike(head: TiledHead, split: SplitForward, formula: HeadFormula, *, several: bool) -> bool:
+    """Return whether tiles give the log-probs of given tokens and the largest logits.
 
     Args:
         head: the head in tiles.
         split: runs the model's own head.
         formula: that of the tiles.
+        several: try the log-probs over sets, of the most probable ids and of given ones instead.
     """
     assert formula.witness is not None
     states = torch.cat([formula.witness, formula.witness * _SMALL]).to(head.weight.device)
-    logits = split.logits(states).float()
-    for query in _queries(logits):
+    logits, what = split.logits(states).float(), " for several ids" if several else ""
+    for query in _queries(logits, several):
         try:
             alike = _alike(tiled_scores(head, states, query), logits, query, formula.dtype)
         except Exception as error:
             if is_device_failure(error):
                 raise
             # A kernel may fail in any way on a device on which it was not tried.
-            _log.warning("the head is not used in tiles for several ids: %s: %s", type(error).__name__, error)
+            _log.warning("the head is not used in tiles%s: %s: %s", what, type(error).__name__, error)
             return False
         if not alike:
-            _log.warning("the head is not used in tiles for several ids: its numbers differ from the model's own")
+            _log.warning("the head is not used in tiles%s: its numbers differ from the model's own", what)
             return False
     return True
 
 
-def _queries(logits: Tensor) -> Iterator[TokenQuery]:
+def _queries(logits: Tensor, several: bool) -> Iterator[TokenQuery]:
     """Yield what is tried on two states."""
     vocab_size = logits.shape[1]
+    if not several:
+        for targets in (logits.argmax(-1), logits.argmin(-1), torch.tensor([0, vocab_size - 1], device=logits.device)):
+            yield TokenQuery(targets, _TEMPERATURE)
+        yield TokenQuery(targets, argmax=True)
+        return
     spread = torch.arange(0, vocab_size, max(1, vocab_size // _SET))
     best = logits.argmax(-1).cpu()
     # The second set is empty, which stands for the whole vocabulary; the other sets have an id that matters.
@@ -71,6 +77,9 @@ def _queries(logits: Tensor) -> Iterator[TokenQuery]:
 def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.dtype) -> bool:
     wanted = scores_of_logits(logits, query)
     pairs = [(found.logprobs, wanted.logprobs)]
+    if found.argmax is not None:
+        # Rounding may swap ids that are nearly as probable.
+        pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1, keepdim=True)))
     if found.top is not None and wanted.top is not None:
         pairs.append((found.top.logprobs, wanted.top.logprobs))
         # Rounding may swap ids that are nearly as probable; what is said of the ids that were found has to be right.

@@ -90,13 +90,11 @@ class TiledHead:
             wanted: int64[n, k], the ids, -1 for none; or how many of the most probable ones.
             argmax: whether to return that id.
         """
-        search = argmax and not isinstance(wanted, int)
         form = self._form(hidden, temperature)
         logprobs, ids, values, tail, best = TopLogprobs.apply(
-            hidden, self.weight, self.bias, tokens, wanted, form, search
+            hidden, self.weight, self.bias, tokens, wanted, form, argmax
         )
-        found = best if search else ids[:, 0].clone() if argmax else None
-        return logprobs, TopIds(ids, values, tail), found
+        return logprobs, TopIds(ids, values, tail), best if argmax else None
 
     def _apply(self, hidden: Tensor, tokens: Tensor, temperature: float, argmax: bool) -> tuple[Tensor, Tensor]:
         form = self._form(hidden, temperature)
