@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2ForCausalLM
 
 from corelm import Backend
+from corelm.errors import EngineError
 from helpers import oracle
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
@@ -202,6 +203,14 @@ def test_a_wrapper_that_looks_like_the_forward_of_the_model_is_noticed(
     for scales[0] in (1.0, 3.0):
         for ids, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
             torch.testing.assert_close(found, oracle.logprobs(model, ids), rtol=0, atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_fail_with_the_row_and_the_position(open_model: Open) -> None:
+    model = large()
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(EngineError, match="row 0, position 1: the log-prob is nan"):
+        open_model(model).score_logprobs(ROWS)
 
 
 class Scaled(Qwen2ForCausalLM):

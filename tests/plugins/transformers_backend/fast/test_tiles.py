@@ -59,7 +59,10 @@ def test_the_argmax_is_that_of_all_logits_and_the_first_of_equal_ones(
     logprobs, argmax = head.logprobs_and_argmax(hidden, tokens, heat)
     assert torch.equal(logprobs, head.logprobs(hidden, tokens, heat))
     logits = hidden @ weight.T
-    assert torch.equal(argmax, (logits if cap is None else cap * (logits / cap).tanh() / heat).argmax(-1))
+    expected = (logits if cap is None else cap * (logits / cap).tanh() / heat).argmax(-1)
+    assert torch.equal(argmax, expected)
+    _, _, beside = head.logprobs_and_top(hidden, tokens, min(5, vocab), heat, argmax=True)
+    assert beside is not None and torch.equal(beside, expected)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

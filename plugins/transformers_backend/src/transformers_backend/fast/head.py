@@ -41,7 +41,8 @@ class ScoringHead:
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
         # The products of each formula's witness with the head, float64[1, V].
         self._products: dict[torch.dtype | None, Tensor] = {}
-        # Whether tiles answer what is asked, by autocast, whether several ids are asked for, and the head's layout.
+        # Whether tiles give the numbers of the model's own logits. The keys are autocast, whether several ids are
+        # asked for, and the layout of the head.
         self._answers: dict[tuple[Any, ...], bool] = {}
         # The states of the head, under which autocast, in which each formula held, without gradients and with them.
         self._held: set[tuple[torch.dtype | None, bool, Hashable]] = set()

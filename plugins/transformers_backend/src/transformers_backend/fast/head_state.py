@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_code
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.split import HOOKS
 
-#: The libraries whose code is known to do what it says.
+#: The libraries whose forwards read no more than the names in their code.
 _LIBRARIES = ("transformers", "peft")
 #: A tensor that a forward reads besides the head is read here, too, if it has at most so many elements.
 _FEW = 16

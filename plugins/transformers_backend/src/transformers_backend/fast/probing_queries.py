@@ -1,4 +1,4 @@
-"""Whether a head in tiles answers what is asked of a position as the model's own logits do, tried."""
+"""Compares what a head in tiles answers about a position with the model's own logits."""
 
 from __future__ import annotations
 
