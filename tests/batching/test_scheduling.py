@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from corelm.batching.scheduling import (
     LONGEST_PATIENCE,
+    LONGEST_TIMEOUT,
     PATIENCE,
     REMEMBERED,
+    SHORTEST_TIMEOUT,
     GroupingQueue,
     Limits,
     PassThroughQueue,
@@ -154,9 +156,9 @@ def test_clear_returns_every_ticket_once():
 # Waiting for callers to come back ------------------------------------------------------------------------------------
 
 
-def after_a_call(*waiting, served=3, took=1.0):
+def after_a_call(*waiting, served=3, took=1.0, batching_timeout=0.3):
     """A queue whose call of `served` tickets came back at time 10."""
-    queue = grouping_queue(*(ticket() for _ in range(served)), now=9.0, batching_timeout=0.3)
+    queue = grouping_queue(*(ticket() for _ in range(served)), now=9.0, batching_timeout=batching_timeout)
     batch = queue.take(9.0)
     for each in waiting:
         queue.add(each, 9.5)
@@ -226,18 +228,33 @@ def test_a_late_caller_does_not_lower_the_number_of_requests_expected_next():
     assert sizes == [0, 0, 3]
 
 
-def test_waiting_for_callers_ends_after_batching_timeout():
-    queue = after_a_call(served=99, took=1000.0)
-    now = 10.0
-    for _ in range(50):
+@pytest.mark.parametrize(
+    ("given", "took", "waits"),
+    [
+        (0.3, 1000.0, 0.3),
+        (None, 0.6, SHORTEST_TIMEOUT),
+        (None, 3.0, 3.0 * PATIENCE),
+        (None, 1000.0, LONGEST_TIMEOUT),
+    ],
+)
+def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
+    queue = after_a_call(served=50, took=took, batching_timeout=given)
+    now, step = 10.0, LONGEST_PATIENCE / 4
+    while not (batch := queue.take(now)):
         queue.add(ticket(), now)
-        if batch := queue.take(now):
-            break
         assert queue.wait(now) <= LONGEST_PATIENCE
-        now += LONGEST_PATIENCE / 2
-    # The loop above takes two steps per LONGEST_PATIENCE, so the time may be off by one step.
-    assert now == pytest.approx(10.0 + queue.limits.batching_timeout, abs=LONGEST_PATIENCE / 2 + 1e-6)
-    assert len(batch) > 5
+        now += step
+    assert now == pytest.approx(10.0 + waits, abs=step + 1e-6)
+    assert len(batch) > 3
+
+
+def test_without_batching_timeout_too_few_rows_wait_a_tenth_of_the_last_call():
+    queue = grouping_queue(ticket(), min_batch_size=2)
+    assert queue.take(0.0) == [] and queue.wait(0.0) == SHORTEST_TIMEOUT, "no call was made yet"
+    queue.came_back(queue.take(SHORTEST_TIMEOUT), 5.0, 10.0)
+    queue.add(ticket(), 20.0)
+    assert queue.take(20.4) == [] and queue.wait(20.4) == pytest.approx(0.1)
+    assert len(queue.take(20.5)) == 1
 
 
 def test_a_request_waits_only_for_callers_of_its_own_group_that_would_fit():

@@ -23,6 +23,8 @@ from corelm.errors import QueueFullError
 #: the duration of the call, at most LONGEST_PATIENCE seconds, and at most batching_timeout in all. It expects as many
 #: requests as the largest of the last REMEMBERED calls had.
 PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
+#: The limits of a batching_timeout that follows the engine: PATIENCE times the duration of its last call.
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.1, 1.0
 #: Rows in one call to an engine that takes one call at a time, unless the limits say otherwise.
 ROWS_OF_A_CALL = 64
 
@@ -38,7 +40,8 @@ class Limits:
             an engine with `concurrent_calls`, which batches by itself.
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
             request with more tokens goes alone.
-        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
+        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait. None
+            follows the engine: a tenth of the time of its last call, at least 0.1 s and at most 1 s.
         max_queue: the largest number of requests that may wait.
         on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 
@@ -49,7 +52,7 @@ class Limits:
     min_batch_size: int = 1
     max_batch_size: int | None = None
     max_batch_tokens: int | None = None
-    batching_timeout: float = 0.1
+    batching_timeout: float | None = None
     max_queue: int = 1024
     on_full: Literal["block", "raise"] = "block"
 
@@ -62,7 +65,8 @@ class Limits:
             raise validate.invalid(
                 "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
             )
-        object.__setattr__(self, "batching_timeout", seconds("batching_timeout", self.batching_timeout))
+        if self.batching_timeout is not None:
+            object.__setattr__(self, "batching_timeout", seconds("batching_timeout", self.batching_timeout))
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
     def fits(self, rows: int, tokens: int) -> bool:
@@ -244,11 +248,13 @@ class GroupingQueue(TicketQueue[T]):
         # The awaited group; until when it is awaited if no request comes; until when at the most.
         self._awaited: Hashable = None
         self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
+        # The duration of the last call.
+        self._took = 0.0
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         group = self._group(batch[0])
         self._last.append((group, len(self._groups.get(group, ())) + len(batch)))
-        self._patience = min(PATIENCE * took, LONGEST_PATIENCE)
+        self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
         self._await(group, now)
 
     def lose_patience(self) -> None:
@@ -284,7 +290,13 @@ class GroupingQueue(TicketQueue[T]):
         return batch, head.key is None or barrier is not None or not self.limits.fits(rows + 1, tokens + 1)
 
     def _due(self, head: T) -> float:
-        return head.arrived + self.limits.batching_timeout
+        return head.arrived + self._timeout
+
+    @property
+    def _timeout(self) -> float:
+        """The `batching_timeout` in force."""
+        given = self.limits.batching_timeout
+        return min(max(SHORTEST_TIMEOUT, PATIENCE * self._took), LONGEST_TIMEOUT) if given is None else given
 
     def _expecting(self, head: T, now: float) -> bool:
         group = self._group(head)
@@ -294,7 +306,7 @@ class GroupingQueue(TicketQueue[T]):
         return max((count for last, count in self._last if last == group), default=0)
 
     def _await(self, group: Hashable, now: float) -> None:
-        self._awaited, self._at_last = group, now + self.limits.batching_timeout
+        self._awaited, self._at_last = group, now + self._timeout
         self._until = min(now + self._patience, self._at_last)
 
     def _heads(self) -> list[T]:
