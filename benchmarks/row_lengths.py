@@ -2,7 +2,8 @@
 
 log_softmax   the model's plain forward of the row, `log_softmax` over the vocabulary, `gather`
 backend       ``backend.score_logprobs`` of the transformers backend
-body          forward and backward of the model's body alone, and a gradient as large as the head's weights
+body          forward and backward of the model's body alone on the tokens that it has to read (all but the last), and a
+              gradient as large as the head's weights
 head          log-probs from hidden states by the tiled head, and their gradients
 """
 
@@ -22,6 +23,8 @@ from transformers_backend.fast.tiles import TiledHead
 SHORT = (16, 32, 64)
 #: The model of the long row, which has room for it.
 LONG_SHAPE: Shape = (32_000, 256, 2)
+#: Vocabulary and width of the head whose time is measured for more and more tokens.
+GROWING = (8_192, 256)
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -30,7 +33,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             yield of_short_row(shape, length, 3 if quick else 21)
     yield from memory_of_long_row(4_096 if quick else 32_768)
     if not quick:
-        yield growth_of_head(LONG_SHAPE, 3)
+        yield growth_of_head(*GROWING, repeats=3)
 
 
 def of_short_row(shape: Shape, length: int, repeats: int) -> list[Figure]:
@@ -58,18 +61,20 @@ def prepare_long_row(way: str, length: int) -> Way:
     backend, rows = opened(model), row(LONG_SHAPE, length)
 
     def body() -> None:
-        states = model.get_decoder()(input_ids=rows.values[None], use_cache=False).last_hidden_state
+        # The last token is only a target.
+        states = model.get_decoder()(input_ids=rows.values[None, :-1], use_cache=False).last_hidden_state
         (states.sum() + model.get_output_embeddings().weight.sum()).backward()
 
     def ours() -> None:
         backend.score_logprobs(rows, grad=True).logprobs.values.sum().backward()
 
+    # The first call of this length compares it with the model's own forward.
+    backend.score_logprobs(rows)
     return body if way == "body" else ours
 
 
-def growth_of_head(shape: Shape, repeats: int) -> list[Figure]:
+def growth_of_head(vocab: int, width: int, repeats: int) -> list[Figure]:
     """Double the number of tokens that the head reads, three times."""
-    vocab, width, _ = shape
     generator = torch.Generator().manual_seed(0)
     head = TiledHead(torch.randn(vocab, width, generator=generator).requires_grad_(), None)
 

@@ -40,8 +40,8 @@ class Limits:
             an engine with `concurrent_calls`, which batches by itself.
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
             request with more tokens goes alone.
-        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait. None
-            follows the engine: a tenth of the time of its last call, at least 0.1 s and at most 1 s.
+        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
+            None follows the engine: a tenth of the time of its last call, at least 0.1 s and at most 1 s.
         max_queue: the largest number of requests that may wait.
         on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 

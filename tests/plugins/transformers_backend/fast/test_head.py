@@ -51,6 +51,26 @@ def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool) -> None
         torch.testing.assert_close(out.logprobs.split()[3], oracle.logprobs(model, rows[3]), rtol=0, atol=1e-5)
 
 
+def test_gradients_of_one_row_keep_no_copy_of_states(open_model: Open) -> None:
+    model, row = tiny_model(), torch.tensor(random_rows(300)[0])
+    backend = open_model(model)
+    backend.score_logprobs([row])
+    read = model.get_decoder()
+    states, kept_by_body = kept_bytes(lambda: read(input_ids=row[None, :-1], use_cache=False).last_hidden_state)
+    logprobs, kept = kept_bytes(lambda: backend.score_logprobs([row], grad=True).logprobs.values)
+    # The head's gradients need its weight and the states.
+    needed = kept_by_body + model.get_output_embeddings().weight.nbytes + states.nbytes
+    assert logprobs.requires_grad and needed <= kept < needed + states.nbytes / 4
+
+
+def kept_bytes(work: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Return what `work` returns, and the bytes of the memory that is kept for its gradients."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = work()
+    return out, sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+
+
 def test_only_wanted_positions_reach_the_head(open_model: Open) -> None:
     model, rows, start = tiny_model(), random_rows(30, 1, 200, 2, 57), [25, 1, 190, 2, 1]
     backend = open_model(model)

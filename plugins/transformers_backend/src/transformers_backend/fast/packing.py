@@ -66,7 +66,8 @@ class _SegmentAttention:
             queries = query[:, :, segment.start : segment.stop]
             allowed = self._allowed(queries.shape[2], keys.shape[2], window, query.device)
             outputs.append(self._attend(layer, queries, keys, values, allowed, **kwargs)[0])
-        return torch.cat(outputs, dim=1), None
+        # A copy of a long row's only output would be kept for gradients.
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
     def _together(
         self,

@@ -130,8 +130,7 @@ class FastScorer(Scorer):
             pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
             slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
-            device = states.device
-            scores = tiled_scores(self._head.tiled(), states[slots.to(device)], query.to(device))
+            scores = tiled_scores(self._head.tiled(), _states_at(states, slots), query.to(states.device))
         else:
             scores = self._scores(states, slots, query, self._split.logits)
         return scores if inverse is None else scores.select(inverse)
@@ -192,3 +191,14 @@ class FastScorer(Scorer):
 
 def _never(shared: int, rest: int) -> bool:
     return False
+
+
+def _states_at(states: Tensor, slots: Tensor) -> Tensor:
+    """Return ``states[slots]``, as a view if the slots follow one another.
+
+    Those of a long row alone do. Gradients would need a copy of all its states.
+    """
+    first = int(slots[0]) if len(slots) else 0
+    if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
+        return states[first : first + len(slots)]
+    return states[slots.to(states.device)]
