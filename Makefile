@@ -21,7 +21,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
+.PHONY: help demo test lint types unit test-thorough test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
 .PHONY: install test-faults docs drawings wheels sbom pins format clean
 
 help: ## list the targets
@@ -42,6 +42,9 @@ types: install ## run mypy in strict mode
 
 unit: install ## run the tests, including the examples in the README and in docstrings
 	$(BIN)/python -m pytest -m "not thorough" $(PARALLEL)
+
+test-thorough: install ## run what `make test` leaves out: more of what its tests show; takes minutes
+	$(BIN)/python -m pytest -m thorough $(PARALLEL)
 
 test-families: install ## compare the transformers plugin with the plain forward of every model type; takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families
