@@ -16,7 +16,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
 from helpers.fake_openai import MODEL, PENALTIES, PROTOCOL, FakeOpenAI
 from helpers.http_server import FaultServer, json_reply
-from helpers.letters import EOS, bos_tokenizer, letter_model, letter_tokenizer, letters
+from helpers.letters import EOS, VOCAB, bos_tokenizer, letter_model, letter_tokenizer, letters
 from helpers.processes import free_port
 
 #: What servers of the named make do, as far as it matters here.
@@ -92,6 +92,25 @@ def test_scores_are_those_of_a_plain_forward_pass(make):
     batch = backend.score_logprobs(rows)
     for row, found in zip(rows, batch.logprobs.split(), strict=True):
         torch.testing.assert_close(found, oracle.logprobs(letter_model(), row), rtol=0, atol=1e-4)
+
+
+def test_scores_are_found_although_most_answers_hold_an_id_that_the_server_misnames():
+    fake, last = FakeOpenAI(**MAKES["ids"] | {"mode": "scaled"}, ends=False), VOCAB - 1
+    with torch.no_grad():
+        # About every seventh token.
+        fake.model.lm_head.bias[last] = 3.0
+
+    def misname(body: Any, reply: dict[str, Any]) -> None:
+        if body.get("echo"):
+            told = reply["choices"][0]["logprobs"]
+            told["tokens"] = [name if name != f"token_id:{last}" else "token_id:0" for name in told["tokens"]]
+
+    fake.change = misname
+    with opened(fake) as backend:
+        assert backend.capabilities.score
+        row = [*PROMPTS[0], last, *PROMPTS[1], last]
+        (found,) = backend.score_logprobs([row]).logprobs.split()
+    torch.testing.assert_close(found, oracle.logprobs(fake.model, row), rtol=0, atol=1e-4)
 
 
 def test_an_answer_ends_with_eos_and_keeps_it(make):
