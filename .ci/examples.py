@@ -8,10 +8,12 @@ tiny-model. Each page runs in a folder that holds nothing else.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 #: Pages that are not tried: they make environments, or continue what commands of the page have written.
@@ -37,21 +39,32 @@ def needed(errors: str) -> str:
 
 
 checkout = Path(sys.argv[1]).resolve()
-failed = []
-for page in [checkout / "README.md", *sorted((checkout / "docs").rglob("*.md"))]:
-    name = page.relative_to(checkout)
+
+
+def is_tried(page: Path) -> bool:
     # The pages of errors end with one: tests/test_error_pages.py runs them.
-    if "\n```python\n" not in page.read_text() or {"_build", "errors"} & {*page.parts} or page.name in NOT_TRIED:
-        continue
+    return (
+        "\n```python\n" in page.read_text() and not {"_build", "errors"} & {*page.parts} and page.name not in NOT_TRIED
+    )
+
+
+def run(page: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, str(checkout / "tests"), str(page)]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "tiny-model").symlink_to(Path("tiny-model").resolve())
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    more = needed(done.stderr) if done.returncode else ""
-    outcome = f"skipped, needs {more}" if more else "FAILED" if done.returncode else "passed"
-    print(f"{outcome}: {name}", flush=True)
-    if done.returncode and not more:
-        failed.append(name)
-        print(done.stdout[-2000:], done.stderr[-4000:], sep="\n")
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+pages = list(filter(is_tried, [checkout / "README.md", *sorted((checkout / "docs").rglob("*.md"))]))
+failed = []
+with ThreadPoolExecutor(os.cpu_count()) as pool:
+    for page, done in zip(pages, pool.map(run, pages), strict=True):
+        name = page.relative_to(checkout)
+        more = needed(done.stderr) if done.returncode else ""
+        outcome = f"skipped, needs {more}" if more else "FAILED" if done.returncode else "passed"
+        print(f"{outcome}: {name}", flush=True)
+        if done.returncode and not more:
+            failed.append(name)
+            print(done.stdout[-2000:], done.stderr[-4000:], sep="\n")
 if failed:
     sys.exit(f"failed: {', '.join(map(str, failed))}")
