@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.measure import Figure, Way, compare
+from benchmarks.measure import LONGER, Figure, Way, compare
 from benchmarks.models import random_model, tokenizer
 
 EVERY_NAME = """
@@ -88,6 +88,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             repeats=repeats,
             clock=of_children,
             goals=dict.fromkeys(_ANSWERS, GOAL_OPEN),
+            longest=LONGER,
         )
         said = _SaidTime()
         yield compare(
