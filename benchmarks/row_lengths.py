@@ -23,7 +23,7 @@ from transformers_backend.fast.tiles import TiledHead
 SHORT = (16, 32, 64)
 #: The model of the long row, which has room for it.
 LONG_SHAPE: Shape = (32_000, 256, 2)
-#: Vocabulary and width of the head whose time is measured for more and more tokens.
+#: Vocabulary and width of the head that reads more and more tokens.
 GROWING = (8_192, 256)
 
 
