@@ -5,8 +5,8 @@ in a row, as an agent does. Wall-clock time is measured, because waiting callers
 
     one batch       one caller, all prompts in one call
     callers         one thread per prompt, through a `DynamicBatcher` with its defaults
-    callers, min    the same with min_batch_size as large as the number of callers
-    one by one      one caller, one prompt after another
+    callers, min    the same with min_batch_size as large as the number of callers; with 8 and 32 of them
+    one by one      one caller, one prompt after another; with 8 prompts
 
 `backend` reads and returns records of ids, `policy` TensorDicts of texts; `torchrl` is TransformersWrapper, with
 batching=True for its callers.
@@ -48,7 +48,7 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
             prompts = [asked[i % len(asked)] for i in range(count)]
             for name, alone, shared in kinds(backend, model, count):
                 ways = {"one batch": one_batch(alone, prompts, rounds)}
-                # The second way waits for all, and shows once what that would save.
+                # To wait for all callers is tried with two counts only.
                 some = shared if count in (8, 32) else {"callers": shared["callers"]}
                 ways |= {way: threads(ask, prompts, rounds) for way, ask in some.items()}
                 if count == 8 and name == "backend" and not quick:
