@@ -1,6 +1,6 @@
 """Run everything that can be measured on one GPU, and save the results.
 
-    python -m benchmarks.gpu [--only head scoring …] [--tiny] [--out FOLDER]
+    python -m benchmarks.gpu [--only head scoring …] [--short | --tiny] [--out FOLDER]
 
 Each part is a module of this package with a function ``figures(size)`` that yields lists of `Figure`. Each part
 runs in a separate process, so that it finds an empty GPU, and is ended after nine minutes. All parts together should
@@ -8,7 +8,8 @@ take less than 40. Where a command may not run that long, give one part at a tim
 other parts.
 
 A part that cannot run here, because there is no GPU or an engine is not installed, is skipped, and the reason is saved
-with the results. ``--tiny`` runs the parts on the CPU with toy sizes, to find out whether they still work.
+with the results. ``--short`` asks for fewer answers of half the length and repeats less. ``--tiny`` runs the parts on the
+CPU with toy sizes, to find out whether they still work.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ RESULTS = Path("benchmarks/results/gpu")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure on one GPU.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, on the CPU if there is no GPU")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--short", dest="size", action="store_const", const="short", help="fewer answers, fewer repeats")
+    sizes.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny", help="toy sizes, on the CPU if there is no GPU"
+    )
+    parser.set_defaults(size="full")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here is not None:
-        _measure(given.only[0], given.tiny, given.here)
+        _measure(given.only[0], given.size, given.here)
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / ("tiny.json" if given.tiny else "gpu.json")
+    path = given.out / ("tiny.json" if given.size == "tiny" else "gpu.json")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in given.only:
-        found[part] = _in_process(part, given.tiny, given.out)
+        found[part] = _in_process(part, given.size, given.out)
         # Save at once, because the next part may fail.
         path.write_text(json.dumps(found, indent=1) + "\n")
         if reason := found[part].get("reason"):
@@ -63,16 +69,16 @@ def main() -> None:
     print(f"\nwritten to {path}")
 
 
-def _in_process(part: str, tiny: bool, out: Path) -> dict[str, Any]:
+def _in_process(part: str, size: str, out: Path) -> dict[str, Any]:
     """Measure a part in a separate process. Return its figures, and the reason if figures are missing."""
-    if reason := _missing(part, tiny):
+    if reason := _missing(part, size):
         return {"reason": f"skipped: {reason}", "figures": []}
     result = out / f".{part}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--only", part, "--here", str(result)]
     began = time.monotonic()
     try:
-        status = subprocess.run([*command, *(["--tiny"] if tiny else [])], timeout=LIMIT).returncode
+        status = subprocess.run([*command, *([] if size == "full" else [f"--{size}"])], timeout=LIMIT).returncode
         reason = f"the process ended with status {status}" if status else None
     except subprocess.TimeoutExpired:
         reason = f"ended after {LIMIT} seconds"
@@ -81,9 +87,9 @@ def _in_process(part: str, tiny: bool, out: Path) -> dict[str, Any]:
     return {**saved, "seconds": round(time.monotonic() - began), **({"reason": reason} if reason else {})}
 
 
-def _missing(part: str, tiny: bool) -> str | None:
+def _missing(part: str, size: str) -> str | None:
     """Return why a part cannot run here, or None."""
-    if gpu() is None and not tiny:
+    if gpu() is None and size != "tiny":
         return "torch finds no CUDA device"
     needed = PARTS[part]
     if needed is not None and find_spec(needed) is None:
@@ -91,13 +97,13 @@ def _missing(part: str, tiny: bool) -> str | None:
     return None
 
 
-def _measure(part: str, tiny: bool, result: Path) -> None:
+def _measure(part: str, name: str, result: Path) -> None:
     """Measure a part in this process, and save after every work, so that a part that is ended loses one at most."""
     figures: list[Figure] = []
-    size = SIZES["tiny" if tiny else "full"]
-    about = {**surroundings(), "gpu": gpu(), "cuda": torch.version.cuda}
+    size = SIZES[name]
+    about = {**surroundings(), "size": name, "gpu": gpu(), "cuda": torch.version.cuda}
     for some in tqdm(importlib.import_module(f"benchmarks.gpu.{part}").figures(size), desc=part, unit="work"):
-        if tiny:
+        if name == "tiny":
             # The goals are for large work: with toy sizes the fixed cost of a call dominates.
             some = [replace(figure, goal=None, goal_seconds=None) for figure in some]
         tqdm.write(table(some))

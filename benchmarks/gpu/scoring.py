@@ -7,6 +7,7 @@ backend   ``backend.score_logprobs``
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,7 @@ def figures(size: Size) -> Iterator[list[Figure]]:
         goals = {"backend": goal}
         yield compare(f"scoring {name}", ways, baseline="padded", repeats=size.repeats, clock=clock, goals=goals)
     yield agreement(backend, size)
+    yield errors(backend, model, size)
     yield waits(backend, random_ids(size, even))
     yield with_gradients(backend, model, random_ids(size, [size.longest] * min(8, len(even))))
 
@@ -80,6 +82,34 @@ def agreement(backend: Backend, size: Size) -> list[Figure]:
     apart = (answers.logprobs.values.cpu() - scores.logprobs.values[scores.scored.values].cpu()).abs()
     work = f"generated against scored log-probs, {size.dtype}"
     return [value(work, "mean", float(apart.mean()), 0.02), value(work, "largest", float(apart.max()), 0.5)]
+
+
+@torch.no_grad()
+def errors(backend: Backend, model: Any, size: Size) -> list[Figure]:
+    """Compare scores, and log-probs of generated tokens, with a float32 forward of each row alone."""
+    exact = copy.deepcopy(model).float()
+    start = random_ids(size, [size.longest // 8], seed=2)[0]
+    rows = [start + rest for rest in random_ids(size, [size.longest // length for length in range(4, 12)], seed=3)]
+
+    def alone(one: Any) -> Tensor:
+        return torch.cat([padded(one, [row])[0] for row in rows])
+
+    truth = alone(exact)
+    scores = backend.score_logprobs(rows)
+    found = scores.logprobs.values[scores.scored.values].cpu()
+    plain = float((alone(model) - truth).abs().mean())
+    made = backend.generate(rows, {"max_new_tokens": size.new // 2, "seed": 1, "ignore_eos": True})
+    whole = [[*row, *answer] for row, answer in zip(rows, made.ids.tolist(), strict=True)]
+    assert made.logprobs is not None
+    answers = torch.cat([padded(exact, [ids])[0][len(row) - 1 :] for row, ids in zip(rows, whole, strict=True)])
+    work = f"mean error to a float32 forward of each row alone, {size.dtype}"
+    return [
+        value(work, "forward of each row alone", plain),
+        value(work, "scores", float((found - truth).abs().mean()), 1.1 * plain + 1e-5),
+        value(
+            work, "generated log-probs", float((made.logprobs.values.cpu() - answers).abs().mean()), 1.1 * plain + 1e-5
+        ),
+    ]
 
 
 def waits(backend: Backend, rows: list[list[int]]) -> list[Figure]:

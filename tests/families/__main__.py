@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help=f"check {len(SAMPLE)} representative rows")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many rows to check at a time")
+    parser.add_argument("--device", default="cpu", help="where the models are, such as cuda")
     parser.add_argument("--remember", action="store_true", help="write what is right now into right.json")
     args = parser.parse_args()
     known = names()
@@ -40,7 +41,7 @@ def main() -> int:
     right = table.used_to_be_right()
     rows = []
     print(f"{'':34} {'scoring':15}{'generating':15}")
-    for row in running.run(wanted, args.processes):
+    for row in running.run(wanted, args.processes, args.device):
         rows.append(row)
         print(table.line(row), flush=True)
     text, holds = table.summary(rows, right)

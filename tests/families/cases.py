@@ -59,10 +59,11 @@ class Row:
     seconds: float = 0.0
 
 
-def check_case(name: str, make: Callable[[], Case]) -> Row:
-    """Build, open and check one case."""
+def check_case(name: str, make: Callable[[], Case], device: str) -> Row:
+    """Build, open and check one case on `device`."""
     try:
         case = make()
+        case.model.to(device)
         vocab = plain(case.model, [3, 4, 5]).shape[-1]
         oracle = Oracle(case.model, vocab)
     except Exception as error:
@@ -73,7 +74,8 @@ def check_case(name: str, make: Callable[[], Case]) -> Row:
         rows, prompts = _every_second_with(case.inside, rows), _every_second_with(case.inside, prompts)
     try:
         opened = case.model if case.opened is None else case.opened
-        backend = corelm.get_backend("transformers", model=opened, tokenizer=tokenizer(vocab))
+        where = {} if isinstance(opened, nn.Module) else {"device": device}
+        backend = corelm.get_backend("transformers", model=opened, tokenizer=tokenizer(vocab), **where)
     except Exception as error:
         outcome = checks.failure(error)
         return Row(name, outcome, outcome)

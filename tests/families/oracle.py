@@ -90,7 +90,7 @@ def _nudge(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         signs = torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype).mul_(2).sub_(1)
-        parameter *= 1 + torch.finfo(torch.float32).eps / 2 * signs
+        parameter *= (1 + torch.finfo(torch.float32).eps / 2 * signs).to(parameter.device)
 
 
 def plain(model: nn.Module, ids: Sequence[int]) -> Tensor:
@@ -98,7 +98,8 @@ def plain(model: nn.Module, ids: Sequence[int]) -> Tensor:
     training = [module for module in model.modules() if module.training]
     model.eval()
     with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([list(ids)])).logits
+        given = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        logits: Tensor = model(input_ids=given).logits
     for module in training:
         module.training = True
-    return logits[0].double().log_softmax(-1)
+    return logits[0].cpu().double().log_softmax(-1)

@@ -16,10 +16,16 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([list(ids)], device=next(model.parameters()).device)).logits
+        logits = own_logits(model, ids).float()
     for module, training in modes:
         module.training = training
-    return logits[0].float().cpu()
+    return logits
+
+
+def own_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    """Return [len(ids), V] on the CPU: the model's logits of one row, as they come, with gradients if they are on."""
+    logits: Tensor = model(input_ids=torch.tensor([list(ids)], device=next(model.parameters()).device)).logits
+    return logits[0].cpu()
 
 
 def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> Tensor:

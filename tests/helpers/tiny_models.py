@@ -1,17 +1,29 @@
-"""The wide models of the conformance kit as objects, and rows of ids for them."""
+"""The wide models of the conformance kit as objects, and rows of ids for them.
+
+``CORELM_TEST_DEVICE=cuda`` puts the models on the GPU: ``make test-gpu`` runs the plugin's own tests there.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from corelm.testing import wide_models
 
 CONTEXT, FAMILIES, VOCAB = wide_models.CONTEXT, wide_models.FAMILIES, wide_models.VOCAB
-tiny_model, tiny_tokenizer = wide_models.random_model, wide_models.wide_tokenizer
+tiny_tokenizer = wide_models.wide_tokenizer
+DEVICE = os.environ.get("CORELM_TEST_DEVICE", "cpu")
+
+
+def tiny_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a tiny random model with wide weights on `DEVICE`, in eval mode."""
+    model: PreTrainedModel = wide_models.random_model(family, seed=seed, **changes).to(DEVICE)
+    return model
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm import Backend
+from helpers import oracle
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.fast.tiles import TiledHead
@@ -29,7 +30,7 @@ def plain_logprobs(model: nn.Module, rows: list[list[int]]) -> Tensor:
     """Return float32: log-probs of all tokens but the first of each row, from the model's own logits."""
     parts = []
     for ids in rows:
-        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+        logits = oracle.own_logits(model, ids)[:-1].float()
         parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0])
     return torch.cat(parts)
 
