@@ -8,8 +8,8 @@ take less than 40. Where a command may not run that long, give one part at a tim
 other parts.
 
 A part that cannot run here, because there is no GPU or an engine is not installed, is skipped, and the reason is saved
-with the results. ``--short`` asks for fewer answers of half the length and repeats less. ``--tiny`` runs the parts on the
-CPU with toy sizes, to find out whether they still work.
+with the results. ``--short`` asks for fewer answers of half the length and repeats less. ``--tiny`` runs the parts on
+the CPU with toy sizes, to find out whether they still work.
 """
 
 from __future__ import annotations
