@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from corelm.backend.backend import Backend
-from helpers.tiny_models import tiny_tokenizer
+from helpers.tiny_models import DEVICE, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]
+
+
+@pytest.fixture(autouse=DEVICE != "cpu")
+def compare_across_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let results on a GPU be compared with the oracle's, which are on the CPU."""
+    monkeypatch.setattr(torch.testing, "assert_close", partial(torch.testing.assert_close, check_device=False))
 
 
 @pytest.fixture

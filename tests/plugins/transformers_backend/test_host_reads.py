@@ -104,7 +104,7 @@ def test_a_step_reads_once_at_most(
 
 def transformers_own_reads(model: Any) -> int:
     """Return how many values transformers itself reads in a step of rows with padding."""
-    mask, ids = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.ones(2, 2, dtype=torch.int64)
+    mask, ids = (torch.tensor(rows, device=model.device) for rows in ([[0, 1, 1], [1, 1, 1]], [[1, 1], [1, 1]]))
     with torch.no_grad():
         cache = model(input_ids=ids, attention_mask=mask[:, :2], use_cache=True).past_key_values
         with HostReads() as reads:

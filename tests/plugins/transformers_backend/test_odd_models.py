@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2VLCo
 from corelm.errors import CapabilityError
 from helpers import oracle
 from helpers.plain_forward import ROWS, SIZES, Open, check, decoder, wide
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import DEVICE, tiny_model
 from transformers_backend.engine import CausalLM
 from transformers_backend.trials import LengthClasses
 
@@ -42,7 +42,7 @@ def test_a_forward_that_hides_its_arguments_decodes_with_a_cache(open_model: Ope
 
 def test_a_head_of_several_layers(open_model: Open) -> None:
     model = tiny_model("llama")
-    model.lm_head = nn.Sequential(nn.Linear(model.config.hidden_size, 16), nn.Tanh(), nn.Linear(16, 512))
+    model.lm_head = nn.Sequential(nn.Linear(model.config.hidden_size, 16), nn.Tanh(), nn.Linear(16, 512)).to(DEVICE)
     backend = open_model(model)
     check(backend, model)
 

@@ -16,7 +16,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendClosedError, CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
-from helpers.tiny_models import CONTEXT, VOCAB, random_rows, tiny_model, tiny_tokenizer
+from helpers.tiny_models import CONTEXT, DEVICE, VOCAB, random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 Open = Callable[..., Backend]
@@ -97,7 +97,7 @@ def test_a_model_of_the_wrong_type_is_refused(model: object) -> None:
 
 
 def test_options_that_a_model_object_has_already_are_accepted() -> None:
-    options = {"dtype": "float32", "device": "cpu", "attn_implementation": "sdpa"}
+    options = {"dtype": "float32", "device": DEVICE, "attn_implementation": "sdpa"}
     with corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), **options):
         pass
     with pytest.raises(InvalidRequestError, match=r"convert it with model.to\(torch.bfloat16\), or leave dtype out"):

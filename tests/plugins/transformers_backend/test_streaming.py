@@ -10,7 +10,7 @@ import torch
 from corelm import Backend, DynamicBatcher
 from corelm.batching import Limits
 from corelm.errors import EngineError
-from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
+from helpers.tiny_models import DEVICE, random_rows, tiny_model, tiny_tokenizer
 
 Open = Callable[..., Backend]
 
@@ -68,7 +68,7 @@ def test_streams_share_a_batch(open_model: Open) -> None:
 def test_streamed_log_probs_under_autocast_are_those_of_generate(open_model: Open) -> None:
     backend, sampling = open_model(tiny_model()), {"max_new_tokens": 4, "seed": 5, "ignore_eos": True}
     plain = backend.generate(PROMPTS[:1], sampling)
-    with torch.autocast("cpu", dtype=torch.bfloat16), DynamicBatcher(backend) as batcher:
+    with torch.autocast(DEVICE, dtype=torch.bfloat16), DynamicBatcher(backend) as batcher:
         expected = backend.generate(PROMPTS[:1], sampling)
         assert expected.logprobs is not None and plain.logprobs is not None
         assert not torch.equal(expected.logprobs.values[:1], plain.logprobs.values[:1]), "autocast changes nothing"

@@ -14,7 +14,7 @@ from torch import nn
 
 from corelm import Backend, LLMPolicy
 from corelm.errors import EngineError
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = random_rows(6, 9)
@@ -77,8 +77,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "under inference_mode": in_inference_mode,
     "load_state_dict": lambda model: model.load_state_dict(tiny_model(seed=1).state_dict()),
     "load_state_dict, assigned": lambda model: model.load_state_dict(tiny_model(seed=1).state_dict(), assign=True),
-    "another parameter": lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.randn(512, 64))),
-    "another module": lambda model: setattr(model, "lm_head", nn.Linear(64, 512, bias=False)),
+    "another parameter": lambda model: setattr(
+        model.lm_head, "weight", nn.Parameter(torch.randn(512, 64, device=DEVICE))
+    ),
+    "another module": lambda model: setattr(model, "lm_head", nn.Linear(64, 512, bias=False, device=DEVICE)),
     "data of one": replace_data,
     "data of all, twice": replace_data_twice,
     "data of all, in place": add_to_data,
@@ -105,7 +107,7 @@ def test_steps_of_an_optimizer_with_masters_are_noticed(open_model: Open) -> Non
     for _ in range(steps):
         before = [parameter.data.clone() for parameter in model.parameters()]
         for parameter, master in zip(model.parameters(), masters, strict=True):
-            master += torch.randn(master.shape, generator=generator) * 3e-6
+            master += (torch.randn(master.shape, generator=generator) * 3e-6).to(master.device)
             parameter.data.copy_(master)
         pairs = zip(model.parameters(), before, strict=True)
         changed = sum(int((parameter != old).sum()) for parameter, old in pairs)
@@ -117,7 +119,7 @@ def test_steps_of_an_optimizer_with_masters_are_noticed(open_model: Open) -> Non
 NO_CHANGES: dict[str, Callable[[Any], object]] = {
     "requires_grad": lambda model: model.requires_grad_(False),
     "train": lambda model: model.train(),
-    "gradients": lambda model: model(torch.tensor([[3, 4]])).logits.sum().backward(),
+    "gradients": lambda model: model(torch.tensor([[3, 4]], device=model.device)).logits.sum().backward(),
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
     "the same dtype": lambda model: model.float(),
     "a state dict": lambda model: model.state_dict(),

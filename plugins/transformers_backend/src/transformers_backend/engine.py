@@ -21,6 +21,7 @@ class CausalLM:
         module: the module to call, PEFT wrapper included.
         base: the transformers model inside `module`.
         vocab_size: width of the logits.
+        readable: ids below it have an embedding. A GPU that is given another id fails for the rest of the process.
         max_context: longest input in tokens, or None if the model states no limit.
         rope_switch: number of tokens in a forward pass above which all positions are encoded differently (longrope);
             None for most models.
@@ -43,7 +44,9 @@ class CausalLM:
         self._always = {"return_dict": True, **without_router}
         # State-space models call their cache cache_params.
         self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in self._accepted), None)
-        self.vocab_size: int = self._width_of_logits() or text.vocab_size
+        embedded = _number_of_embeddings(base)
+        self.vocab_size: int = self._width_of_logits(embedded) or text.vocab_size
+        self.readable = min(self.vocab_size, embedded or self.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -177,19 +180,28 @@ class CausalLM:
         logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits
         return logits[:, -1].float()
 
-    def _width_of_logits(self) -> int | None:
-        """Return the width of the logits, or None if the model cannot read a row of four ids.
+    def _width_of_logits(self, embedded: int | None) -> int | None:
+        """Return the width of the logits, or None if the model cannot read a row of at most four ids.
 
         Neither the configuration nor the head's weights say it for every model: a head may be quantized or cut.
         """
         try:
             with self.evaluating():
-                return self.plain_logits(torch.arange(4), last=1).shape[-1]
+                row = torch.arange(min(4, self.max_context or 4)) % (embedded or 4)
+                return self.plain_logits(row, last=1).shape[-1]
         except Exception:
             # The first request fails with the model's own words, and a model that is only to be updated opens.
             head = self.base.get_output_embeddings()
             weight = getattr(head, "weight", None)
             return weight.shape[0] if isinstance(weight, Tensor) else None
+
+
+def _number_of_embeddings(base: Any) -> int | None:
+    """Return how many ids the model has embeddings for; None if it does not say so."""
+    try:
+        return getattr(base.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
 
 
 def is_device_failure(error: Exception) -> bool:

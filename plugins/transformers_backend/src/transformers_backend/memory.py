@@ -93,7 +93,7 @@ def measured_cache(engine: CausalLM, new_cache: Callable[[], Any]) -> CacheBytes
     try:
         for length in (_SHORT, _LONG):
             cache = new_cache()
-            CachedRows(engine, cache, Ragged.from_list([torch.arange(length) % engine.vocab_size]))
+            CachedRows(engine, cache, Ragged.from_list([torch.arange(length) % engine.readable]))
             sizes.append(sum(tensor.nbytes for tensor in _tensors(cache, set())))
     except Exception:
         # Whatever is wrong shows in the request itself, with the model's own words.

@@ -28,8 +28,7 @@ def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) 
     """
     longest = min(LONGEST, engine.max_context or LONGEST, engine.rope_switch or LONGEST)
     generator = torch.Generator().manual_seed(0)
-    embedded = engine.base.get_input_embeddings()
-    ids = _readable(engine.base.config, min(engine.vocab_size, getattr(embedded, "num_embeddings", engine.vocab_size)))
+    ids = _readable(engine.base.config, engine.readable)
     a, b, c, d = ids[torch.randint(len(ids), (4, longest), generator=generator)]
     if with_specials:
         for place, special in zip((3, 6), _specials(engine, tokenizer), strict=False):
@@ -54,7 +53,7 @@ def _specials(engine: CausalLM, tokenizer: Any) -> Iterator[int]:
     for name in ("pad_token_id", "eos_token_id"):
         for source in (tokenizer, engine.base.config.get_text_config()):
             value = getattr(source, name, None)
-            if isinstance(value, int) and 0 <= value < engine.vocab_size:
+            if isinstance(value, int) and 0 <= value < engine.readable:
                 yield value
                 break
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from corelm import Backend
 from helpers import oracle
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast.tiles import TiledHead
 
 Open = Callable[..., Backend]
@@ -23,7 +23,7 @@ SHORTS = [torch.bfloat16, torch.float16]
 
 
 def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    return nullcontext() if dtype is None else torch.autocast(DEVICE, dtype=dtype)
 
 
 def plain_logprobs(model: nn.Module, rows: list[list[int]]) -> Tensor:

@@ -19,7 +19,7 @@ from corelm import Backend
 from corelm.errors import EngineError
 from helpers import oracle
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 VOCAB = 20_000
@@ -104,7 +104,7 @@ def patched(model: Any) -> None:
 
 
 def replaced(model: Any) -> None:
-    model.lm_head = nn.Linear(model.config.hidden_size, VOCAB)
+    model.lm_head = nn.Linear(model.config.hidden_size, VOCAB, device=model.device)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def normed(model: Any) -> None:
 
 
 def strided(model: Any) -> None:
-    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB, 2)[:, 0])
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB, 2, device=DEVICE)[:, 0])
 
 
 def expanded(model: Any) -> None:
-    model.lm_head.bias = nn.Parameter(torch.full((1,), 0.1).expand(VOCAB))
+    model.lm_head.bias = nn.Parameter(torch.full((1,), 0.1, device=DEVICE).expand(VOCAB))
 
 
 def of_numpy(model: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from corelm import Backend, Ragged
 from helpers import oracle
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast import head as head_module
 from transformers_backend.fast import set_logits
 from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum
@@ -294,7 +294,7 @@ def test_under_autocast_the_numbers_are_those_of_the_models_logits(
     model, rows = tiny_model(family, initializer_range=0.05), random_rows(30, 40, 9)
     backend, sets = open_model(model), [[sorted({token, 5, 9, 300}) for token in row] for row in random_rows(30, 40, 9)]
     for dtype in (None, short, None):
-        with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+        with nullcontext() if dtype is None else torch.autocast(DEVICE, dtype=dtype):
             over = backend.score_logprobs(rows, support=sets, grad=True)
             assert scoring_path(backend).head == "tiled"
             top = backend.score_logprobs(rows, top_k=4, grad=True)

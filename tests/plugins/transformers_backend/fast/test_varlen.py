@@ -21,7 +21,7 @@ from corelm import Backend
 from helpers import oracle
 from helpers.fake_flash import fake_flash_attention
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast.scoring import FastScorer
 from transformers_backend.fast.segments import PackedSegment, varlen_calls
 from transformers_backend.fast.varlen import TorchVarlen, reference, torch_varlen
@@ -192,7 +192,7 @@ def test_under_autocast_it_attends_in_autocasts_dtype(open_model: Open) -> None:
     use(backend, kernel, frozenset({torch.bfloat16}))
     assert_right(backend, model, rows)
     assert seen == []
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         found = backend.score_logprobs(rows).logprobs.split()
     assert seen and all(each == {torch.bfloat16} for each in seen)
     for ids, one in zip(rows, found, strict=True):

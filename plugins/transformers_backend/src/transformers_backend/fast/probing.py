@@ -148,7 +148,7 @@ def body_drops_out(engine: CausalLM, reader: BodyReader) -> bool:
     """
     if not (torch.is_grad_enabled() and any(part.training for part in engine.module.modules())):
         return False
-    rows = Ragged(torch.arange(16) % engine.vocab_size, torch.tensor([16]))
+    rows = Ragged(torch.arange(16) % engine.readable, torch.tensor([16]))
     (batch,) = padded_batches(rows.lengths, [torch.tensor([0])])
     devices: list[Any] = [] if engine.device.type == "cpu" else [engine.device]
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=engine.device.type):

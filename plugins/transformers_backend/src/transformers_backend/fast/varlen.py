@@ -169,9 +169,20 @@ def torch_varlen(device: torch.device) -> TorchVarlen | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # The first version had neither windows nor heads that share keys.
     known = inspect.signature(varlen_attn).parameters
-    return TorchVarlen(varlen_attn) if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+    if not {"scale", "window_size"} <= known.keys():
+        # The first version had no windows.
+        return None
+    return TorchVarlen(varlen_attn if "enable_gqa" in known else _sharing_unasked(varlen_attn))
+
+
+def _sharing_unasked(kernel: Kernel) -> Kernel:
+    """Return a kernel of PyTorch 2.11 or older, whose heads share keys without being told, as one that is told."""
+
+    def run(*args: Any, enable_gqa: bool, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs)
+
+    return run
 
 
 def _dtype(query: Tensor) -> torch.dtype:
