@@ -21,7 +21,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and
 	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-thorough test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts bench bench-quick bench-gpu
+.PHONY: help demo test lint types unit test-thorough test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts test-gpu bench bench-quick bench-gpu
 .PHONY: install test-faults docs drawings wheels sbom pins format clean
 
 help: ## list the targets
@@ -76,6 +76,10 @@ test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.in
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
 		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
 	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
+
+test-gpu: install ## test the transformers plugin with its models on a GPU; takes minutes, and needs a torch that has CUDA
+	CORELM_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/plugins/transformers_backend $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --device cuda
 
 bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

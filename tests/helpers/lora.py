@@ -39,7 +39,7 @@ def merged(model: Any, state: dict[str, Tensor]) -> Any:
                 down = state[name.replace("lora_B", "lora_A")]
                 model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")).weight += (
                     up @ down
-                )
+                ).to(model.device)
     return model
 
 

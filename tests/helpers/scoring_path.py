@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from corelm import Backend
-from transformers_backend.scoring import ScoringPath
+from helpers.tiny_models import DEVICE
+from transformers_backend.scoring import RowLayout, ScoringPath
+
+#: The layout of packed rows where the tests run: a GPU attends in many of them at once, where the dtype allows it.
+PACKED: RowLayout = "packed" if DEVICE == "cpu" else "fused"
 
 
 def scoring_path(backend: Backend) -> ScoringPath:

@@ -10,8 +10,8 @@ import torch
 
 from corelm import Backend
 from helpers import oracle
-from helpers.scoring_path import scoring_path
-from helpers.tiny_models import FAMILIES, random_rows, tiny_model
+from helpers.scoring_path import PACKED, scoring_path
+from helpers.tiny_models import DEVICE, FAMILIES, random_rows, tiny_model
 from transformers_backend.scoring import ScoringPath
 
 Open = Callable[..., Backend]
@@ -55,7 +55,7 @@ def test_scores_take_the_fast_path_and_are_the_models_own(family: str, temperatu
     path = scoring_path(backend)
     # Some releases of transformers use SDPA for Gemma 2, and some do not.
     padded = family in PADDED or (family == "gemma2" and model.config._attn_implementation != "sdpa")
-    layout, shared = ("padded", 0) if padded else ("packed", 3 * 40)
+    layout, shared = ("padded", 0) if padded else (PACKED, 3 * 40)
     assert path == ScoringPath("tiled", layout, shared)
 
 
@@ -81,8 +81,8 @@ def test_these_heads_differ_from_a_matrix_product(family: str) -> None:
     """If they did not, the tests above would pass without the scale or cap."""
     model = tiny_model(family)
     with torch.no_grad():
-        hidden = model.get_decoder()(input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0]
-        naive = model.get_output_embeddings()(hidden).log_softmax(-1)
+        hidden = model.get_decoder()(input_ids=torch.tensor([TEXTS[0]], device=DEVICE)).last_hidden_state[0]
+        naive = model.get_output_embeddings()(hidden).log_softmax(-1).cpu()
     assert float((naive - oracle.next_logits(model, TEXTS[0]).log_softmax(-1)).abs().max()) > 0.1
 
 
@@ -92,7 +92,7 @@ def with_logits_that_depend_on_the_column(model: Any) -> Any:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        slope = torch.linspace(0, 3, model.config.vocab_size)
+        slope = torch.linspace(0, 3, model.config.vocab_size, device=DEVICE)
         out.logits = out.logits + torch.arange(out.logits.shape[1])[None, :, None] * slope
         return out
 

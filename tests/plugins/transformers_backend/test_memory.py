@@ -16,7 +16,7 @@ from corelm import Backend, SamplingParams
 from corelm.errors import EngineError
 from corelm.spec import Ragged
 from helpers import oracle
-from helpers.tiny_models import CONTEXT, VOCAB, tiny_model, tiny_tokenizer
+from helpers.tiny_models import CONTEXT, DEVICE, VOCAB, tiny_model, tiny_tokenizer
 from transformers_backend.continuation import CachedRows
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.cache import roomy_cache
@@ -78,6 +78,7 @@ def test_more_free_memory_decodes_more_tokens_and_little_memory_one() -> None:
     assert limits_within(0, engine, cache, 100).tokens == 1
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the memory of a CPU")
 def test_the_cpu_decodes_as_many_tokens_as_before() -> None:
     engine, cache = _measured(tiny_model())
     assert decoding_limits(engine, cache, 100).tokens == 32768

@@ -66,6 +66,28 @@ def test_limits_are_the_models_not_the_tokenizers(open_model: Open) -> None:
     assert backend.generate([[VOCAB + 63] * 63], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
 
 
+def test_only_ids_that_have_an_embedding_are_read(open_model: Open) -> None:
+    """A GPU that is given another id fails for the rest of the process, when it is opened with two ids as well."""
+    model = tiny_model()
+    model.set_input_embeddings(torch.nn.Embedding(100, 64, device=DEVICE))
+    for each, embedded in ((model, 100), (tiny_model(vocab_size=2), 2)):
+        seen: list[int] = []
+        each.get_input_embeddings().register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(int(args[0].max()))
+        )
+        backend = open_model(each)
+        backend.score_logprobs([[0, 1, 1]])
+        assert len(seen) > 1 and max(seen) < embedded
+    backend = open_model(model)
+    with pytest.raises(
+        InvalidRequestError, match="row 1: the model has embeddings for the 100 first ids only"
+    ) as caught:
+        backend.score_logprobs([[3, 4], [3, 100]])
+    assert caught.value.field == "sequences" and [*caught.value.problems] == [1]
+    with pytest.raises(InvalidRequestError, match="prompts: row 0"):
+        backend.generate([[511]], {"max_new_tokens": 1})
+
+
 def test_an_eos_outside_the_vocabulary_is_ignored(open_model: Open) -> None:
     assert open_model(tiny_model(eos_token_id=50256)).capabilities.eos_token_ids == {tiny_tokenizer().eos_token_id}
     assert open_model(tiny_model(vocab_size=2)).capabilities.eos_token_ids == frozenset()

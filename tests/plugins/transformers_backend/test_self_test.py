@@ -118,7 +118,7 @@ def test_columns_that_a_model_takes_for_positions_in_a_pack(open_model: Open) ->
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        columns = torch.arange(out.last_hidden_state.shape[1])
+        columns = torch.arange(out.last_hidden_state.shape[1], device=model.device)
         out.last_hidden_state = out.last_hidden_state * (1 + 0.2 * (columns >= 100))[:, None]
         return out
 
@@ -252,3 +252,28 @@ def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
     assert "get other numbers than the model's own forward of one row" in caplog.text
     backend.generate(short, {"max_new_tokens": 4})
     assert decoder(backend).way == "cached"
+
+
+# How large a difference is rounding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wide", "taken"), [(3e-6, True), (1e-2, False)])
+def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch, wide: float, taken: bool
+) -> None:
+    """A GPU sums alike for half a row, but not for a pack: seen on an H100, where rows were no longer packed."""
+    model = tiny_model()
+    plugin = open_model(model).engine.plugin
+    read = plugin.engine.plain_logits
+
+    def plain(ids: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        logits = read(ids, last)
+        generator = torch.Generator(logits.device).manual_seed(0)
+        noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+        return logits + wide * noise if len(ids) > 14 else logits
+
+    monkeypatch.setattr(plugin.engine, "plain_logits", plain)
+    plugin.self_test.begin(lambda: None)
+    verdict, eps = plugin.self_test._now, torch.finfo(torch.float32).eps
+    assert not verdict.refusal and verdict.noise <= max(32 * eps * verdict.scale, 1e-5)
+    assert (0.5 * wide < verdict.noise) == taken

@@ -33,7 +33,7 @@ def test_a_hook_put_on_a_layer_after_the_first_score(open_model: Open, part: str
 
     def mix(module: nn.Module, inputs: Any, output: Any) -> Any:
         states = output if isinstance(output, Tensor) else output[0]
-        mixed = states + 0.5 * states.roll(1, 1) * (torch.arange(states.shape[1]) > 0)[:, None]
+        mixed = states + 0.5 * states.roll(1, 1) * (torch.arange(states.shape[1], device=states.device) > 0)[:, None]
         return mixed if isinstance(output, Tensor) else (mixed, *output[1:])
 
     hook = model.get_submodule(part).register_forward_hook(mix)

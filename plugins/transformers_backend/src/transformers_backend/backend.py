@@ -193,6 +193,10 @@ class TransformersBackend:
 
     @contextmanager
     def _serving(self, request: GenerateRequest | ScoreRequest) -> Iterator[Call]:
+        if isinstance(request, ScoreRequest):
+            self.engine.refuse_unreadable(request.sequences, "sequences")
+        else:
+            self.engine.refuse_unreadable(request.prompts, "prompts")
         with (
             naming_max_batch_tokens(self.engine),
             self.gate.held(),

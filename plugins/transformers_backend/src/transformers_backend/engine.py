@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, refuse
 from corelm.spec import Ragged, Side
 
 
@@ -109,6 +109,16 @@ class CausalLM:
             "attention_mask": mask.to(self.device, torch.int64) if padded else None,
             "position_ids": (mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0).to(self.device),
         }
+
+    def refuse_unreadable(self, rows: Ragged, field: str) -> None:
+        """Refuse rows with an id that the model could answer with but not read, because its head is wider.
+
+        Raises:
+            InvalidRequestError: it names the rows.
+        """
+        if self.readable < self.vocab_size:
+            outside = rows.row_index[(rows.values >= self.readable).cpu()].unique().tolist()
+            refuse(dict.fromkeys(outside, f"the model has embeddings for the {self.readable} first ids only"), field)
 
     def plain_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
         """Return float[n, vocab]: the logits of one row, int64[n], from the model's own forward, given its ids only.

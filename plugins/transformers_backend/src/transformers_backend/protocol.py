@@ -264,9 +264,13 @@ class ScoredTokens:
         return ScoredTokens(self.index.to(device), self.scores.to(device))
 
 
-def scoring_requests(request: ScoreRequest, rope_switch: int | None) -> Iterator[SequenceBatch]:
-    """Yield the sequences of which anything is to be scored, in batches whose positions are encoded alike."""
-    sequences, scored = request.sequences.to("cpu"), scored_positions(request)
+def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | None) -> Iterator[SequenceBatch]:
+    """Yield the sequences of which anything is to be scored, in batches whose positions are encoded alike.
+
+    Args:
+        scored: `scored_positions` of the request.
+    """
+    sequences = request.sequences.to("cpu")
     numbers = sequences.row_index[scored.values].unique()
     lengths = sequences.lengths[numbers] - 1
     for side in rows_of_one_encoding(lengths, rope_switch) if len(numbers) else ():
@@ -288,10 +292,15 @@ def scored_positions(request: ScoreRequest) -> Ragged:
     return Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
 
 
-def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_size: int) -> ScoreResult:
+def scoring_result(
+    request: ScoreRequest, scored: Ragged, parts: Sequence[ScoredTokens], vocab_size: int
+) -> ScoreResult:
     """Return the scores of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
 
     Rows that no part has were aborted: their errors say so.
+
+    Args:
+        scored: `scored_positions` of the request.
     """
     sequences = request.sequences
     device = request.device or sequences.values.device
@@ -301,10 +310,11 @@ def scoring_result(request: ScoreRequest, parts: Sequence[ScoredTokens], vocab_s
     if request.return_logits:
         pieces = [piece for part in parts for piece in part.scores.logits]
         logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
-    scored, errors = scored_positions(request), None
-    missing = scored.values.clone()
-    missing[index.cpu()] = False
-    if bool(missing.any()):
+    errors = None
+    # No token has two parts.
+    if len(index) != int(scored.values.sum()):
+        missing = scored.values.clone()
+        missing[index.cpu()] = False
         aborted = {*sequences.row_index[missing].tolist()}
         errors = tuple("aborted before it was scored" if row in aborted else "" for row in range(len(sequences)))
         scored = scored.with_values(scored.values & ~missing)

@@ -14,7 +14,13 @@ from corelm.spec import Ragged, ScoreRequest, ScoreResult
 from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.calls import Aborted, Call
 from transformers_backend.engine import CausalLM
-from transformers_backend.protocol import ScoredTokens, SequenceBatch, scoring_requests, scoring_result
+from transformers_backend.protocol import (
+    ScoredTokens,
+    SequenceBatch,
+    scored_positions,
+    scoring_requests,
+    scoring_result,
+)
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
 
@@ -76,7 +82,8 @@ class Scorer:
             TimeoutError: the request's timeout has passed.
         """
         self.path = None
-        batches = list(scoring_requests(request, self._engine.rope_switch))
+        scored = scored_positions(request)
+        batches = list(scoring_requests(request, scored, self._engine.rope_switch))
         parts: list[ScoredTokens] = []
         device = request.device or request.sequences.values.device
         mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
@@ -87,7 +94,7 @@ class Scorer:
                 for batch in batches:
                     for part in self._score_batch(batch, request, call):
                         parts.append(part.to(device))
-            return scoring_result(request, parts, self._engine.vocab_size)
+            return scoring_result(request, scored, parts, self._engine.vocab_size)
 
     def weights_changed(self) -> None:
         """Forget what was found out about the old weights; the plain way finds out nothing."""

@@ -15,7 +15,7 @@ from transformers import CohereForCausalLM, Qwen2ForCausalLM
 from corelm import Backend
 from helpers import oracle
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 Open = Callable[..., Backend]
 ROWS = random_rows(30, 2, 64, 9)
@@ -36,6 +36,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the memory of a CPU")
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool) -> None:
     model = tiny_model(vocab_size=20_000, num_hidden_layers=1)
@@ -51,6 +52,7 @@ def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool) -> None
         torch.testing.assert_close(out.logprobs.split()[3], oracle.logprobs(model, rows[3]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the memory of a CPU")
 def test_gradients_of_one_row_keep_no_copy_of_states(open_model: Open) -> None:
     model, row = tiny_model(), torch.tensor(random_rows(300)[0])
     backend = open_model(model)

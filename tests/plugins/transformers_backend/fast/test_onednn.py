@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from helpers import oracle
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast import onednn
 from transformers_backend.fast.onednn import quick_products
 
 Open = Callable[..., Backend]
 pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="no MKL or no oneDNN"
+    DEVICE != "cpu" or not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()),
+    reason="no CPU with MKL and oneDNN",
 )
 #: About the smallest vocabulary for which the change pays at a hidden size of 64.
 LARGE = 33_000

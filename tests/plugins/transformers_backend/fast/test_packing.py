@@ -14,7 +14,7 @@ from torch import nn
 from corelm import Backend, LLMPolicy, Text
 from corelm.errors import EngineError
 from helpers import oracle
-from helpers.scoring_path import scoring_path
+from helpers.scoring_path import PACKED, scoring_path
 from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend.scoring import ScoringPath
 
@@ -44,7 +44,7 @@ def test_ragged_rows_some_with_a_common_start(open_model: Open, seed: int) -> No
     backend = open_model(model)
     assert_right(backend, model, rows)
     # The last tokens are not read, and each prompt is read with its first answer only.
-    assert scoring_path(backend).layout == "packed" and scoring_path(backend).shared == 40 + 40 + 39 + 90
+    assert scoring_path(backend).layout == PACKED and scoring_path(backend).shared == 40 + 40 + 39 + 90
     assert_right(backend, model, rows, score_from=[max(1, len(ids) - 4) for ids in rows])
 
 
@@ -110,7 +110,7 @@ def test_a_sliding_window_shorter_and_longer_than_the_rows(open_model: Open, nam
     rows = [*random_rows(30, 2, 70), *family(40, 5, 9, 20)]
     backend = open_model(model)
     assert_right(backend, model, rows)
-    assert scoring_path(backend).layout == "packed" and scoring_path(backend).shared == 80
+    assert scoring_path(backend).layout == PACKED and scoring_path(backend).shared == 80
     unbound = type(model)(model.config.__class__(**model.config.to_dict() | {"sliding_window": 4096})).eval()
     unbound.load_state_dict(model.state_dict())
     # A window shorter than the rows changes the log-probs, so the checks above would notice one that was ignored.
@@ -134,7 +134,7 @@ def test_gradients_flow_through_a_shared_start(open_model: Open) -> None:
     rows = [*family(40, 5, 9, 20), *random_rows(12, 30)]
     backend = open_model(model)
     out = backend.score_logprobs(rows, temperature=0.8, grad=True)
-    assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=80)
+    assert scoring_path(backend) == ScoringPath("tiled", PACKED, shared=80)
     weights = [torch.linspace(-1, 2, len(ids) - 1) for ids in rows]
     sum((w * row[1:]).sum() for w, row in zip(weights, out.logprobs.split(), strict=True)).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -159,7 +159,7 @@ def test_layers_that_run_again_in_backward_are_not_packed(open_model: Open) -> N
             model.gradient_checkpointing_enable()
         backend = open_model(model)
         out = backend.score_logprobs(rows, grad=True)
-        assert scoring_path(backend).layout == ("padded" if checkpointing else "packed")
+        assert scoring_path(backend).layout == ("padded" if checkpointing else PACKED)
         model.zero_grad()
         out.logprobs.values.sum().backward()
         for name, parameter in model.named_parameters():
@@ -169,7 +169,7 @@ def test_layers_that_run_again_in_backward_are_not_packed(open_model: Open) -> N
             )
     # Without gradients no layer runs again.
     backend.score_logprobs(rows)
-    assert scoring_path(backend).layout == "packed"
+    assert scoring_path(backend).layout == PACKED
 
 
 def test_an_undetected_checkpointed_layer_fails_instead_of_being_wrong(open_model: Open) -> None:
@@ -190,7 +190,7 @@ def test_dropout_is_not_shared(open_model: Open) -> None:
     backend = open_model(model)
     with torch.random.fork_rng():
         backend.score_logprobs(rows, grad=True)
-        assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=0)
+        assert scoring_path(backend) == ScoringPath("tiled", PACKED, shared=0)
         backend.score_logprobs(rows)
         assert scoring_path(backend).shared == 40
         model = tiny_model("gpt2").train()
@@ -255,7 +255,7 @@ def test_short_floats_are_packed_and_tiled(open_model: Open) -> None:
     model, rows = tiny_model().bfloat16(), [*random_rows(30, 12), *family(40, 5, 9)]
     backend = open_model(model)
     found = backend.score_logprobs(rows).logprobs.split()
-    assert scoring_path(backend) == ScoringPath("tiled", "packed", shared=40)
+    assert scoring_path(backend) == ScoringPath("tiled", PACKED, shared=40)
     for ids, one in zip(rows, found, strict=True):
         torch.testing.assert_close(one, oracle.logprobs(model, ids), rtol=0, atol=0.3)
 
@@ -264,4 +264,4 @@ def test_a_context_of_a_few_tokens(open_model: Open) -> None:
     model = tiny_model("gpt2", max_position_embeddings=8)
     backend = open_model(model)
     assert_right(backend, model, random_rows(8, 3))
-    assert scoring_path(backend).layout == "packed"
+    assert scoring_path(backend).layout == PACKED

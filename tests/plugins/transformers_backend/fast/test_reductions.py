@@ -1,7 +1,7 @@
 """A tile reduced by PyTorch's log-softmax, or by the Triton kernels, gives what the plain passes give.
 
 The Triton kernels run in Triton's interpreter here, in another process because that is chosen when Triton is imported.
-They are compiled for a GPU, and have not yet been run on one.
+They are compiled for a GPU, and one test runs them there.
 """
 
 from __future__ import annotations
@@ -178,6 +178,24 @@ def test_kernels_that_are_wrong_or_fail_are_not_used() -> None:
 
     for kernels in (WrongSum(), WrongGradient(), Failing()):
         assert not agrees(kernels, CPU, torch.float32)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(("setting", "right", "name"), [
+    (None, True, "ByTriton"), ("1", True, "ByTriton"), (None, False, "ByLogSoftmax"), ("0", True, "ByLogSoftmax"),
+])  # fmt: skip
+def test_a_gpu_gets_triton_where_it_is_right(
+    setting: str | None, right: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(VARIABLE, setting)
+    monkeypatch.setattr("transformers_backend.fast.reductions.agrees", lambda *args: right)
+    reduction_for.cache_clear()
+    try:
+        assert type(reduction_for(torch.device("cuda"), torch.bfloat16)).__name__ == name
+    finally:
+        reduction_for.cache_clear()
 
 
 def test_a_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """Many segments of a pack attend in one call, and the numbers stay those of each row alone.
 
 The kernels run on GPUs only. Here `reference` stands for PyTorch's, and an imitation of its package for FlashAttention,
-so these tests show that the kernels are asked for the right thing. They have not yet been run on a GPU.
+so these tests show that the kernels are asked for the right thing. One test runs PyTorch's, on a GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,8 @@ def test_the_reference_refuses_what_a_kernel_would_read_wrongly(changed: dict[st
 
 def test_pytorchs_kernel_takes_what_the_reference_takes() -> None:
     """Shapes and arguments only: no number is computed without a GPU."""
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip("this version of PyTorch shares heads unasked")
     with FakeTensorMode():
         query, key = (torch.empty(n, heads, 64, dtype=torch.bfloat16) for n, heads in ((6, 4), (11, 2)))
         starts = [torch.empty(4, dtype=torch.int32) for _ in range(2)]
@@ -126,6 +129,26 @@ def test_pytorchs_kernel_takes_what_the_reference_takes() -> None:
         assert out.shape == (6, 4, 64) and out.dtype == torch.bfloat16
         (gradient,) = torch.autograd.grad(out.sum(), query)
         assert gradient.shape == query.shape
+
+
+def test_a_kernel_that_is_not_told_of_shared_heads_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 has no `enable_gqa`: seen on an H100, where no model attended jointly."""
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": query.shape[1] != key.shape[1]}
+        return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+
+    def oldest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):  # type: ignore[no-untyped-def]
+        raise AssertionError("it has no windows")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", oldest)
+    assert torch_varlen(torch.device("cuda")) is None
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    joint = torch_varlen(torch.device("cuda"))
+    assert joint is not None
+    query, key, value = (torch.randn(1, heads, 8, 16).bfloat16() for heads in (4, 2, 2))
+    assert joint.fits(None, query, key, value, 3)
 
 
 def test_there_is_no_such_kernel_on_a_cpu() -> None:

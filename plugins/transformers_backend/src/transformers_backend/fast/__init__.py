@@ -12,7 +12,7 @@ file                 what it saves
 `top_logprobs.py`    their log-probs, and that of all others together, with gradients
 `tiled_scores.py`    everything that may be asked of a position, from tiles
 `reductions.py`      on GPUs, how a tile is reduced to a number a row
-`triton_head.py`     kernels for that, opt-in
+`triton_head.py`     kernels for that
 `head.py`            decides whether a model's head can be computed in tiles
 `head_state.py`      what that rests on, so that it is decided once
 `split.py`           runs a model's body without its head, and its head without its body

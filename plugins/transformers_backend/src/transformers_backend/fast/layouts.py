@@ -80,9 +80,9 @@ def packed_batches(rows: Ragged, max_tokens: int, max_shared: int, pays: Sharing
     ``[[5, 6, 7], [5, 6, 8]]`` become ids ``[5, 6, 7, 8]`` with the segments 0–3 and 3–4, the second after 0–2.
     """
     order, common = _in_order(rows)
-    pack = _PackBuilder()
+    pack, lengths = _PackBuilder(), rows.lengths.tolist()
     for row, shared in zip(order, common, strict=True):
-        length = int(rows.lengths[row])
+        length = lengths[row]
         shared = shared if shared and pays(shared, length - shared) else 0
         if pack.rows and pack.total + length - shared > (max_shared if shared else max_tokens):
             yield pack.build(rows)

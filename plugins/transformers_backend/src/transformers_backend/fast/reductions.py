@@ -1,9 +1,9 @@
 """How a tile of logits is reduced on a GPU, where every pass over a tile costs a good part of its matrix product.
 
+triton        one kernel reads the product once, and another turns it into its gradient (`triton_head`). Used where
+              Triton is installed and both agree with float64 on this device
 log_softmax   PyTorch's own kernel replaces the passes for the difference, the exponentials and their sum; the maximum
               is read from the product, in the dtype of the head
-triton        one kernel reads the product once, and another turns it into its gradient (`triton_head`). Opt-in: it has
-              run in Triton's interpreter only
 
 Both are for heads without a bias and without a cap. All others, and every head on a CPU, are reduced in `tiles`.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-#: Set to 1 to use the kernels of `triton_head` on a GPU.
+#: Set to 0 to leave out the kernels of `triton_head`.
 VARIABLE = "CORELM_TRITON_HEAD"
 #: How far the kernels may be from plain PyTorch: in log-probs, and in gradients as a share of the largest.
 _NEAR, _NEAR_GRADIENT = 1e-4, 0.02
@@ -91,11 +91,12 @@ def reduction_for(device: torch.device, dtype: torch.dtype) -> TileReduction | N
     """Return how products of this dtype are reduced on a device; None for the plain passes."""
     if device.type != "cuda":
         return None
-    if os.environ.get(VARIABLE) == "1" and dtype != torch.float64:
+    # On AMD's GPUs nobody has run the kernels.
+    if os.environ.get(VARIABLE) != "0" and dtype != torch.float64 and torch.version.hip is None:
         try:
             from transformers_backend.fast.triton_head import ByTriton
         except ImportError as error:
-            _log.warning("%s=1 is set, but Triton cannot be imported: %s", VARIABLE, error)
+            _log.info("the head is reduced by PyTorch's log-softmax, because Triton cannot be imported: %s", error)
         else:
             if agrees(ByTriton(), device, dtype):
                 return ByTriton()

@@ -67,11 +67,14 @@ class VarlenCall:
 def varlen_calls(segments: Sequence[PackedSegment], max_keys: int = _KEYS) -> Iterator[VarlenCall]:
     """Yield the segments of a pack, in order, with at most `max_keys` keys in a call, or one segment that has more."""
     some: list[PackedSegment] = []
+    keys = 0
     for segment in segments:
-        if some and sum(each.keys for each in some) + segment.keys > max_keys:
+        own = segment.keys
+        if some and keys + own > max_keys:
             yield _call(some)
-            some = []
+            some, keys = [], 0
         some.append(segment)
+        keys += own
     if some:
         yield _call(some)
 
