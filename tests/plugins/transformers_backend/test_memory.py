@@ -78,7 +78,7 @@ def test_more_free_memory_decodes_more_tokens_and_little_memory_one() -> None:
     assert limits_within(0, engine, cache, 100).tokens == 1
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="measures the memory of a CPU")
+@pytest.mark.skipif(DEVICE != "cpu", reason="is about a CPU: a GPU decodes what fits into its memory")
 def test_the_cpu_decodes_as_many_tokens_as_before() -> None:
     engine, cache = _measured(tiny_model())
     assert decoding_limits(engine, cache, 100).tokens == 32768

@@ -257,11 +257,11 @@ def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
 # How large a difference is rounding -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("wide", "taken"), [(3e-6, True), (1e-2, False)])
+@pytest.mark.parametrize("wide", [6e-6, 1e-2])
 def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(
-    open_model: Open, monkeypatch: pytest.MonkeyPatch, wide: float, taken: bool
+    open_model: Open, monkeypatch: pytest.MonkeyPatch, wide: float
 ) -> None:
-    """A GPU sums alike for half a row, but not for a pack: seen on an H100, where rows were no longer packed."""
+    """An H100 sums half a row as it sums the whole, but not a pack of rows, so rows were no longer packed there."""
     model = tiny_model()
     plugin = open_model(model).engine.plugin
     read = plugin.engine.plain_logits
@@ -274,6 +274,8 @@ def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(
 
     monkeypatch.setattr(plugin.engine, "plain_logits", plain)
     plugin.self_test.begin(lambda: None)
-    verdict, eps = plugin.self_test._now, torch.finfo(torch.float32).eps
-    assert not verdict.refusal and verdict.noise <= max(32 * eps * verdict.scale, 1e-5)
-    assert (0.5 * wide < verdict.noise) == taken
+    verdict = plugin.self_test._now
+    limit = 32 * torch.finfo(torch.float32).eps * verdict.scale
+    assert not verdict.refusal
+    # Without the wide pass the noise of this model is 0 to 2e-6.
+    assert 0.6 * min(wide, limit) < verdict.noise <= limit

@@ -265,7 +265,7 @@ class ScoredTokens:
 
 
 def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | None) -> Iterator[SequenceBatch]:
-    """Yield the sequences of which anything is to be scored, in batches whose positions are encoded alike.
+    """Yield the sequences that have a position to score, in batches whose positions the model encodes alike.
 
     Args:
         scored: `scored_positions` of the request.

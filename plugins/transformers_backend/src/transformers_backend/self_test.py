@@ -22,7 +22,15 @@ from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fingerprint import fingerprint
 from transformers_backend.masses import log_softmax_at
-from transformers_backend.trials import LengthClasses, differences, spread, token_differences, trial_rows
+from transformers_backend.trials import (
+    LengthClasses,
+    differences,
+    sample_of,
+    spread,
+    token_differences,
+    trial_rows,
+    typical,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +40,8 @@ _log = logging.getLogger(__name__)
 _TIMES_NOISE = 24.0
 #: The same in a shorter dtype, where 24 times would be as much as a typical defect.
 _TIMES_SHORT_NOISE = 3.0
-#: Noise of width beyond so many steps of float32, for logits as large as theirs usually are, may be something else. An
-#: H100 made 7 of a small Qwen2, and 25 of a small Granite, whose own forward is 23 from float64.
+#: A wider pass may add so many steps of float32, times the spread of the logits, to the noise. More may be something
+#: else. On an H100 a small Qwen2 differed by 7 steps and a small Granite by 25; its forward is 23 steps from float64.
 _STEPS_OF_WIDTH = 32.0
 #: Number of positions compared at the end of each row.
 TAIL = 16
@@ -78,7 +86,7 @@ class _Verdict:
         rounded: a dtype shorter than that of the weights to which all its logits are rounded, because its forward
             turns autocast on, for example; None if there is none.
         scale: standard deviation of its logits.
-        noise: how far plain forwards of the same ids are apart that read more ids after them or fewer.
+        noise: how far plain forwards of the same ids are apart if they read more or fewer ids after them.
         passes_positions: whether it may be given `position_ids`.
     """
 
@@ -169,7 +177,7 @@ class SelfTest:
                 continue
             columns, some = widest(way) or (longest, None)
             if not self.is_confirmed(way, columns):
-                self.compare(way, columns, run(way), _some(rows) if some is None else some)
+                self.compare(way, columns, run(way), sample_of(rows) if some is None else some)
             if columns < self._record(way).refuted:
                 return way
         return ways[-1]
@@ -262,7 +270,7 @@ class SelfTest:
         # One token's log-probability may be further off than the root mean square over the vocabulary.
         tolerance = self._tolerance()
         if self._is_short():
-            return float(apart.max()) <= 8 * tolerance and _typical(apart) <= 1.5 * tolerance
+            return float(apart.max()) <= 8 * tolerance and typical(apart) <= 1.5 * tolerance
         if float(apart.max()) <= 4 * tolerance:
             return True
         if self._engine.rope_switch == len(ids) - 1:
@@ -317,7 +325,7 @@ class SelfTest:
             )
             return
         if not self._is_short():
-            verdict.noise = max(verdict.noise, min(self._noise_of_width(whole), self._most_noise_of_width()))
+            verdict.noise = max(verdict.noise, self._noise_of_width(whole))
         if self._may_pass_positions:
             engine.passes_positions = True
             inputs = engine.inputs(Ragged.from_list([row]), "right")
@@ -327,18 +335,16 @@ class SelfTest:
 
     def _noise_of_width(self, whole: Tensor) -> float:
         """Return how far the logits of trial row 0, `whole`, are from those of the same ids with all trial rows after
-        them, or 0.0 if the model cannot read so many ids.
+        them, but at most `_STEPS_OF_WIDTH`; 0.0 if the model cannot read so many ids.
 
-        A GPU sums in the same order for half of a row, but not for a pack of many rows.
+        A GPU sums half of a row in the same order as the whole, but not a pack of many rows.
         """
         engine, row = self._engine, torch.cat(self.rows.split())
         limit = min(engine.max_context or len(row), engine.rope_switch or len(row))
         with suppress(CapabilityError):
-            return self._difference(engine.plain_logits(row[:limit])[: len(whole)], whole)
+            apart = self._difference(engine.plain_logits(row[:limit])[: len(whole)], whole)
+            return min(apart, _STEPS_OF_WIDTH * torch.finfo(self._dtype()).eps * self._now.scale)
         return 0.0
-
-    def _most_noise_of_width(self) -> float:
-        return _STEPS_OF_WIDTH * torch.finfo(self._dtype()).eps * self._now.scale
 
     # How large a difference is rounding -------------------------------------------------------------------------------
 
@@ -349,7 +355,7 @@ class SelfTest:
         single positions, rounding makes a router choose another expert.
         """
         apart = differences(found, wanted)
-        return _typical(apart) if self._is_short() else float(apart.max())
+        return typical(apart) if self._is_short() else float(apart.max())
 
     def _tolerance(self) -> float:
         """Return the largest `_difference` that is put down to rounding."""
@@ -388,21 +394,6 @@ def _rounded_to(logits: Tensor) -> torch.dtype | None:
     """Return the short dtype that holds all these logits exactly, or None."""
     shorts = (short for short in (torch.bfloat16, torch.float16) if torch.equal(logits.to(short).to(logits), logits))
     return next(shorts, None)
-
-
-def _typical(apart: Tensor) -> float:
-    """Return the median of differences, or infinity if one of them is infinite."""
-    return float(apart.max() if apart.isinf().any() else apart.median())
-
-
-def _some(rows: Ragged) -> Ragged:
-    """Return the longest row, the shortest, and one that starts like the longest and goes on otherwise."""
-    parts = rows.split()
-    by_length = rows.lengths.argsort(stable=True).tolist()
-    longest, shortest = parts[by_length[-1]], parts[by_length[0]]
-    half = len(longest) // 2
-    other = torch.cat([longest[:half], shortest, longest])[: len(longest)]
-    return Ragged.from_list([longest, shortest, other])
 
 
 def _is_quantized(base: Any) -> bool:

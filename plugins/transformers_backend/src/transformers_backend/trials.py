@@ -38,6 +38,16 @@ def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) 
     return Ragged.from_list([a, b[: max(2, longest - 5)], c[: max(2, longest - 10)], d])
 
 
+def sample_of(rows: Ragged) -> Ragged:
+    """Return the longest row, the shortest, and one that starts like the longest and goes on otherwise."""
+    parts = rows.split()
+    by_length = rows.lengths.argsort(stable=True).tolist()
+    longest, shortest = parts[by_length[-1]], parts[by_length[0]]
+    half = len(longest) // 2
+    other = torch.cat([longest[:half], shortest, longest])[: len(longest)]
+    return Ragged.from_list([longest, shortest, other])
+
+
 def _readable(config: Any, vocab_size: int) -> Tensor:
     """Return the ids that stand for text: an image token, for example, needs an image."""
     ids = torch.ones(vocab_size, dtype=torch.bool)
@@ -118,6 +128,11 @@ def differences(found: Tensor, wanted: Tensor) -> Tensor:
         return torch.tensor([float("inf")])
     # A position at a time, because the logits of a large vocabulary take megabytes.
     return torch.tensor([_apart(one, other) for one, other in zip(found.detach(), wanted.detach(), strict=True)])
+
+
+def typical(apart: Tensor) -> float:
+    """Return the median of differences, or infinity if one of them is infinite."""
+    return float(apart.max() if apart.isinf().any() else apart.median())
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:

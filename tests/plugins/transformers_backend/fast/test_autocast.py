@@ -110,7 +110,6 @@ def saved_bytes(run: Callable[[], Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="measures the memory of a CPU")
 def test_no_logits_are_kept_for_backward(open_model: Open) -> None:
     vocab = 20_000
     model, rows = tiny_model(vocab_size=vocab, num_hidden_layers=1), random_rows(*[200] * 5, vocab=vocab)

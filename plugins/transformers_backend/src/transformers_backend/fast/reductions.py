@@ -91,7 +91,7 @@ def reduction_for(device: torch.device, dtype: torch.dtype) -> TileReduction | N
     """Return how products of this dtype are reduced on a device; None for the plain passes."""
     if device.type != "cuda":
         return None
-    # On AMD's GPUs nobody has run the kernels.
+    # Nobody has run the kernels on an AMD GPU.
     if os.environ.get(VARIABLE) != "0" and dtype != torch.float64 and torch.version.hip is None:
         try:
             from transformers_backend.fast.triton_head import ByTriton

@@ -177,7 +177,7 @@ def torch_varlen(device: torch.device) -> TorchVarlen | None:
 
 
 def _sharing_unasked(kernel: Kernel) -> Kernel:
-    """Return a kernel of PyTorch 2.11 or older, whose heads share keys without being told, as one that is told."""
+    """Wrap `varlen_attn` of PyTorch 2.11 or older, which takes no `enable_gqa`: its heads share keys in any case."""
 
     def run(*args: Any, enable_gqa: bool, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs)
