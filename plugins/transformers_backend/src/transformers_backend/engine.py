@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from corelm.errors import CapabilityError, refuse
 from corelm.spec import Ragged, Side
+from transformers_backend.transfer import to_device
 
 
 class CausalLM:
@@ -105,9 +106,9 @@ class CausalLM:
         mask = rows.mask(side)
         padded = bool((rows.lengths != mask.shape[-1]).any())
         return {
-            "input_ids": rows.to_padded(0, side).to(self.device),
-            "attention_mask": mask.to(self.device, torch.int64) if padded else None,
-            "position_ids": (mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0).to(self.device),
+            "input_ids": to_device(rows.to_padded(0, side), self.device),
+            "attention_mask": to_device(mask.to(torch.int64), self.device) if padded else None,
+            "position_ids": to_device((mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0), self.device),
         }
 
     def refuse_unreadable(self, rows: Ragged, field: str) -> None:

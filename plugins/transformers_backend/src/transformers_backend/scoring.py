@@ -23,6 +23,7 @@ from transformers_backend.protocol import (
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
+from transformers_backend.transfer import to_device
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
@@ -86,6 +87,8 @@ class Scorer:
         batches = list(scoring_requests(request, scored, self._engine.rope_switch))
         parts: list[ScoredTokens] = []
         device = request.device or request.sequences.values.device
+        # A copy of one number a token waits until all passes are given to the GPU. Wider results would fill its memory.
+        wide = request.return_logits or request.top_k > 0 or request.top_ids is not None
         mode: AbstractContextManager[Any] = torch.enable_grad() if request.grad else self._engine.evaluating()
         with mode:
             with suppress(Aborted):
@@ -93,8 +96,8 @@ class Scorer:
                     self._self_test.begin(call.check_wanted)
                 for batch in batches:
                     for part in self._score_batch(batch, request, call):
-                        parts.append(part.to(device))
-            return scoring_result(request, scored, parts, self._engine.vocab_size)
+                        parts.append(part.to(device) if wide else part)
+            return scoring_result(request, scored, [part.to(device) for part in parts], self._engine.vocab_size)
 
     def weights_changed(self) -> None:
         """Forget what was found out about the old weights; the plain way finds out nothing."""
@@ -149,7 +152,7 @@ class Scorer:
         """
         # Two more tables like the logits are made where the tail is summed.
         elements = _SLICE_ELEMENTS // 4 if query.wants_top else _SLICE_ELEMENTS
-        size, slots, parts = max(1, elements // self._engine.vocab_size), slots.to(states.device), []
+        size, slots, parts = max(1, elements // self._engine.vocab_size), to_device(slots, states.device), []
         for some, asked in zip(slots.split(size), query.split(size), strict=True):
             logits = to_logits(states[some]).float()
             # The layers of a model may be on several devices, and its head on another than its last states.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
 from corelm.support import TopIds
+from transformers_backend.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class TokenQuery:
     def to(self, device: torch.device) -> TokenQuery:
         return replace(
             self,
-            targets=self.targets.to(device),
+            targets=to_device(self.targets, device),
             sets=None if self.sets is None else self.sets.to(device),
             top_ids=None if self.top_ids is None else self.top_ids.to(device),
         )

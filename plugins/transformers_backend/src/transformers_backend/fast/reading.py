@@ -15,6 +15,7 @@ from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.packing import attention_per_segment
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.varlen import JointAttention
+from transformers_backend.transfer import to_device
 
 
 class BodyReader:
@@ -39,8 +40,8 @@ class BodyReader:
         device, packed = self._engine.device, batch.packed
         with attention_per_segment(self._engine.base, packed.segments, joint):
             states = self._split.hidden(
-                input_ids=packed.ids[None].to(device),
-                position_ids=packed.positions[None].to(device),
+                input_ids=to_device(packed.ids[None], device),
+                position_ids=to_device(packed.positions[None], device),
                 attention_mask=None,
             )
         return states[0]

@@ -37,6 +37,7 @@ from transformers_backend.scoring import (
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 from transformers_backend.token_scores import TokenQuery, TokenScores
+from transformers_backend.transfer import to_device
 from transformers_backend.trials import LONGEST
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
@@ -201,4 +202,4 @@ def _states_at(states: Tensor, slots: Tensor) -> Tensor:
     first = int(slots[0]) if len(slots) else 0
     if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
         return states[first : first + len(slots)]
-    return states[slots.to(states.device)]
+    return states[to_device(slots, states.device)]

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from transformers_backend.transfer import to_device
+
 #: Keys that are gathered for one call. A long start that many rows share would otherwise be copied for all of them at
 #: once; keys and values of 8 heads of 128 bfloat16 take 512 MiB.
 _KEYS = 2**17
@@ -52,8 +54,9 @@ class VarlenCall:
     max_k: int
 
     def to(self, device: torch.device) -> VarlenCall:
-        keys = None if self.keys is None else self.keys.to(device)
-        return replace(self, keys=keys, cu_seq_q=self.cu_seq_q.to(device), cu_seq_k=self.cu_seq_k.to(device))
+        keys = None if self.keys is None else to_device(self.keys, device)
+        starts_q, starts_k = (to_device(starts, device) for starts in (self.cu_seq_q, self.cu_seq_k))
+        return replace(self, keys=keys, cu_seq_q=starts_q, cu_seq_k=starts_k)
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts that these segments need of ``[1, heads, total, size]``."""
