@@ -1,4 +1,4 @@
-"""`to_device`: copy what a forward pass needs to a GPU, without waiting for the pass that the GPU is still computing."""
+"""`to_device`: copy what a forward pass needs to a GPU, without waiting for the pass that it is still computing."""
 
 from __future__ import annotations
 
