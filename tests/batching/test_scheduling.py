@@ -14,6 +14,7 @@ from corelm.batching.scheduling import (
     PATIENCE,
     REMEMBERED,
     SHORTEST_TIMEOUT,
+    TIMEOUT,
     GroupingQueue,
     Limits,
     PassThroughQueue,
@@ -232,8 +233,8 @@ def test_a_late_caller_does_not_lower_the_number_of_requests_expected_next():
     ("given", "took", "waits"),
     [
         (0.3, 1000.0, 0.3),
-        (None, 0.6, SHORTEST_TIMEOUT),
-        (None, 3.0, 3.0 * PATIENCE),
+        (None, 0.3, SHORTEST_TIMEOUT),
+        (None, 3.0, 3.0 * TIMEOUT),
         (None, 1000.0, LONGEST_TIMEOUT),
     ],
 )
@@ -248,10 +249,10 @@ def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     assert len(batch) > 3
 
 
-def test_without_batching_timeout_too_few_rows_wait_a_tenth_of_the_last_call():
+def test_without_batching_timeout_too_few_rows_wait_a_quarter_of_the_last_call():
     queue = grouping_queue(ticket(), min_batch_size=2)
     assert queue.take(0.0) == [] and queue.wait(0.0) == SHORTEST_TIMEOUT, "no call was made yet"
-    queue.came_back(queue.take(SHORTEST_TIMEOUT), 5.0, 10.0)
+    queue.came_back(queue.take(SHORTEST_TIMEOUT), 2.0, 10.0)
     queue.add(ticket(), 20.0)
     assert queue.take(20.4) == [] and queue.wait(20.4) == pytest.approx(0.1)
     assert len(queue.take(20.5)) == 1

@@ -64,6 +64,34 @@ def test_a_stopped_clock_does_not_keep_a_request_waiting_for_other_callers():
         assert ids(first) and ids(second)
 
 
+def test_a_request_that_comes_as_the_wait_ends_is_waited_for_again(monkeypatch):
+    engine, clock = GatedEngine(permits=0), Clock()
+    with open_batcher(engine, clock=clock) as batcher:
+        first = hold_one(engine, batcher)
+        others = [batcher.submit_generate([[4]], SEEDED) for _ in range(2)]
+        engine.release()
+        engine.wait_for_calls(2)
+        clock.now += 60.0
+        engine.free()
+        assert all(ids(each) for each in (first, *others))
+
+        came = []
+        wait_for_work = batcher.dispatcher._work.wait
+
+        def overslept(timeout=None):
+            woken = wait_for_work(timeout)
+            if timeout is not None and not woken and len(came) < 2:
+                # Before this thread has the lock again, another caller is back.
+                came.append(batcher.submit_generate([[5]], SEEDED))
+                return False
+            return woken
+
+        monkeypatch.setattr(batcher.dispatcher._work, "wait", overslept)
+        answers = [batcher.submit_generate([[5]], SEEDED)]
+        assert ids(answers[0]) and all(ids(each) for each in came)
+    assert len(engine.calls[-1].prompts) == 3, "the call has all three callers that were answered before"
+
+
 def test_a_queued_request_times_out_while_the_engine_is_busy():
     engine = GatedEngine(permits=0)
     with open_batcher(engine) as batcher:

@@ -294,7 +294,9 @@ class Dispatcher:
                     return []
                 self._idle += 1
                 try:
-                    if not self._work.wait(self.queue.wait(now)):
+                    arrivals = self.queue.arrivals
+                    # Requests may come after the time is over and before this thread has the lock again.
+                    if not self._work.wait(self.queue.wait(now)) and self.queue.arrivals == arrivals:
                         # The time has passed even if a test's clock stands still.
                         self.queue.lose_patience()
                 finally:

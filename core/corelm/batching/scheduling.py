@@ -23,8 +23,9 @@ from corelm.errors import QueueFullError
 #: the duration of the call, at most LONGEST_PATIENCE seconds, and at most batching_timeout in all. It expects as many
 #: requests as the largest of the last REMEMBERED calls had.
 PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
-#: The limits of a batching_timeout that follows the engine: PATIENCE times the duration of its last call.
-SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.1, 1.0
+#: A batching_timeout that follows the engine: TIMEOUT times the duration of its last call, within these limits. Whoever
+#: comes later waits for a whole call, and while callers keep coming the wait fills the batch.
+TIMEOUT, SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.25, 0.1, 1.0
 #: Rows in one call to an engine that takes one call at a time, unless the limits say otherwise.
 ROWS_OF_A_CALL = 64
 
@@ -41,7 +42,7 @@ class Limits:
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
             request with more tokens goes alone.
         batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
-            None follows the engine: a tenth of the time of its last call, at least 0.1 s and at most 1 s.
+            None follows the engine: a quarter of the time of its last call, at least 0.1 s and at most 1 s.
         max_queue: the largest number of requests that may wait.
         on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 
@@ -106,12 +107,17 @@ T = TypeVar("T", bound=Ticket)
 
 
 class TicketQueue(ABC, Generic[T]):
-    """Tickets in the order of their arrival. Tickets beyond `max_queue` stand outside until there is room."""
+    """Tickets in the order of their arrival. Tickets beyond `max_queue` stand outside until there is room.
+
+    Attributes:
+        arrivals: how many tickets were ever added.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.inside: dict[int, T] = {}
         self.outside: dict[int, T] = {}
+        self.arrivals = 0
         self._numbers = itertools.count()
         self._rushed = 0
 
@@ -140,6 +146,7 @@ class TicketQueue(ABC, Generic[T]):
             )
 
     def add(self, ticket: T, now: float) -> None:
+        self.arrivals += 1
         ticket.number, ticket.arrived = next(self._numbers), now
         if self.full:
             self.outside[ticket.number] = ticket
@@ -296,7 +303,7 @@ class GroupingQueue(TicketQueue[T]):
     def _timeout(self) -> float:
         """The `batching_timeout` in force."""
         given = self.limits.batching_timeout
-        return min(max(SHORTEST_TIMEOUT, PATIENCE * self._took), LONGEST_TIMEOUT) if given is None else given
+        return min(max(SHORTEST_TIMEOUT, TIMEOUT * self._took), LONGEST_TIMEOUT) if given is None else given
 
     def _expecting(self, head: T, now: float) -> bool:
         group = self._group(head)
