@@ -119,6 +119,7 @@ def waits(backend: Backend, rows: list[list[int]]) -> list[Figure]:
     with warnings.catch_warnings(record=True) as caught, _noticing_waits():
         warnings.simplefilter("always")
         backend.score_logprobs(rows)
+    # The goal is three for each of the three passes of the full size.
     return [value(f"waits for the GPU in a scoring call of {len(rows)} rows", "backend", len(caught), 9)]
 
 

@@ -328,7 +328,10 @@ class Dispatcher:
             self.batches += 1
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
-        attended = lambda: not all(call.future.done() for call in there)  # noqa: E731
+
+        def attended() -> bool:
+            return not all(call.future.done() for call in there)
+
         # Requests that share a call were made under equal modes.
         with there[0].modes:
             results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))

@@ -74,7 +74,7 @@ class TokenQuery:
             self,
             targets=to_device(self.targets, device),
             sets=None if self.sets is None else self.sets.to(device),
-            top_ids=None if self.top_ids is None else self.top_ids.to(device),
+            top_ids=None if self.top_ids is None else to_device(self.top_ids, device),
         )
 
     def select(self, places: Tensor) -> TokenQuery:
