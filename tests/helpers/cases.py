@@ -1,0 +1,46 @@
+"""`each`: many cases in one test. `examples`: how many examples hypothesis draws."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test once for each case, as one item of pytest. A failure names its case.
+
+    Written like `pytest.mark.parametrize`, for cases that are one line of check: an item of pytest costs more than such
+    a case. All cases see the same fixtures.
+    """
+    keys = [name.strip() for name in names.split(",")]
+    listed = [case if len(keys) > 1 else (case,) for case in cases]
+    assert listed, "a test without cases cannot fail"
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*args: Any, **fixtures: Any) -> None:
+            for number, case in enumerate(listed):
+                try:
+                    test(*args, **fixtures, **dict(zip(keys, case, strict=True)))
+                # The failures of pytest itself are not exceptions of class Exception.
+                except (Exception, pytest.fail.Exception) as error:
+                    error.add_note(f"case {number}: " + ", ".join(map("{}={!r}".format, keys, case)))
+                    raise
+
+        signature = inspect.signature(test)
+        left = [one for name, one in signature.parameters.items() if name not in keys]
+        assert len(left) + len(keys) == len(signature.parameters), f"not parameters of the test: {names}"
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def examples(number: int) -> int:
+    """Return how many examples hypothesis draws: `number` in every run, and the multiple that the environment names."""
+    return number * int(os.environ.get("CORELM_TEST_EXAMPLES", "1"))
