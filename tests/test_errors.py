@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import pickle
 
-import pytest
-
 from corelm import errors
+from helpers.cases import each
 
 #: What a terminal obeys (title, C1 control, bell), what reorders text, a lone surrogate, a carriage return.
 FOREIGN = "a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
@@ -15,7 +14,7 @@ SAFE = r"a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
 EVERY_ERROR = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.CoreLMError)]
 
 
-@pytest.mark.parametrize("kind", EVERY_ERROR, ids=lambda kind: kind.__name__)
+@each("kind", EVERY_ERROR)
 def test_the_message_of_an_error_cannot_drive_a_terminal(kind):
     error = kind(FOREIGN)
     assert str(error) == SAFE and error.args == (FOREIGN,)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import corelm
+from helpers.cases import each
 from helpers.extras import missing_for
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
@@ -76,7 +77,7 @@ def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(corelm, "no_such_name")
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         *("corelm.spec", "corelm.support", "corelm.containers", "corelm.kl", "corelm.batching"),

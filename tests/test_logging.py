@@ -21,6 +21,7 @@ from corelm.backend.call_log import place
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError, EngineError, brief
 from helpers.batching_fakes import wait_until
+from helpers.cases import each
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for top in ("core", "plugins") for path in (ROOT / top).rglob("*.py") if "/testing/" not in str(path)]
@@ -152,7 +153,7 @@ def test_secrets_in_a_url_are_left_out() -> None:
     assert place("org/model?not-a-url") == "org/model?not-a-url"
 
 
-@pytest.mark.parametrize("text", ["a\nb", "x" * 10_000, "\x1b[31m" * 500, "x" * 300, ""])
+@each("text", ["a\nb", "x" * 10_000, "\x1b[31m" * 500, "x" * 300, ""])
 def test_brief_is_one_printable_line_of_bounded_length(text: str) -> None:
     assert brief(text).isprintable() and len(brief(text)) <= 300
     assert brief("x" * 300) == "x" * 300

@@ -11,6 +11,7 @@ import torch
 
 from corelm import validate
 from corelm.errors import InvalidRequestError
+from helpers.cases import each
 
 #: True, as Python, NumPy and torch have it.
 TRUTHS = (True, np.True_, torch.tensor(True))
@@ -23,12 +24,12 @@ def refused(check: Any, *arguments: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("given", [2, 2.0, np.float32(2), torch.tensor(2.0), torch.tensor([2])])
+@each("given", [2, 2.0, np.float32(2), torch.tensor(2.0), torch.tensor([2])])
 def test_a_number_may_be_an_int_a_float_or_a_tensor_of_one(given: Any):
     assert validate.number("size", given) == 2.0 and type(validate.number("size", given)) is float
 
 
-@pytest.mark.parametrize("given", [math.nan, math.inf, *TRUTHS, "2", None, 10**400, torch.ones(2), [2]])
+@each("given", [math.nan, math.inf, *TRUTHS, "2", None, 10**400, torch.ones(2), [2]])
 def test_anything_else_is_not_a_number(given: Any):
     assert refused(validate.number, given).startswith("size: expected a finite number, got ")
 
@@ -42,12 +43,12 @@ def test_a_message_names_the_range_of_a_number():
     assert validate.number("size", 1, 0, 1, above=True) == 1.0
 
 
-@pytest.mark.parametrize("given", [3, 3.0, np.int64(3), torch.tensor(3)])
+@each("given", [3, 3.0, np.int64(3), torch.tensor(3)])
 def test_a_count_is_a_whole_number(given: Any):
     assert validate.count("size", given, 3) == 3 and type(validate.count("size", given)) is int
 
 
-@pytest.mark.parametrize("given", [2.5, *TRUTHS, "3", None, math.nan, math.inf, torch.ones(2), [3]])
+@each("given", [2.5, *TRUTHS, "3", None, math.nan, math.inf, torch.ones(2), [3]])
 def test_anything_else_is_not_a_count(given: Any):
     assert refused(validate.count, given).startswith("size: expected a whole number of at least 0, got ")
 
@@ -120,6 +121,6 @@ def test_the_nearest_known_name_is_suggested():
     assert validate.nearest("topk", known) == "top_k"
 
 
-@pytest.mark.parametrize(("name", "meant"), [("half", "float16"), ("float", "float32"), ("double", "float64")])
+@each("name, meant", [("half", "float16"), ("float", "float32"), ("double", "float64")])
 def test_torchs_own_short_names_of_dtypes_are_dtypes(name, meant):
     assert validate.dtype(name) is validate.dtype(f"torch.{name}") is getattr(torch, meant)

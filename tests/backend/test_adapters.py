@@ -18,6 +18,8 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.kl import RetrieveKL
 from corelm.spec import GenerateRequest, WeightsStateRequest, WeightUpdate
 from helpers.adapter_toys import ADD, CONFIG, OTHER, TABLE, AdapterToy, true_scores
+from helpers.cases import each
+from helpers.refusals import refused
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
 
@@ -73,9 +75,9 @@ def test_an_adapter_is_replaced_by_loading_it_again(backend: Backend, toy: Adapt
     assert toy.asked[-2].adapter_config == CONFIG
     backend.unload_adapter("one")
     assert backend.adapters == {}
-    with pytest.raises(InvalidRequestError, match="there is no 'one'"):
+    with refused(InvalidRequestError, field="adapter"):
         backend.score_logprobs(ROWS, adapter="one")
-    with pytest.raises(InvalidRequestError, match="there is no 'one'"):
+    with refused(InvalidRequestError, field="adapter"):
         backend.unload_adapter("one")
     with pytest.raises(InvalidRequestError, match=r"config: .*config="):
         backend.load_adapter("one", {"added": OTHER})
@@ -91,7 +93,7 @@ def test_new_base_weights_change_the_label_of_an_adapter_and_not_its_version(bac
 
 def test_what_is_refused_changes_nothing(backend: Backend) -> None:
     load(backend, "one")
-    with pytest.raises(InvalidRequestError, match="another shape"):
+    with refused(InvalidRequestError, field="state_dict"):
         backend.load_adapter("one", {"added": torch.zeros(2)}, version="wrong")
     assert backend.adapters == {"one": "1"}
     assert_scores(backend, "one", ADD, "0+one@1")
@@ -115,7 +117,7 @@ class Wrapping(AdapterToy):
         return ToyBackend.weights_state(self, request), len(self.added)
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("disk full"), InvalidRequestError("too large", field="weights")])
+@each("fault", [RuntimeError("disk full"), InvalidRequestError("too large", field="weights")])
 def test_a_failed_load_leaves_the_label_of_the_base_weights(fault: Exception) -> None:
     toy = Wrapping.of_table()
     with Backend.from_plugin(toy, "toy") as backend:
@@ -138,9 +140,8 @@ def test_weights_that_their_owner_changes_have_another_label_with_an_adapter_too
 
 @pytest.mark.parametrize("adapter", ["", " ", "a@b", "a+b", "a/b", "a\nb", True, 3, ["one"]])
 def test_what_is_no_name_is_refused(backend: Backend, adapter: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="expected") as caught:
+    with refused(InvalidRequestError, field="adapter"):
         backend.score_logprobs(ROWS, adapter=adapter)
-    assert caught.value.field == "adapter"
     with pytest.raises(InvalidRequestError):
         LLMPolicy(backend, adapter=adapter)
 
@@ -150,9 +151,9 @@ def test_what_is_no_adapter_is_refused(backend: Backend, tmp_path: Path) -> None
         with pytest.raises(InvalidRequestError) as caught:
             backend.load_adapter("one", weights)  # type: ignore[arg-type]
         assert caught.value.field == field
-    with pytest.raises(InvalidRequestError, match="leave it out"):
+    with refused(InvalidRequestError, field="config"):
         backend.load_adapter("one", tmp_path, config=CONFIG)
-    with pytest.raises(InvalidRequestError, match="expected a LoraConfig"):
+    with refused(InvalidRequestError, field="config"):
         backend.load_adapter("one", {"added": ADD}, config=3)
 
 
@@ -160,9 +161,8 @@ def test_an_engine_without_adapters_refuses_them() -> None:
     with Backend.from_plugin(ToyBackend.open(), "toy") as backend:
         for adapter in ("one", False):
             for call in (backend.generate, backend.score_logprobs):
-                with pytest.raises(CapabilityError, match="leave out adapter=") as caught:
+                with refused(CapabilityError, capability="adapters"):
                     call(ROWS, adapter=adapter)
-                assert caught.value.capability == "adapters"
         with pytest.raises(CapabilityError):
             load(backend, "one")
         with pytest.raises(CapabilityError):

@@ -16,6 +16,7 @@ from corelm import Backend, Ragged, hookimpl
 from corelm.backend.encoding import Encoder
 from corelm.errors import EngineError
 from corelm.spec.records import TokenizeRequest, TokenizeResult
+from helpers.cases import each
 from helpers.fakes import Fake
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
@@ -210,8 +211,8 @@ def test_a_plugin_may_reuse_the_buffers_of_its_tokens():
     assert first.ids.tolist() == [[1, 2], [3]] and first.offsets.tolist() == [[0, 1], [1, 2], [0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("bend", "says"),
+@each(
+    "bend, says",
     [
         (lambda offsets: offsets[:-1], r"offsets are torch.int64\[2, 2\], expected torch.int64\[3, 2\]"),
         (lambda offsets: offsets.float(), r"offsets are torch.float32\[3, 2\]"),

@@ -8,6 +8,7 @@ import pytest
 
 from corelm import Backend, DynamicBatcher
 from helpers.batching_fakes import SEEDED, GatedEngine, all_capabilities, lone_answer
+from helpers.cases import each
 from helpers.interrupts import interrupt_everywhere
 
 
@@ -28,9 +29,9 @@ CALLS = {
 
 # An interrupt in the finalizer of a generator is dropped, as CPython does with a real one.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("concurrent", [False, True], ids=["one-call-at-a-time", "concurrent"])
-@pytest.mark.parametrize("batched", [False, True], ids=["plain", "batched"])
-@pytest.mark.parametrize("call", CALLS)
+@each("concurrent", [False, True])
+@each("batched", [False, True])
+@each("call", CALLS)
 def test_other_threads_are_served_after_an_interrupt(call, batched, concurrent):
     backend = Backend.from_plugin(Engine(**all_capabilities(concurrent_calls=concurrent)), "gated")
     if batched:

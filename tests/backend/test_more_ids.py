@@ -11,6 +11,7 @@ from corelm import Ragged, TokenSets, get_backend, hookimpl
 from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.batching.merging import ask_together, sharing_key
 from corelm.tensors.modes import CallerModes
+from helpers.cases import each
 
 PROMPTS = [[72, 101], [108]]
 STARTS = [2, 1]
@@ -73,8 +74,8 @@ def test_an_empty_set_is_the_whole_vocabulary(backend):
     assert (plain.support, scores.support) == ("full", "truncated")
 
 
-@pytest.mark.parametrize(
-    ("sampling", "kept"),
+@each(
+    "sampling, kept",
     [({"temperature": 0.0}, lambda ids: [[[token] for token in row] for row in ids]), ({}, lambda ids: [[[]] * 3])],
 )
 def test_core_knows_the_support_of_greedy_and_of_untruncated_answers(backend, sampling, kept):
@@ -144,7 +145,7 @@ def test_an_asynchronous_stream_has_them_as_well(backend, answers):
     assert lists(asyncio.run(read())) == lists(answers)
 
 
-@pytest.mark.parametrize("sampling", [CUT, {**CUT, "temperature": 0.0, "top_k": None}, {**CUT, "top_k": None}])
+@each("sampling", [CUT, {**CUT, "temperature": 0.0, "top_k": None}, {**CUT, "top_k": None}])
 def test_skipped_prompts_have_no_sets_and_move_no_others(backend, sampling):
     whole = backend.generate(PROMPTS, {**sampling, "num_samples": 2}, **ASKED)
     stream = backend.stream([PROMPTS[0], [9999], PROMPTS[1]], {**sampling, "num_samples": 2}, on_error="skip", **ASKED)
@@ -192,7 +193,7 @@ def test_a_call_that_is_repeated_and_wrapped_keeps_everything(answers):
         assert flaky.failed == {"generate", "score_logprobs"}
 
 
-@pytest.mark.parametrize(
+@each(
     "prepare",
     [
         lambda engine, row: prepare_generation(
@@ -211,8 +212,8 @@ def test_calls_that_share_a_batch_keep_their_own_ids(backend, prepare):
     assert sharing_key(calls[0], modes) == sharing_key(calls[1], modes) is not None
     for row, together in enumerate(ask_together(calls, None)):
         alone = prepare(backend.engine, row).run()
-        for each in fields(alone):
-            one, other = getattr(together, each.name), getattr(alone, each.name)
+        for one in fields(alone):
+            one, other = getattr(together, one.name), getattr(alone, one.name)
             assert getattr(one, "tolist", lambda one=one: one)() == getattr(other, "tolist", lambda o=other: o)()
 
 

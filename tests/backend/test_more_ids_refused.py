@@ -10,6 +10,8 @@ from corelm import Backend, Ragged, TokenSets, get_backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.testing.bad_results import ResultChanger
 from helpers.capable_plugins import Reshaping
+from helpers.cases import each
+from helpers.refusals import refused
 
 PROMPTS = [[72, 101], [108]]
 CUT = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 6, "seed": 1, "ignore_eos": True}
@@ -22,8 +24,8 @@ def backend():
         yield backend
 
 
-@pytest.mark.parametrize(
-    ("support", "rows", "says"),
+@each(
+    "support, rows, says",
     [
         ([[[2], [3]], [[7], [6]]], (1,), "row 1: support, position 1: the set lacks the token 5 that is at this"),
         ([[[2], [3]], [[5], [6, 6]]], (1,), "row 1: support, position 2: the set has an id twice"),
@@ -60,8 +62,8 @@ def test_a_row_with_a_wrong_support_is_skipped(backend):
     assert "lacks the token 5" in scores.errors[1] and not scores.errors[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
+@each(
+    "given, field",
     [
         ({"top_k": 10**6}, "top_k"),
         ({"top_k": -1}, "top_k"),
@@ -80,8 +82,8 @@ def test_wrong_numbers_and_names_of_ids_are_refused(backend, given, field):
     assert error.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@each(
+    "given, says",
     [
         ([[[1], [2], [3]]] * 2, "or for each row a tensor [time, k], of ids in int64; row 0 is [[1], [2], [3]]"),
         (torch.zeros(2, 3, 1, dtype=torch.int32), "of ids in int64; row 0 is torch.int32[3, 1]"),
@@ -94,36 +96,35 @@ def test_ids_that_are_no_tensors_are_refused_with_what_to_give(backend, given, s
     assert error.value.field == "top_ids" and says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "says"),
+@each(
+    "given, error, field",
     [
-        ({"top_logprobs": 2, "logprobs": "none"}, InvalidRequestError, "give logprobs="),
-        ({"top_logprobs": 10**6}, InvalidRequestError, "at most"),
+        ({"top_logprobs": 2, "logprobs": "none"}, InvalidRequestError, "top_logprobs"),
+        ({"top_logprobs": 10**6}, InvalidRequestError, "top_logprobs"),
         ({"return_support": "yes"}, InvalidRequestError, "return_support"),
         (
             {"sampling": {"min_new_tokens": 2}, "return_support": True},
             InvalidRequestError,
-            "give top_k, top_p or min_p",
+            "return_support",
         ),
     ],
 )
-def test_wrong_requests_for_ids_of_answers_are_refused(backend, given, error, says):
-    with pytest.raises(error, match=says):
+def test_wrong_requests_for_ids_of_answers_are_refused(backend, given, error, field):
+    with refused(error, field=field):
         backend.generate(PROMPTS, **{"sampling": CUT, **given})
 
 
 def test_kept_ids_are_refused_where_core_does_not_know_the_distribution():
     sampling = {**CUT, "engine_kwargs": {"logit_bias": {"7": 5.0}}}
     with Backend.from_plugin(Reshaping.open(), "toy") as backend:
-        with pytest.raises(InvalidRequestError, match="leave out engine_kwargs") as error:
+        with refused(InvalidRequestError, field="return_support"):
             backend.generate(PROMPTS, sampling, return_support=True)
-        assert error.value.field == "return_support"
         greedy = backend.generate(PROMPTS, {**sampling, "temperature": 0.0}, return_support=True)
     assert greedy.kept_ids.flat.tolist() == greedy.ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("capability", "call"),
+@each(
+    "capability, call",
     [
         ("return_support", lambda b: b.generate(PROMPTS, CUT, return_support=True)),
         ("top_logprobs", lambda b: b.generate(PROMPTS, CUT, top_logprobs=1)),
@@ -135,9 +136,8 @@ def test_kept_ids_are_refused_where_core_does_not_know_the_distribution():
 def test_an_engine_that_cannot_is_not_asked(backend, capability, call):
     plugin = backend.engine.plugin.__class__.open()
     plugin.capabilities = replace(plugin.capabilities, **{capability: type(getattr(plugin.capabilities, capability))()})
-    with Backend.from_plugin(plugin, "toy") as modest, pytest.raises(CapabilityError, match="leave out") as error:
+    with Backend.from_plugin(plugin, "toy") as modest, refused(CapabilityError, capability=capability):
         call(modest)
-    assert error.value.capability == capability
 
 
 def other(rows: Ragged, index: int, value: float) -> Ragged:
@@ -150,8 +150,8 @@ def first_set(ids):
     return lambda b: replace(b, kept_ids=TokenSets.from_list([[ids(r), *r[1:]] for r in b.kept_ids.tolist()]))
 
 
-@pytest.mark.parametrize(
-    ("bend", "says"),
+@each(
+    "bend, says",
     [
         (lambda b: replace(b, kept_ids=None), "no kept_ids"),
         (first_set(lambda row: []), "row 0, position 0: the set is empty"),
@@ -178,8 +178,8 @@ def test_a_wrong_result_of_generate_is_refused(bend, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("bend", "says"),
+@each(
+    "bend, says",
     [
         (lambda b: replace(b, support="truncated"), "reports support"),
         (lambda b: replace(b, top_ids=None), "returned not all of top_ids"),

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from corelm import Backend, DynamicBatcher
+from helpers.cases import each
 from helpers.fakes import Fake
 
 #: The parent has a call in the engine and one in the queue, and forks once for each part. Each child does its part.
@@ -102,7 +103,7 @@ batcher.close()
 """
 
 
-@pytest.mark.parametrize("capabilities", ["", ", concurrent_calls=True, abort=True"], ids=["one", "concurrent"])
+@each("capabilities", ["", ", concurrent_calls=True, abort=True"])
 def test_a_fork_is_refused_or_ends_and_leaves_the_parents_requests_alone(capabilities):
     path = ":".join(path for path in sys.path if path)
     done = subprocess.run(
@@ -115,8 +116,8 @@ def test_a_fork_is_refused_or_ends_and_leaves_the_parents_requests_alone(capabil
     assert done.returncode == 0 and done.stdout.startswith("[[["), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("make", [lambda backend: backend, DynamicBatcher], ids=["backend", "batcher"])
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@each("make", [lambda backend: backend, DynamicBatcher])
+@each("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_open_engine_is_not_copied(make, copied):
     with pytest.raises(TypeError, match="cannot be copied or pickled; call get_backend in the process that needs it"):
         copied(make(Backend.from_plugin(Fake(), "fake")))

@@ -6,7 +6,9 @@ import pytest
 
 from corelm import DynamicBatcher
 from corelm.errors import EngineError, InvalidRequestError, spelled_out
+from helpers.cases import each
 from helpers.fakes import SHORT, fake
+from helpers.refusals import refused
 
 
 def refuses(*rows, error=InvalidRequestError):
@@ -19,9 +21,9 @@ def refuses(*rows, error=InvalidRequestError):
     return bend
 
 
-@pytest.mark.parametrize("error", [InvalidRequestError, EngineError])
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("batched", [False, True])
+@each("error", [InvalidRequestError, EngineError])
+@each("native", [False, True])
+@each("batched", [False, True])
 def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, native, error):
     rows = (1,) if native else (4, 5, 6, 7)
     backend = fake(refuses(*rows, error=error), native_samples=native)
@@ -32,10 +34,10 @@ def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, 
 
 def test_rows_that_a_plugin_refuses_are_counted_among_the_skipped_ones():
     backend = fake(refuses(1))
-    with pytest.raises(InvalidRequestError, match=r"^prompts: row 2: number 1$") as refused:
+    with refused(InvalidRequestError, rows=(2,)) as refused:
         backend.generate([[1], [99], [3]], SHORT, on_error="skip")
     assert refused.value.problems == {2: "number 1"}
-    with pytest.raises(InvalidRequestError, match=r"^prompts: row 3: number 1$") as refused:
+    with refused(InvalidRequestError, rows=(3,)) as refused:
         backend.score_logprobs([[], [1, 2], [99], [3, 4]], on_error="skip")
     assert refused.value.problems == {3: "number 1"}
     out = backend.generate([[99], [99]], SHORT, on_error="skip")
@@ -49,7 +51,7 @@ def test_an_error_that_a_plugin_raises_again_and_again_is_renumbered_each_time()
         raise error
 
     for _ in range(2):
-        with pytest.raises(InvalidRequestError, match=r"^max_new_tokens: row 2: too many$"):
+        with refused(InvalidRequestError, rows=(2,)):
             fake(bend).generate([[99], [1], [3]], SHORT, on_error="skip")
     assert error.problems == {1: "too many"}
 

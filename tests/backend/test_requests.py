@@ -8,11 +8,13 @@ import corelm
 from corelm import Backend, Ragged
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from helpers.cases import each
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
+from helpers.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ("prompts", "rows", "says"),
+@each(
+    "prompts, rows, says",
     [
         ([[1], [VOCAB]], (1,), f"row 1: id {VOCAB} at position 0 is outside the vocabulary of {VOCAB}"),
         ([[1, -1], [1]], (0,), "row 0: id -1 at position 1"),
@@ -27,15 +29,14 @@ from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 )
 def test_all_bad_prompts_are_reported_and_nothing_runs(prompts, rows, says):
     backend = fake()
-    with pytest.raises(InvalidRequestError, match="prompts") as error:
+    with refused(InvalidRequestError, field="prompts", rows=rows) as error:
         backend.generate(prompts, SHORT)
-    assert error.value.rows == rows and error.value.field == "prompts"
     assert says in str(error.value)
     assert sent(backend) == []
 
 
-@pytest.mark.parametrize(
-    ("length", "sampling", "says"),
+@each(
+    "length, sampling, says",
     [
         (
             3,
@@ -58,7 +59,7 @@ def test_a_prompt_without_room_for_its_answer_is_told_what_to_change(length, sam
 
 
 def test_a_sequence_too_long_to_score_does_not_hear_of_max_new_tokens():
-    with pytest.raises(InvalidRequestError, match="row 0: 13 tokens do not fit the context of 12; shorten it"):
+    with refused(InvalidRequestError, field="sequences", rows=(0,)):
         fake().score_logprobs([[1] * 13])
 
 
@@ -69,8 +70,8 @@ def hand_made(values, lengths) -> Ragged:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("ids", "says"),
+@each(
+    "ids, says",
     [
         (lambda: torch.ones(1, 2, dtype=torch.int64, device="meta"), "meta device"),
         (lambda: torch.ones(1, 2, dtype=torch.int64).to_sparse(), "a sparse_coo tensor"),
@@ -90,36 +91,36 @@ def test_ids_that_cannot_be_read_are_refused(ids, says):
         assert error.value.field == field
 
 
-@pytest.mark.parametrize("given", [torch.ones(1, dtype=torch.int64, device="meta"), torch.ones(1).long().to_sparse()])
+@each("given", [torch.ones(1, dtype=torch.int64, device="meta"), torch.ones(1).long().to_sparse()])
 def test_seeds_and_positions_that_cannot_be_read_are_refused(given):
-    with pytest.raises(InvalidRequestError, match="seeds: expected 1 integers, got a"):
+    with refused(InvalidRequestError, field="seeds"):
         fake().generate([[1]], SHORT, seeds=given)
-    with pytest.raises(InvalidRequestError, match="score_from: expected 1 integers, got a"):
+    with refused(InvalidRequestError, field="score_from"):
         fake().score_logprobs([[1, 3]], score_from=given)
 
 
 def test_ids_too_large_for_int64_are_refused():
-    with pytest.raises(InvalidRequestError, match="int64"):
+    with refused(InvalidRequestError, field="prompts", rows=(0,)):
         fake().generate([[2**70]], SHORT)
 
 
-@pytest.mark.parametrize(
-    "ids", [torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)]
-)
+@each("ids", [torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)])
 def test_a_tensor_of_another_dtype_or_shape_is_refused(ids):
-    with pytest.raises(InvalidRequestError, match="prompts"):
+    with refused(InvalidRequestError, field="prompts"):
         fake().generate(ids, SHORT)
 
 
 def test_the_message_lists_a_few_rows_and_the_error_holds_all():
-    with pytest.raises(InvalidRequestError, match="and 95 more rows") as error:
+    with refused(
+        InvalidRequestError,
+        field="prompts",
+        rows=tuple(range(100)),
+    ) as error:
         fake().generate([[]] * 100, SHORT)
     assert error.value.rows == tuple(range(100))
 
 
-@pytest.mark.parametrize(
-    "prompts", [[[1, 3], [4]], [torch.tensor([1, 3]), torch.tensor([4])], Ragged.from_list([[1, 3], [4]])]
-)
+@each("prompts", [[[1, 3], [4]], [torch.tensor([1, 3]), torch.tensor([4])], Ragged.from_list([[1, 3], [4]])])
 def test_prompts_may_be_lists_tensors_or_ragged(prompts):
     out = fake().generate(prompts, SHORT)
     assert out.ids.tolist() == [[3, 3], [4, 4]]
@@ -129,11 +130,11 @@ def test_the_context_may_be_filled_but_not_exceeded():
     backend = fake()
     assert len(backend.generate([[1] * (CONTEXT - 2)], SHORT).ids) == 1
     assert len(backend.generate([[1] * (CONTEXT - 1)], {"max_new_tokens": None}).ids) == 1
-    with pytest.raises(InvalidRequestError, match="12 tokens"):
+    with refused(InvalidRequestError, field="prompts", rows=(0,)):
         backend.generate([[1] * CONTEXT], {"max_new_tokens": None})
     # A scored row may be exactly as long as the context.
     assert len(backend.score_logprobs([[1] * CONTEXT]).logprobs) == 1
-    with pytest.raises(InvalidRequestError, match="13 tokens"):
+    with refused(InvalidRequestError, field="sequences", rows=(0,)):
         backend.score_logprobs([[1] * (CONTEXT + 1)])
 
 
@@ -141,16 +142,16 @@ def test_a_parameter_the_engine_does_not_honour_is_refused():
     with pytest.raises(CapabilityError, match=r"does not honour top_k=3; it honours: stop, temperature") as error:
         fake().generate([[1]], {"top_k": 3, **SHORT})
     assert error.value.capability == "top_k"
-    with pytest.raises(InvalidRequestError, match=r"takes 0.0 to 2.0, got 2.5"):
+    with refused(InvalidRequestError, field="temperature"):
         fake().generate([[1]], {"temperature": 2.5, **SHORT}, logprobs="none")
-    with pytest.raises(InvalidRequestError, match="stop_token_ids: 99"):
+    with refused(InvalidRequestError, field="stop_token_ids"):
         fake().generate([[1]], {"stop_token_ids": [99], **SHORT})
-    with pytest.raises(CapabilityError, match="lacks per_answer_seeds"):
+    with refused(CapabilityError, capability="per_answer_seeds"):
         fake(per_answer_seeds=False).generate([[1]], {"seed": 1, **SHORT})
     assert fake(per_answer_seeds=False).generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}])
+@each("sampling", [{}, {"temperature": 0}])
 def test_seeds_that_are_free_are_always_sent(sampling):
     backend = fake()
     for seed in (1, 1, 2):
@@ -172,7 +173,7 @@ def test_seeds_that_are_costly_are_sent_only_if_the_caller_gave_some():
     backend.generate([[1], [3]], SHORT, seeds=[4, 5])
     assert sent(backend)[2].seeds.tolist() == answer_seeds(7, range(2)).tolist()
     assert sent(backend)[3].seeds.tolist() == [4, 5]
-    with pytest.raises(InvalidRequestError, match="seeds"):
+    with refused(InvalidRequestError, field="seeds"):
         backend.generate([[1], [3]], SHORT, seeds=[4])
 
 
@@ -180,15 +181,15 @@ def test_another_mode_is_used_only_if_it_gives_the_same_numbers():
     backend = fake()
     assert backend.generate([[1]], SHORT, logprobs="processed").mode == "processed"
     for other in ({"temperature": 0.5}, {"temperature": 0}):
-        with pytest.raises(CapabilityError, match="returns no processed log-probs"):
+        with refused(CapabilityError, capability="generation_modes"):
             backend.generate([[1]], {**SHORT, **other}, logprobs="processed")
     beams = fake(sampling={"num_beams": None}, generation_modes=frozenset({"raw"}))
-    with pytest.raises(CapabilityError, match="beam"):
+    with refused(CapabilityError, capability="num_beams"):
         beams.generate([[1]], {**SHORT, "num_beams": 2})
 
 
-@pytest.mark.parametrize(
-    ("options", "capability"),
+@each(
+    "options, capability",
     [
         ({"temperature": 0.5}, "score_temperature"),
         ({"return_logits": True}, "logits"),
@@ -201,9 +202,9 @@ def test_scoring_options_need_capabilities(options, capability):
     assert error.value.capability == capability
 
 
-@pytest.mark.parametrize("temperature", [0, -1, float("nan"), "1"])
+@each("temperature", [0, -1, float("nan"), "1"])
 def test_scoring_needs_a_positive_temperature(temperature):
-    with pytest.raises(InvalidRequestError, match="temperature"):
+    with refused(InvalidRequestError, field="temperature"):
         fake(score_temperature=True).score_logprobs([[1, 2]], temperature=temperature)
 
 
@@ -246,8 +247,8 @@ def test_without_a_seed_torchs_generator_decides_the_answers():
     assert first == second != third
 
 
-@pytest.mark.parametrize(
-    ("call", "field"),
+@each(
+    "call, field",
     [
         (lambda b: b.generate(None), "prompts"),
         (lambda b: b.generate(5), "prompts"),
@@ -282,7 +283,7 @@ def test_an_argument_of_another_kind_is_refused_with_its_name(call, field):
     assert error.value.field == field
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@each("layout", [torch.jagged, torch.strided])
 def test_ids_may_be_a_nested_tensor(layout):
     rows = [torch.tensor([1, 3]), torch.tensor([4])]
     assert fake().generate(torch.nested.nested_tensor(rows, layout=layout), SHORT).ids.tolist() == [[3, 3], [4, 4]]
@@ -347,6 +348,6 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one():
 
 
 def test_a_failed_open_reports_its_cause(tmp_path):
-    with pytest.raises(EngineError, match=r"'toy' \(corelm-toy-backend .*FileNotFoundError") as error:
+    with pytest.raises(EngineError) as error:
         corelm.get_backend("toy", tmp_path / "nothing")
     assert isinstance(error.value.__cause__, FileNotFoundError) and error.value.usable is False

@@ -8,7 +8,9 @@ from tensordict import TensorDict
 
 from corelm import Backend, LLMPolicy, Ragged
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from helpers.cases import each
 from helpers.fakes import EOS, SHORT, VOCAB, Fake, fake, sent
+from helpers.refusals import refused
 
 
 def rows(*lists, dtype=torch.int64) -> Ragged:
@@ -29,8 +31,8 @@ def changed_lengths(given: Ragged) -> Ragged:
     return made
 
 
-@pytest.mark.parametrize(
-    ("bend", "says"),
+@each(
+    "bend, says",
     [
         (lambda b: None, "returned None"),
         (lambda b: replace(b, ids=rows([1, 1])), "1 rows for 2 answers"),
@@ -107,8 +109,8 @@ def test_a_bad_generation_is_an_engine_error(bend, says):
     assert says in str(error.value) and error.value.usable
 
 
-@pytest.mark.parametrize(
-    ("bend", "says"),
+@each(
+    "bend, says",
     [
         (lambda b: None, "returned None"),
         (lambda b: replace(b, logprobs=rows([0.0, -1.0], dtype=torch.float32)), "differ in length"),
@@ -134,8 +136,8 @@ def test_a_bad_score_is_an_engine_error(bend, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("logits", "says"),
+@each(
+    "logits, says",
     [
         (lambda: torch.full((5, VOCAB), float("nan")), "row 0, position 0: the logits hold nan or inf"),
         (
@@ -152,7 +154,7 @@ def test_bad_logits_are_an_engine_error(logits, says):
     def bend(batch):
         return replace(batch, logits=hand_made(logits(), torch.tensor([2, 3])))
 
-    with pytest.raises(EngineError, match="hook score_logprobs") as error:
+    with pytest.raises(EngineError) as error:
         fake(bend, logits=True).score_logprobs([[1, 3], [3, 4, 5]], return_logits=True)
     assert says in str(error.value)
 
@@ -170,7 +172,7 @@ def test_whatever_a_result_holds_the_error_is_an_engine_error():
             raise RuntimeError("this tuple has no length")
 
     backend = fake(lambda b: replace(b, finish_reasons=Lies(("length", "length"))))
-    with pytest.raises(EngineError, match="a result that cannot be read: RuntimeError: this tuple has no"):
+    with pytest.raises(EngineError):
         backend.generate([[1], [3]], SHORT)
 
 
@@ -186,14 +188,14 @@ def test_an_answer_may_stop_at_a_stop_id_or_a_stop_string():
     for ids in ([3, EOS], [3, 7], [3, 4, 5], [4, 5, 3]):
         assert ending(ids).generate([[1]], stops).ids.tolist() == [ids]
     for ids, more in (([3, 4], {}), ([3, EOS], {"ignore_eos": True})):
-        with pytest.raises(EngineError, match="row 0: finish reason 'stop', but the answer ends with id"):
+        with pytest.raises(EngineError):
             ending(ids).generate([[1]], {**stops, **more})
 
 
 def test_an_answer_whose_text_is_the_engines_own_may_stop_at_a_string_that_its_ids_do_not_show():
     stops = {"max_new_tokens": 4, "stop": ["end"]}
     assert ending([3, 4], texts=("3 the end",)).generate([[1]], stops).finish_reasons == ("stop",)
-    with pytest.raises(EngineError, match="neither a stop id nor a stop string"):
+    with pytest.raises(EngineError):
         ending([3, 4], texts=("3 the end",)).generate([[1]], {"max_new_tokens": 4})
 
 
@@ -203,7 +205,7 @@ def test_an_aborted_answer_may_end_anywhere():
 
 def test_an_answer_without_a_limit_that_ends_for_its_length_fills_the_context():
     assert ending([3] * 11, "length").generate([[1]], {"max_new_tokens": None}).ids.lengths.tolist() == [11]
-    with pytest.raises(EngineError, match="'length' after 3 tokens, but the limit is 11"):
+    with pytest.raises(EngineError):
         ending([3] * 3, "length").generate([[1]], {"max_new_tokens": None})
 
 
@@ -245,7 +247,7 @@ def test_a_log_prob_may_exceed_zero_only_by_rounding():
 
     most = torch.tensor(2.0**-10)
     assert answering(float(most)).generate([[1], [3]], SHORT).logprobs.values[0] == most
-    with pytest.raises(EngineError, match="row 0, position 0"):
+    with pytest.raises(EngineError):
         answering(float(most.nextafter(torch.tensor(1.0)))).generate([[1], [3]], SHORT)
 
 
@@ -259,17 +261,17 @@ def test_rows_with_modified_lengths_are_validated_again():
     assert engine.requests[0].prompts.tolist() == [[3, 4, 5], [6, 7]]
     assert engine.requests[0].prompts.offsets.tolist() == [0, 3, 5]
     lengths[0] = 9
-    with pytest.raises(InvalidRequestError, match="prompts: lengths add up to 11"):
+    with refused(InvalidRequestError, field="prompts"):
         Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
 
 
 def test_mode_and_support_must_agree_with_the_request():
     bend = lambda b: replace(b, temperature=0.5)  # noqa: E731
-    with pytest.raises(EngineError, match="mode 'raw', expected 'processed'"):
+    with pytest.raises(EngineError):
         fake(bend, score_temperature=True).score_logprobs([[1, 3]], temperature=0.5)
     bend = lambda b: replace(b, mode="processed", temperature=1.0)  # noqa: E731
     honours = {"sampling": {"top_k": None}, "generation_modes": frozenset({"processed"})}
-    with pytest.raises(EngineError, match="reports full support, but truncation"):
+    with pytest.raises(EngineError):
         fake(bend, **honours).generate([[1]], {"top_k": 2, **SHORT}, logprobs="processed")
 
 
@@ -278,7 +280,7 @@ def test_an_inference_tensor_is_refused():
         with torch.inference_mode():
             return replace(batch, logprobs=Ragged(batch.logprobs.values.clone(), batch.logprobs.lengths))
 
-    with pytest.raises(EngineError, match="inference tensor"):
+    with pytest.raises(EngineError):
         fake(bend).generate([[1]], SHORT)
 
 
@@ -291,7 +293,7 @@ def test_an_exception_in_a_hook_becomes_an_engine_error_and_leaves_the_backend_u
         return batch
 
     backend = fake(bend)
-    with pytest.raises(EngineError, match="ValueError: out of luck") as error:
+    with pytest.raises(EngineError) as error:
         backend.generate([[1]], SHORT)
     assert isinstance(error.value.__cause__, ValueError)
     assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]
@@ -303,13 +305,13 @@ def test_an_answer_that_failed_is_reported_or_skipped():
         return replace(batch, finish_reasons=failed, errors=("", "the engine said no", ""))
 
     backend = fake(bend)
-    with pytest.raises(EngineError, match="row 1: the engine said no") as error:
+    with refused(EngineError, rows=(1,)) as error:
         backend.generate([[1], [3], [4]], SHORT)
-    assert error.value.problems == {1: "the engine said no"} and error.value.rows == (1,)
+    assert error.value.problems == {1: "the engine said no"}
     batch = backend.generate([[1], [3], [4]], SHORT, on_error="skip")
     assert batch.errors == ("", "the engine said no", "") and batch.finish_reasons == ("length", "error", "length")
     silent = fake(lambda b: replace(b, finish_reasons=("error",) * len(b.ids)))
-    with pytest.raises(EngineError, match="row 0: failed, and the engine gave no reason"):
+    with refused(EngineError, rows=(0,)):
         silent.generate([[1]], {"num_samples": 2, **SHORT})
 
 
@@ -324,7 +326,7 @@ def test_a_sequence_that_failed_is_reported_or_skipped():
             errors=("", "the engine said no"),
         )
 
-    with pytest.raises(EngineError, match="row 1: the engine said no"):
+    with refused(EngineError, rows=(1,)):
         fake(bend).score_logprobs([[1, 3], [3, 4]])
     assert fake(bend).score_logprobs([[1, 3], [3, 4]], on_error="skip").errors == ("", "the engine said no")
 
@@ -332,8 +334,8 @@ def test_a_sequence_that_failed_is_reported_or_skipped():
 SCALED = {"generation_modes": frozenset({"scaled"}), "sampling": {"temperature": None, "top_k": None, "min_p": None}}
 
 
-@pytest.mark.parametrize(
-    ("mode", "sampling", "served"),
+@each(
+    "mode, sampling, served",
     [
         ("raw", {}, True),
         ("raw", {"temperature": 0.0}, True),

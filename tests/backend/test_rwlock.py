@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from corelm.backend.rwlock import ReadersWriterLock
+from helpers.cases import each
 from helpers.interrupts import interrupt_everywhere
 
 
@@ -151,7 +152,7 @@ def test_an_exception_releases_the_lock():
     hold(lock, "exclusive", timeout=1.0)
 
 
-@pytest.mark.parametrize("how", ["exclusive", "shared"])
+@each("how", ["exclusive", "shared"])
 def test_an_interrupt_at_any_point_releases_the_lock(how):
     lock, points = ReadersWriterLock(), []
     with ThreadPoolExecutor(1) as other:

@@ -21,8 +21,10 @@ from corelm.errors import (
 )
 from corelm.spec import TokenChunk
 from helpers.batching_fakes import LONG, POISON, wait_until
+from helpers.cases import each
 from helpers.fakes import fake
 from helpers.interrupts import interrupt_everywhere
+from helpers.refusals import refused
 from helpers.streaming_fakes import Dripping, dripping, engine_of
 
 FOUR = {"max_new_tokens": 4, "ignore_eos": True}
@@ -99,9 +101,9 @@ def test_an_engines_own_texts_are_streamed():
 def test_a_stream_has_no_result_before_its_end():
     with dripping().stream([[3]], FOUR) as stream:
         next(stream)
-        with pytest.raises(InvalidRequestError, match="read it to its end"):
+        with refused(InvalidRequestError, field="result"):
             _ = stream.result
-    with pytest.raises(InvalidRequestError, match="read it to its end"):
+    with refused(InvalidRequestError, field="result"):
         _ = stream.result
 
 
@@ -124,7 +126,7 @@ def test_a_bad_request_is_refused_when_the_stream_is_made():
         dripping().stream([[3]], {"top_k": 5})
 
 
-@pytest.mark.parametrize(
+@each(
     "bend, message",
     [
         (lambda chunk: replace(chunk, ids=[7]), "row 0: handed 4 tokens to on_tokens that are not the 4 it returned"),
@@ -165,9 +167,9 @@ def test_a_listener_that_fails_does_not_reach_the_engine():
         heard.append(chunk)
         raise KeyError("mine")
 
-    with pytest.raises(InvalidRequestError, match="on_tokens: it raised KeyError") as caught:
+    with refused(InvalidRequestError, field="on_tokens") as caught:
         backend.submit_generate([[3]], FOUR, on_tokens=listener).result(LONG)
-    assert isinstance(caught.value.__cause__, KeyError) and caught.value.field == "on_tokens"
+    assert isinstance(caught.value.__cause__, KeyError)
     assert len(heard) == 1 and engine.taken == 4
 
 
@@ -183,7 +185,7 @@ def test_an_error_after_some_chunks_is_raised_and_not_retried():
     backend = Backend.from_plugin(engine, "dripping", retry=3)
     stream = backend.stream([[POISON]], FOUR)
     assert next(stream).ids == (POISON,)
-    with pytest.raises(EngineError, match="poisoned"):
+    with pytest.raises(EngineError):
         next(stream)
     assert len(engine.calls) == 1 and list(stream) == []
 
@@ -192,7 +194,7 @@ def test_an_error_before_the_first_chunk_is_retried():
     engine = Dripping()
     engine.fails_after = 0
     backend = Backend.from_plugin(engine, "dripping", retry=3)
-    with pytest.raises(EngineError, match="poisoned"):
+    with pytest.raises(EngineError):
         list(backend.stream([[POISON]], FOUR))
     assert len(engine.calls) == 3
 
@@ -296,7 +298,7 @@ def test_a_bad_request_is_refused_when_an_asynchronous_stream_is_read():
         async for _ in dripping().astream([[99]], FOUR):
             pass
 
-    with pytest.raises(InvalidRequestError, match="row 0"):
+    with refused(InvalidRequestError, field="prompts", rows=(0,)):
         asyncio.run(read())
 
 

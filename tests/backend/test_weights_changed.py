@@ -15,7 +15,9 @@ from corelm.backend.weights import Weights
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightsStateRequest
 from helpers.batching_fakes import SEEDED, GatedEngine, hold_one, ids, open_batcher, wait_until
+from helpers.cases import each
 from helpers.fakes import SHORT, Fake, fake, sent
+from helpers.refusals import refused
 
 
 class Watched(Fake):
@@ -33,7 +35,7 @@ def watched(**capabilities: Any) -> tuple[Watched, Backend]:
     return engine, Backend.from_plugin(engine, "watched")
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@each("batched", [False, True])
 def test_a_model_trained_in_place_gets_a_new_version(batched):
     opened = corelm.get_backend("toy")
     with DynamicBatcher(opened) if batched else opened as backend:
@@ -125,7 +127,7 @@ def test_the_owner_says_that_the_weights_have_changed():
     assert request.by_owner and request.version == "1" and request.drain
     assert backend.weights_changed(version="step-9") == "step-9" == backend.weight_version
     assert backend.generate([[3]], SHORT).weight_versions == ("step-9",)
-    with pytest.raises(InvalidRequestError, match="version: expected a str, got 3"):
+    with refused(InvalidRequestError, field="version"):
         backend.weights_changed(3)
 
 
@@ -146,7 +148,7 @@ def test_an_announced_change_that_was_also_noticed_counts_once():
     assert backend.generate([[3]], SHORT).weight_versions == ("1",)
 
 
-@pytest.mark.parametrize("update_weights", [False, True])
+@each("update_weights", [False, True])
 def test_the_owner_waits_for_the_calls_before(update_weights):
     engine = GatedEngine(permits=0, update_weights=update_weights)
     with open_batcher(engine) as batcher, ThreadPoolExecutor(2) as pool:

@@ -20,6 +20,7 @@ from helpers.batching_fakes import (
     open_batcher,
     rows_of,
 )
+from helpers.cases import each
 from helpers.fakes import SHORT
 
 
@@ -80,8 +81,8 @@ def test_skipped_rows_are_put_back_and_a_failed_row_affects_only_its_request():
     assert len(engine.calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "calls"),
+@each(
+    "error, calls",
     [
         (EngineError("gone", usable=False), 1),
         (BackendTimeoutError("slow"), 1),

@@ -16,6 +16,7 @@ from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import BackendTimeoutError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.batching_fakes import LONG, wait_until
+from helpers.cases import each
 
 CUT = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 4, "seed": 1, "ignore_eos": True}
 ASKED: dict[str, Any] = {"logprobs": "processed", "return_support": True, "top_logprobs": 3}
@@ -115,7 +116,7 @@ def test_scores_over_different_sets_share_a_call_and_a_skipped_row_moves_none(al
     assert engine.sizes[1:] == [3]
 
 
-@pytest.mark.parametrize("samples", [None, 2])
+@each("samples", [None, 2])
 def test_answers_aborted_in_the_queue_have_empty_sets(samples: int | None) -> None:
     with gated() as (_, batcher):
         sampling = {**CUT, "num_samples": samples}

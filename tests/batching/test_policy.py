@@ -16,7 +16,9 @@ from corelm import Backend, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
 from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, join_threads, lone_answer, wait_until
+from helpers.cases import each
 from helpers.fakes import SHORT
+from helpers.refusals import refused
 
 QUESTIONS = ["Where is the cat?", "Is the tea hot?", "Who sings in the tree?", "When is it dark?"]
 
@@ -103,9 +105,9 @@ def test_policies_made_by_replace_share_the_batcher():
     assert plain.backend is policy.backend.backend and plain.get_batching_state() is None
     plain.cleanup_batching()
     policy.close()
-    for each in (policy, other, plain):
+    for one in (policy, other, plain):
         with pytest.raises(BackendClosedError):
-            each(tokens([3]))
+            one(tokens([3]))
 
 
 def test_an_illegal_batching_argument_is_refused_by_name_before_a_backend_is_opened():
@@ -125,9 +127,8 @@ def test_a_batcher_passed_as_the_backend_keeps_its_limits():
         options = {"input_mode": "tokens", "sampling_params": SHORT}
         for policy in (LLMPolicy(batcher, **options), LLMPolicy(batcher, batching=True, **options)):
             assert policy.backend is batcher and policy.get_batching_state().queued == 0
-        with pytest.raises(InvalidRequestError, match="already has a batcher") as error:
+        with refused(InvalidRequestError, field="batching"):
             LLMPolicy(batcher, batching=Limits(max_batch_size=3), **options)
-        assert error.value.field == "batching"
 
 
 def test_cleanup_without_flush_fails_waiting_calls_and_finishes_running_ones():
@@ -173,7 +174,7 @@ def test_tasks_share_calls_and_one_thread_serves_them_all():
     policy.close()
 
 
-@pytest.mark.parametrize("batching", [True, False])
+@each("batching", [True, False])
 def test_sixty_four_tasks_enter_an_engine_with_concurrent_calls_at_once(batching):
     engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
     policy = gated_policy(engine, batching=batching)

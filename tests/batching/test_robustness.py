@@ -28,9 +28,10 @@ from helpers.batching_fakes import (
     open_batcher,
     wait_until,
 )
+from helpers.cases import each
 
 
-@pytest.mark.parametrize("endless", [1e10, float(sys.maxsize)])
+@each("endless", [1e10, float(sys.maxsize)])
 def test_an_endless_timeout_does_not_end_the_timeouts_of_others(endless):
     engine = GatedEngine(permits=0)
     with open_batcher(engine) as batcher:
@@ -120,7 +121,7 @@ def test_a_callback_that_exits_does_not_end_the_timeouts_of_others():
             assert isinstance(future.exception(LONG), BackendTimeoutError)
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@each("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_an_engine_that_raises_no_exception_fails_the_request_at_fault_only(error):
     engine = GatedEngine(permits=0, error=error)
     with open_batcher(engine) as batcher:

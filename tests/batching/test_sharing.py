@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import pytest
 import torch
 
 from corelm import Backend
@@ -25,7 +24,9 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
+from helpers.cases import each
 from helpers.fakes import SHORT
+from helpers.refusals import refused
 
 # Sharing -------------------------------------------------------------------------------------------------------------
 
@@ -56,9 +57,8 @@ def test_samples_stay_with_their_prompt():
     assert len(engine.calls) == 2
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"temperature": 0.5}, {"max_new_tokens": 3}, {"stop": "7"}, {"stop_token_ids": [9]}, {"ignore_eos": True}],
+@each(
+    "other", [{"temperature": 0.5}, {"max_new_tokens": 3}, {"stop": "7"}, {"stop_token_ids": [9]}, {"ignore_eos": True}]
 )
 def test_requests_with_different_parameters_do_not_share_a_call(other):
     engine = GatedEngine(permits=0)
@@ -155,7 +155,7 @@ def test_a_batcher_can_be_used_like_its_backend():
         batch = batcher.generate([[1]], SHORT)
         assert batcher.provenance(batch).backend == "gated" and batcher.health() and batcher.pad_id == 0
         assert batcher.generate([], SHORT).finish_reasons == ()
-        with pytest.raises(InvalidRequestError, match="not batched"):
+        with refused(InvalidRequestError, field="backend"):
             DynamicBatcher(batcher)
     assert batcher.closed and batcher.backend.closed and not batcher.health()
 

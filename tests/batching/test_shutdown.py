@@ -33,6 +33,7 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
+from helpers.cases import each
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -246,8 +247,8 @@ waiting.start()
 """
 
 
-@pytest.mark.parametrize(
-    ("permits", "end", "status"),
+@each(
+    "permits, end, status",
     [("None", "", 0), ("None", "raise SystemExit(3)", 3), ("0", "engine.free()", 0), ("None", "1 / 0", 1)],
 )
 def test_a_batcher_does_not_keep_the_interpreter_from_exiting(permits, end, status):

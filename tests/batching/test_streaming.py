@@ -84,7 +84,7 @@ def test_a_failure_before_the_first_chunk_leaves_the_bad_request_alone():
         bad = shared.batcher.stream([[POISON]], FOUR)
         shared.go()
         assert by_row(list(reader)) == {0: [(4,)] * 4}
-        with pytest.raises(EngineError, match="poisoned"):
+        with pytest.raises(EngineError):
             list(bad)
 
 

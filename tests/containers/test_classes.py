@@ -16,6 +16,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
+from helpers.cases import each
 from helpers.four_rows import (
     CHATS,
     HOT,
@@ -28,6 +29,7 @@ from helpers.four_rows import (
     both_layouts,
     plain,
 )
+from helpers.refusals import refused
 
 Operation = Callable[[TensorDict], TensorDictBase]
 
@@ -196,10 +198,10 @@ def test_rows_keep_their_own_provenance(join: Callable[[Any, Any], TensorDictBas
 def test_a_tuple_of_provenances_is_one_per_row(pad_output: bool, tmp_path: Path) -> None:
     td = batch((2, 2), pad_output, (HOT, RAW, RAW, RAW))
     td.memmap(tmp_path)
-    for each in (td, TensorDict.load_memmap(tmp_path, allow_pickle=False)):
-        assert each["log_probs"].provenance == (HOT, RAW)
-        assert each[0, 0]["log_probs"].provenance == HOT
-        assert each[1]["log_probs"].provenance == RAW
+    for one in (td, TensorDict.load_memmap(tmp_path, allow_pickle=False)):
+        assert one["log_probs"].provenance == (HOT, RAW)
+        assert one[0, 0]["log_probs"].provenance == HOT
+        assert one[1]["log_probs"].provenance == RAW
 
 
 @both_layouts
@@ -210,12 +212,12 @@ def test_replacing_a_row_changes_only_that_row(pad_output: bool) -> None:
     assert plain(td["tokens"].response) == (RIGHT if pad_output else RESPONSES)
 
 
-@pytest.mark.parametrize("order", [(False, True), (True, False)])
+@each("order", [(False, True), (True, False)])
 def test_a_stack_of_both_layouts_is_detected(order: tuple[bool, bool]) -> None:
     # Row 1 has three response tokens, and its padded row has three columns: the shape does not tell the layout.
     td = lazy_stack([batch((4,), pad_output)[1] for pad_output in order])
     for read in (lambda: td["tokens"].response, lambda: td["tokens"].padded, lambda: td["log_probs"].full):
-        with pytest.raises(InvalidRequestError, match="some rows are padded and others are not"):
+        with refused(InvalidRequestError, field="padded"):
             read()
     assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11]] * 2
     assert ragged(td, ("log_probs", "prompt")).tolist() == [[-0.0]] * 2
@@ -229,7 +231,7 @@ def test_dense_rows_of_different_widths_are_detected() -> None:
         batch_size=[1],
     )
     td = lazy_stack([wide[1], narrow[0]])
-    with pytest.raises(InvalidRequestError, match="padded to different widths"):
+    with refused(InvalidRequestError, field="full"):
         td["tokens"].full  # noqa: B018
     assert td["tokens"].padded is True
     assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11], [6]]
@@ -257,9 +259,9 @@ def test_rows_are_set_from_lists_and_ragged() -> None:
     td["tokens"].set("full", Ragged.from_list([[1], [2, 3], [], [4]]))
     assert plain(td["tokens"].full) == [[1], [2, 3], [], [4]]
     assert [row.untyped_storage().nbytes() for row in td["tokens"].full] == [8, 16, 0, 8]
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected 4 tensors, one per row; got a list of 1"):
+    with refused(InvalidRequestError, field="full"):
         td["tokens"].full = [torch.tensor([1])]
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: expected one dense tensor"):
+    with refused(InvalidRequestError, field="full"):
         batch((4,), True)["tokens"].full = [torch.tensor([1])] * 4
 
 
@@ -307,11 +309,10 @@ def test_ragged_reports_missing_fields_and_masks() -> None:
             match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*; its keys: ",
         ):
             ragged(td, key)
-    with pytest.raises(InvalidRequestError, match="needs the attention mask of its rows") as error:
+    with refused(InvalidRequestError, field="masks"):
         ragged(td.exclude("masks"), ("tokens", "full"))
-    assert error.value.field == "masks"
     td["masks"] = Masks(all_attention_mask=torch.ones(4, 5, dtype=torch.bool), batch_size=[4])
-    with pytest.raises(InvalidRequestError, match=r"of shape \(4, 6\) needs .* holds a mask of shape \(4, 5\)"):
+    with refused(InvalidRequestError, field="masks"):
         ragged(td, ("tokens", "full"))
     assert ragged(batch().exclude("masks"), ("tokens", "response")).tolist() == RESPONSES
 
@@ -324,12 +325,11 @@ def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
 
 
 def test_the_constructor_refuses_a_list_of_rows() -> None:
-    with pytest.raises(InvalidRequestError, match=r"Tokens.full: the constructor takes.*from_rows") as error:
+    with refused(InvalidRequestError, field="full"):
         Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
-    assert error.value.field == "full"
 
 
-@pytest.mark.parametrize("batch", [[2], []], ids=["batch", "no batch"])
+@each("batch", [[2], []])
 def test_ragged_reads_rows_padded_to_different_widths_from_a_tensordict_of_any_batch(batch):
     held = {
         "tokens": lazy_stack([Tokens(full=torch.tensor(row)) for row in ([0, 5], [6, 7, 8])]),

@@ -14,6 +14,8 @@ from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
+from helpers.cases import each
+from helpers.refusals import refused
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 RESPONSES = [[7], [8, 9, 2], []]
@@ -117,8 +119,8 @@ def test_ids_survive(name, pad, tmp_path):
     assert read(do(rollout(pad), tmp_path)) == expected(rows)
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3)])
+@each("pad", [False, True])
+@each("shape", [(3,), (3, 1), (1, 3)])
 def test_ids_in_every_batch_shape(pad, shape):
     assert read(rollout(pad, shape)) == expected()
 
@@ -147,7 +149,7 @@ def test_dense_batches_of_other_widths_are_collated():
     assert read(corelm.collate([*narrow, *td])) == expected([0, 0, 1, 2])
 
 
-@pytest.mark.parametrize("pad", [False, True])
+@each("pad", [False, True])
 def test_rows_with_different_numbers_of_most_probable_ids_are_refused(pad):
     one = {
         "top_ids": flat([[ids[:1] for ids in row] for row in TOP_IDS], torch.int64),
@@ -155,9 +157,9 @@ def test_rows_with_different_numbers_of_most_probable_ids_are_refused(pad):
     }
     both = [rollout(pad)[0], rollout(pad, **one)[1]]
     for name in ("top_ids", "top_log_probs"):
-        with pytest.raises(InvalidRequestError, match=r"top.*: row 1 has \[1\] values a token, and row 0 has \[2\]"):
+        with refused(InvalidRequestError, rows=(1,)):
             corelm.ragged(lazy_stack(both), ("log_probs", name))
-    with pytest.raises(InvalidRequestError, match="row 1 has"):
+    with refused(InvalidRequestError, field="('log_probs', 'top_ids')", rows=(1,)):
         corelm.collate(both, pad_output=pad)
 
 
@@ -183,16 +185,16 @@ def test_what_was_not_scored_has_no_ids():
         assert corelm.ragged(td, ("log_probs", name)).tolist() == [[-1.0 * n for n in row] for row in counts]
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-@pytest.mark.parametrize(
-    ("row", "position", "count", "told"),
+@each("pad", [False, True])
+@each(
+    "row, position, count",
     [
-        (1, 2, 4, "the counts add up to 5, but kept_ids holds 4 ids"),
-        (0, 3, 1, "the counts add up to 1, but kept_ids holds 2 ids"),
-        (1, 2, -1, "position 2: the count is -1"),
+        (1, 2, 4),
+        (0, 3, 1),
+        (1, 2, -1),
     ],
 )
-def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, position, count, told):
+def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, position, count):
     td = rollout(pad)
     counts = td["log_probs"][row].kept_counts.clone()
     mask = td["masks"][row].all_attention_mask
@@ -201,9 +203,9 @@ def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, posit
         td["log_probs"].kept_counts[row] = counts
     else:
         td["log_probs"][row].set("kept_counts", counts)
-    with pytest.raises(InvalidRequestError, match=told) as caught:
+    with refused(InvalidRequestError, field="log_probs.kept_counts") as caught:
         token_sets(td)
-    assert caught.value.rows == (row,) and caught.value.field == "log_probs.kept_counts"
+    assert caught.value.rows == (row,)
 
 
 def test_fields_that_are_absent_cost_no_keys():
@@ -211,11 +213,11 @@ def test_fields_that_are_absent_cost_no_keys():
     assert set(td["log_probs"].keys()) == {"prompt", "response", "full", "scored_mask", "provenance"}
     with pytest.raises(MissingKeyError, match="return_support=True"):
         token_sets(td)
-    with pytest.raises(MissingKeyError, match="expected a LogProbs"):
+    with refused(MissingKeyError, field="ref_log_probs"):
         token_sets(td, "ref_log_probs")
 
 
-@pytest.mark.parametrize("name", ["kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass"])
+@each("name", ["kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass"])
 def test_a_request_with_ids_of_other_lengths(name):
     short = {
         "kept_ids": TokenSets.from_list([SETS[0], SETS[1][:-1], SETS[2]]),
@@ -224,9 +226,8 @@ def test_a_request_with_ids_of_other_lengths(name):
         "top_logprobs": flat([TOP[0], TOP[1][:-1], TOP[2]], torch.float32),
         "tail_log_mass": flat([TAIL[0], TAIL[1][:-1], TAIL[2]], torch.float32),
     }
-    with pytest.raises(InvalidRequestError, match=f"{name}: row 1 is 3 tokens long") as caught:
+    with refused(InvalidRequestError, field=name, rows=(1,)):
         rollout(**{name: short[name]})
-    assert caught.value.rows == (1,)
 
 
 def test_gradients_reach_the_most_probable_ids():
@@ -264,28 +265,28 @@ def test_from_rows():
     assert read(TensorDict(log_probs=again, batch_size=[3])) == expected()
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
+@each(
+    "changes, field",
     [
-        ({"kept_ids": [[7]] * 3}, "need kept_counts"),
-        ({"kept_ids": None, "kept_counts": [[1]]}, "need kept_counts"),
-        ({"kept_ids": [[7, 9], [8], []], "kept_counts": [[0, 0, 0, 2], [0, 1, 3, 0], [0, 0]]}, "row 1: has 1 ids"),
-        ({"kept_ids": TokenSets.from_list([SETS[0], SETS[1][:2], SETS[2]])}, "row 1: has 2 values"),
-        ({"top_ids": [TOP_IDS[0], TOP_IDS[1], [[1], [2]]]}, "row 2: has 1 values a token, but another row has 2"),
-        ({"top_ids": [TOP_IDS[0], TOP_IDS[1][:1], TOP_IDS[2]]}, "row 1: has 1 values"),
-        ({"top_ids": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2]]}, "two dimensions|different|expected"),
-        ({"top_ids": TOP}, "expected token ids"),
+        ({"kept_ids": [[7]] * 3}, "kept_ids"),
+        ({"kept_ids": None, "kept_counts": [[1]]}, "kept_ids"),
+        ({"kept_ids": [[7, 9], [8], []], "kept_counts": [[0, 0, 0, 2], [0, 1, 3, 0], [0, 0]]}, "kept_ids"),
+        ({"kept_ids": TokenSets.from_list([SETS[0], SETS[1][:2], SETS[2]])}, "kept_counts"),
+        ({"top_ids": [TOP_IDS[0], TOP_IDS[1], [[1], [2]]]}, "top_ids"),
+        ({"top_ids": [TOP_IDS[0], TOP_IDS[1][:1], TOP_IDS[2]]}, "top_ids"),
+        ({"top_ids": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2]]}, "top_ids"),
+        ({"top_ids": TOP}, "top_ids"),
     ],
 )
-def test_from_rows_refuses(changes, what):
-    with pytest.raises(InvalidRequestError, match=what):
+def test_from_rows_refuses(changes, field):
+    with refused(InvalidRequestError, field=field):
         by_hand(**changes)
 
 
 # What is shown -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+@each("pad", [False, True])
 def test_what_is_printed(pad):
     td = rollout(pad)
     for text in (repr(td["log_probs"]), str(corelm.summary(td)), corelm.summary(td)._repr_html_()):
@@ -295,7 +296,7 @@ def test_what_is_printed(pad):
     assert "support: kept ids, none was cut" in repr(whole["log_probs"])
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+@each("pad", [False, True])
 def test_records(pad):
     first, second, third = corelm.to_records(rollout(pad))
     assert first["kept_ids"] == [[7, 9]] and third["kept_ids"] == third["top_ids"] == []
@@ -337,7 +338,7 @@ def turn(prompt: list[int], response: list[int], first: int, k: int = 1, **chang
     )
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+@each("pad", [False, True])
 def test_merged_turns_keep_their_own_ids(pad):
     merged = corelm.merge_turns([turn([1, 2], [3], 10), turn([1, 2, 3, 4], [5, 6], 20)], pad_output=pad)
     assert read(merged) == {
@@ -351,7 +352,7 @@ def test_merged_turns_keep_their_own_ids(pad):
 
 def test_turns_that_do_not_merge():
     later = [1, 2, 3, 4], [5, 6], 20
-    with pytest.raises(MissingKeyError, match=r"only some turns have log_probs\.kept_ids"):
+    with refused(MissingKeyError, field="log_probs.kept_ids"):
         corelm.merge_turns([turn([1, 2], [3], 10), turn(*later, kept_ids=None)])
-    with pytest.raises(InvalidRequestError, match="different numbers of ids"):
+    with refused(InvalidRequestError, field="log_probs.top_ids"):
         corelm.merge_turns([turn([1, 2], [3], 10, k=2), turn(*later)])

@@ -10,6 +10,8 @@ from corelm import Ragged
 from corelm.errors import InvalidRequestError
 from corelm.kl import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.estimators import ESTIMATORS, MAX_K3, MAX_LOG_RATIO
+from helpers.cases import each
+from helpers.refusals import refused
 
 V = 6
 NAMES = list(ESTIMATORS)
@@ -105,7 +107,7 @@ def test_in_the_reward_k3_subtracts_the_gradient_of_the_reverse_divergence(seed,
     torch.testing.assert_close(in_reward("k3", gen, ref), slope(closed_form(gen, ref), gen) - other_way)
 
 
-@pytest.mark.parametrize("name", sorted(UNBIASED_VALUE))
+@each("name", sorted(UNBIASED_VALUE))
 def test_the_mean_over_sampled_tokens_converges_to_the_divergence(name):
     gen, ref = pair(1, 0.5)
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +143,7 @@ def test_straight_through_has_the_exact_value_and_the_gradient_of_k2():
             assert torch.equal(slope(straight(gen, ref).sum(), gen), slope(k2(gen, ref).sum(), gen))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_autograd_agrees_with_finite_differences(name):
     gen, ref = logits(0, shape=(3,)).requires_grad_(), logits(1, shape=(3,)).requires_grad_()
     mask = torch.arange(18).reshape(3, V) % 4 != 0
@@ -149,8 +151,8 @@ def test_autograd_agrees_with_finite_differences(name):
         assert gradcheck(lambda a, b: ESTIMATORS[name](a, b, mask), (gen, ref))
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
-@pytest.mark.parametrize("name", NAMES)
+@each("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
+@each("name", NAMES)
 def test_masked_positions_affect_neither_value_nor_gradient(name, poison):
     mask = torch.tensor([True, False, True, False])
     clean = torch.tensor([-1.0, 0.0, -2.0, 0.0])
@@ -167,8 +169,8 @@ def test_masked_positions_affect_neither_value_nor_gradient(name, poison):
             assert grad is None or (bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0), (2, 3), (2, 3, 4)])
+@each("name", NAMES)
+@each("shape", [(), (0,), (5,), (2, 0), (2, 3), (2, 3, 4)])
 def test_shapes_are_kept_and_precision_is_at_least_float32(name, shape):
     for dtype, made in (
         (torch.bfloat16, torch.float32),
@@ -202,15 +204,15 @@ def test_extremes_stay_finite_in_value_and_gradient():
 
 def test_shapes_that_do_not_fit_are_refused_and_not_broadcast():
     for name in NAMES:
-        with pytest.raises(InvalidRequestError, match="must have one shape"):
+        with refused(InvalidRequestError, field="ref"):
             ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(3), None)
-        with pytest.raises(InvalidRequestError, match=r"expected bool\[2, 3\], got torch.bool\[3\]"):
+        with refused(InvalidRequestError, field="mask"):
             ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
-        with pytest.raises(InvalidRequestError, match="expected bool"):
+        with refused(InvalidRequestError, field="mask"):
             ESTIMATORS[name](torch.zeros(2), torch.zeros(2), torch.ones(2))
-    with pytest.raises(InvalidRequestError, match="one vocabulary"):
+    with refused(InvalidRequestError, field="ref_logits"):
         exact(torch.zeros(2, 3), torch.zeros(2, 4))
-    with pytest.raises(InvalidRequestError, match="at least 1"):
+    with refused(InvalidRequestError, field="k"):
         top_k(torch.zeros(2, 3), torch.zeros(2, 3), k=0)
 
 
@@ -283,7 +285,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("how", EXPECTED)
+@each("how", EXPECTED)
 def test_dense_and_ragged_aggregates_match_numbers_by_hand(how):
     assert float(aggregate(VALUES, MASK, how)) == pytest.approx(EXPECTED[how])
     # No token of the third sequence counts, so the sequence is left out.
@@ -296,7 +298,7 @@ def test_dense_and_ragged_aggregates_match_numbers_by_hand(how):
     assert float(batched) == pytest.approx(EXPECTED[how] * (2 if how == "token-sum" else 1))
 
 
-@pytest.mark.parametrize("how", EXPECTED)
+@each("how", EXPECTED)
 def test_an_aggregate_without_tokens_is_zero_with_a_gradient_of_zero(how):
     for shape in ((3, 4), (0, 4), (3, 0)):
         values = torch.full(shape, torch.nan, requires_grad=True)
@@ -308,7 +310,7 @@ def test_an_aggregate_without_tokens_is_zero_with_a_gradient_of_zero(how):
             assert not bool(slope(value, values).any())
 
 
-@pytest.mark.parametrize("how", EXPECTED)
+@each("how", EXPECTED)
 def test_masked_values_do_not_affect_an_aggregate(how):
     poisoned = torch.where(MASK, VALUES, torch.nan).requires_grad_()
     value = aggregate(poisoned, MASK, how)
@@ -325,11 +327,11 @@ def test_without_a_mask_everything_counts():
 
 
 def test_aggregate_refuses_invalid_arguments():
-    with pytest.raises(InvalidRequestError, match="'token-mean', 'seq-mean-token-sum'"):
+    with refused(InvalidRequestError, field="how"):
         aggregate(VALUES, MASK, "mean")
     rows = Ragged(VALUES.flatten(), torch.tensor([12]))
     for values, mask in ((rows, MASK), (VALUES, rows), (rows, Ragged(MASK.flatten(), torch.tensor([4, 8])))):
-        with pytest.raises(InvalidRequestError, match="mask"):
+        with refused(InvalidRequestError, field="mask"):
             aggregate(values, mask)
-    with pytest.raises(InvalidRequestError, match=r"expected a tensor or a Ragged, got list; corelm.ragged"):
+    with refused(InvalidRequestError, field="values"):
         aggregate(list(VALUES), MASK)

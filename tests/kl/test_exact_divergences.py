@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corelm.errors import InvalidRequestError
 from corelm.kl import OutputHead, TopLogProbs, exact_divergence, top_k_divergence
 from corelm.kl.exact_divergences import _CPU_TILE
+from helpers.cases import each
+from helpers.refusals import refused
 
 KINDS = ("forward_kl", "reverse_kl", "js")
 #: More positions and ids than a tile has, and no multiples of it.
@@ -60,9 +62,9 @@ def assert_near(found, wanted, share):
     assert float((found - wanted).detach().abs().max()) <= share * float(wanted.detach().abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("head", [{}, {"bias": False, "scale": 1.0}, {"cap": 3.0, "bias": False}], ids=str)
+@each("kind", KINDS)
+@each("dtype, share", [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+@each("head", [{}, {"bias": False, "scale": 1.0}, {"cap": 3.0, "bias": False}])
 def test_values_and_gradients_are_those_of_two_tables(kind, dtype, share, head):
     given = sides(POSITIONS, VOCAB, dtype, **head)
     found = exact_divergence(*given, kind, beta=0.3, temperature=1.7)
@@ -75,8 +77,8 @@ def test_values_and_gradients_are_those_of_two_tables(kind, dtype, share, head):
         assert_near(one, other, share)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cap", [None, 2.0])
+@each("kind", KINDS)
+@each("cap", [None, 2.0])
 def test_the_gradient_is_that_of_finite_differences(kind, cap):
     teacher, teacher_head, hidden, head = sides(3, 9, cap=cap)
 
@@ -87,7 +89,7 @@ def test_the_gradient_is_that_of_finite_differences(kind, cap):
     assert gradcheck(of, (hidden, head.weight, head.bias))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_it_is_what_top_k_gives_when_k_covers_the_vocabulary(kind):
     given = sides(5, 12)
     log_probs = [logits_of(*given[at : at + 2]).detach().log_softmax(-1) for at in (0, 2)]
@@ -111,7 +113,7 @@ def test_no_gradient_reaches_the_teacher_and_each_of_the_students_is_made_alone(
         assert not exact_divergence(teacher, teacher_head, hidden, head).requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_masked_positions_affect_nothing(kind):
     teacher, teacher_head, hidden, head = sides(6, 12)
     mask = torch.tensor([[True, False, True], [False, True, True]])
@@ -156,7 +158,7 @@ def test_ids_that_both_exclude_add_nothing_and_nan_is_passed_on(kind):
         ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_short_floats_and_autocast(kind):
     teacher, teacher_head, hidden, head = sides(20, 300, torch.bfloat16)
     wanted = plainly(teacher.double(), in_double(teacher_head), hidden.double(), in_double(head), kind)
@@ -201,7 +203,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_no_tensor_is_larger_than_a_tile_or_the_gradient_of_the_head(kind):
     given = sides(POSITIONS, VOCAB, torch.float32, bias=False)
     given[3].weight.requires_grad_(False)
@@ -216,29 +218,27 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient_of_the_head(kind):
 T, TH, S, SH = sides(3, 9)
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "message"),
+@each(
+    "given, field",
     [
-        ((T, OutputHead(TH.weight[:8]), S, SH), "teacher_head", r"got 8 and 9 ids.*OutputHead\(weight\[:8\]\)"),
-        ((T[:2], TH, S, SH), "teacher_hidden", r"same positions; got shapes \(2, 7\) and \(3, 4\)"),
-        ((T, SH, S, SH), "teacher_head", "hidden states of 4; got states of 7"),
-        ((T, TH, S, OutputHead(SH.weight, SH.bias[:4])), "student_head", r"bias: expected \[9\], got \[4\]"),
+        ((T, OutputHead(TH.weight[:8]), S, SH), "teacher_head"),
+        ((T[:2], TH, S, SH), "teacher_hidden"),
+        ((T, SH, S, SH), "teacher_head"),
+        ((T, TH, S, OutputHead(SH.weight, SH.bias[:4])), "student_head"),
         (
             (T, TH, S, SH.weight),
             "student_head",
-            "expected an OutputHead, got Tensor",
         ),
-        ((T, TH, S, OutputHead(SH.weight[0])), "student_head", r"\[vocab, hidden\], got torch.float64\[4\]"),
-        ((T.long(), TH, S, SH), "teacher_hidden", "floats"),
-        ((T, TH, S[:, :0], SH), "student_hidden", "floats"),
-        ((T, TH, S, OutputHead(SH.weight, cap=0.0)), "student_head.cap", "above 0"),
-        ((T, TH, S, OutputHead(SH.weight, scale=math.nan)), "student_head.scale", "finite"),
+        ((T, TH, S, OutputHead(SH.weight[0])), "student_head"),
+        ((T.long(), TH, S, SH), "teacher_hidden"),
+        ((T, TH, S[:, :0], SH), "student_hidden"),
+        ((T, TH, S, OutputHead(SH.weight, cap=0.0)), "student_head.cap"),
+        ((T, TH, S, OutputHead(SH.weight, scale=math.nan)), "student_head.scale"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(given, field, message):
-    with pytest.raises(InvalidRequestError, match=message) as caught:
+def test_arguments_that_do_not_fit_are_refused(given, field):
+    with refused(InvalidRequestError, field=field):
         exact_divergence(*given)
-    assert caught.value.field == field
 
 
 def test_other_arguments_are_checked():

@@ -20,7 +20,9 @@ from corelm.kl import (
     RetrieveLogProb,
     mismatch_report,
 )
+from helpers.cases import each
 from helpers.kl_cases import rows_of
+from helpers.refusals import refused
 
 #: With seed 4 their answers are 6, 9 and 3 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so"]
@@ -54,8 +56,8 @@ def weight(ratio, how, low, high):
 BOUNDS = [(None, 2.0), (0.5, 2.0), (None, None), (0.5, None), (0.0, 1.0)]
 
 
-@pytest.mark.parametrize("how", ["truncate", "mask"])
-@pytest.mark.parametrize(("low", "high"), BOUNDS)
+@each("how", ["truncate", "mask"])
+@each("low, high", BOUNDS)
 def test_token_weights_are_the_ratios_within_their_bounds(how, low, high):
     td = dense()
     out = ImportanceCorrection("token", how, low, high)(td)
@@ -66,8 +68,8 @@ def test_token_weights_are_the_ratios_within_their_bounds(how, low, high):
     torch.testing.assert_close(out["importance_weights"], expected)
 
 
-@pytest.mark.parametrize("how", ["truncate", "mask"])
-@pytest.mark.parametrize(("low", "high"), BOUNDS)
+@each("how", ["truncate", "mask"])
+@each("low, high", BOUNDS)
 def test_sequence_weights_are_the_ratios_of_the_sums(how, low, high):
     out = ImportanceCorrection("sequence", how, low, high, weights_key=("off", "w"))(dense())
     expected = [weight(math.exp(sum(values)), how, low, high) for values in AWAY]
@@ -85,7 +87,7 @@ def test_weights_carry_no_gradient_and_extremes_stay_finite():
         assert bool(torch.isfinite(weights).all()) and float(weights.max()) > 1e6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_log_probs_are_compared_in_float32(dtype):
     td = dense()
     for name in ("log_probs", "train_log_probs"):
@@ -217,13 +219,10 @@ def test_invalid_arguments_and_inputs_are_refused():
     td = dense()
     td["log_probs"].full[1, 2] = float("-inf")
     for call in (ImportanceCorrection(), mismatch_report):
-        with pytest.raises(
-            InvalidRequestError, match=r"row 1: \('log_probs', 'full'\) is -inf at position 2"
-        ) as caught:
+        with refused(InvalidRequestError, field="log-probs", rows=(1,)):
             call(td)
-        assert caught.value.rows == (1,)
     assert "importance_weights" not in td.keys()
-    with pytest.raises(MissingKeyError, match="train_log_probs"):
+    with refused(MissingKeyError, field="('train_log_probs', 'full')"):
         mismatch_report(dense().exclude("train_log_probs"))
 
 

@@ -28,6 +28,8 @@ from corelm.kl import (
     top_k,
 )
 from corelm.kl.estimators import ESTIMATORS, MAX_K3
+from helpers.cases import each
+from helpers.refusals import refused
 
 NAN, INF = float("nan"), float("inf")
 POISONS = {"nan": NAN, "inf": INF, "-inf": -INF}
@@ -180,8 +182,8 @@ def test_a_number_that_is_not_finite_where_a_position_counts(case: str, poison: 
         assert gen.grad is not None and bool(gen.grad[BAD].isnan()), "a loss of NaN has no finite gradient"
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("case", TABLE)
+@each("poison", POISONS)
+@each("case", TABLE)
 def test_a_number_that_is_not_finite_where_a_position_does_not_count(case: str, poison: str) -> None:
     call, _ = TABLE[case]
     value, gen, ref = call(POISONS[poison], False)
@@ -194,32 +196,32 @@ def test_a_number_that_is_not_finite_where_a_position_does_not_count(case: str, 
         assert grad is None or (bool(torch.isfinite(grad).all()) and float(grad.flatten()[-1]) == 0.0)
 
 
-@pytest.mark.parametrize("poison", POISONS)
+@each("poison", POISONS)
 def test_a_reward_is_passed_on(poison: str) -> None:
     found = reward(batch("reward", POISONS[poison], True))
     torch.testing.assert_close(found, torch.tensor([0.0, POISONS[poison]]), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "what"),
+@each(
+    "make, field",
     [
-        (lambda gen, ref, mask: (gen - ref) * NAN, "the estimated KL is nan at position 0"),
-        (lambda gen, ref, mask: gen - ref + INF, "the estimated KL is inf at position 0"),
-        (lambda gen, ref, mask: [0.0], "expected one value per token, shape \\[4\\]; got list"),
+        (lambda gen, ref, mask: (gen - ref) * NAN, "kl_penalty"),
+        (lambda gen, ref, mask: gen - ref + INF, "kl_penalty"),
+        (lambda gen, ref, mask: [0.0], "estimator"),
     ],
 )
-def test_an_estimator_that_returns_something_else_than_numbers_is_refused(make: Any, what: str) -> None:
+def test_an_estimator_that_returns_something_else_than_numbers_is_refused(make: Any, field: str) -> None:
     td = batch("", 0.0, True)
-    with pytest.raises(InvalidRequestError, match=what):
+    with refused(InvalidRequestError, field=field):
         KLComputation(make)(td)
     assert "kl_penalty" not in td.keys() and td["reward"].tolist() == [0.0, 0.0]
 
 
 def test_a_penalty_that_overflows_is_refused() -> None:
     td = batch("gen", -1e30, True)
-    with pytest.raises(InvalidRequestError, match=r"row 1: the estimated KL is inf at position 1"):
+    with refused(InvalidRequestError, field="kl_penalty", rows=(1,)):
         KLComputation(k2)(td)
-    with pytest.raises(InvalidRequestError, match=r"row 1: 1e\+30 · KL is -inf at position 1"):
+    with refused(InvalidRequestError, field="reward", rows=(1,)):
         KLComputation("k1", 1e30)(td)
     assert "kl_penalty" not in td.keys() and td["reward"].tolist() == [0.0, 0.0]
 
@@ -255,7 +257,7 @@ def test_coefficients_bounds_and_measured_kls_are_finite(poison: float) -> None:
     assert ImportanceCorrection(high=INF).bounds.edges == (0.0, INF)
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: AdaptiveKLController(0.1, 6.0, 100).load_state_dict({"value": 0.0}),
@@ -299,5 +301,5 @@ def test_a_probability_that_rounds_to_zero_still_makes_the_kl_infinite() -> None
 def test_masks_of_floats_are_refused() -> None:
     td = batch("", 0.0, True)
     td["log_probs"].scored_mask = torch.full((2, 2), NAN)
-    with pytest.raises(InvalidRequestError, match="scored_mask"):
+    with refused(InvalidRequestError, field="scored_mask of ('log_probs', 'full')"):
         KLComputation(add_to_reward=False)(td)

@@ -24,6 +24,7 @@ from helpers.kl_cases import (
     rows_of,
     said,
 )
+from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
 
@@ -83,7 +84,7 @@ def test_mask_key_replaces_the_assistant_mask(gen, ref, pad):
         KLComputation(add_to_reward=False, mask_key="mine")(td)
         assert torch.equal(td["kl_penalty"] != 0, td["mine"] & td["log_probs"].scored_mask)
         td["mine"] = td["mine"].float()
-        with pytest.raises(InvalidRequestError, match=r"mine: expected bool, got torch.float32"):
+        with refused(InvalidRequestError, field="mine"):
             KLComputation(add_to_reward=False, mask_key="mine")(td)
 
 
@@ -106,7 +107,7 @@ def test_a_missing_assistant_mask_is_an_error_that_says_what_to_do(gen, ref):
         RetrieveKL(ref, add_to_reward=False)(scored)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(scored)
     del td["masks"]
-    with pytest.raises(MissingKeyError, match="has no 'masks'; it has:"):
+    with refused(MissingKeyError, field="masks"):
         RetrieveKL(ref, add_to_reward=False)(td)
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(td)
 

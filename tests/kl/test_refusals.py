@@ -8,7 +8,9 @@ import corelm
 from corelm import LogProbs, Masks, Ragged
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from helpers.cases import each
 from helpers.kl_cases import LAYOUTS, REF, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of, said
+from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
 
@@ -25,23 +27,20 @@ def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison,
         container.full[1, 0, at] = poison
     else:
         container.full[1][0][last] = poison
-    with pytest.raises(
-        InvalidRequestError, match=rf"row 2: \('{side}', 'full'\) is -?(nan|inf) at position {last}"
-    ) as e:
+    with refused(InvalidRequestError, field="log-probs", rows=(2,)):
         KLComputation(add_to_reward=False)(td)
-    assert e.value.rows == (2,)
 
 
-@pytest.mark.parametrize("module", [RetrieveKL, KLRewardTransform])
+@each("module", [RetrieveKL, KLRewardTransform])
 def test_modules_that_score_refuse_log_probs_that_are_not_finite(gen, ref, module):
     td = rollout(gen, pad=True)
     td["reward"] = torch.zeros(3)
     last = td["masks"].all_assistant_mask[1].nonzero()[-1, 0]
     td["log_probs"].full[1, last] = float("nan")
     options = {"add_to_reward": True} if module is RetrieveKL else {}
-    with pytest.raises(InvalidRequestError, match=r"row 1: \('log_probs', 'full'\) is nan at position") as caught:
+    with refused(InvalidRequestError, field="log-probs", rows=(1,)):
         module(ref, **options)(td)
-    assert caught.value.rows == (1,) and "kl_penalty" not in td.keys() and not bool(td["reward"].any())
+    assert "kl_penalty" not in td.keys() and not bool(td["reward"].any())
 
 
 @LAYOUTS
@@ -92,19 +91,19 @@ def test_layouts_that_differ_are_refused_by_row(gen, ref):
     longer = rollout(gen, seed=5, sampling_params={"max_new_tokens": 4, "ignore_eos": True})
     td["ref_log_probs"] = RetrieveLogProb(ref)(longer)["ref_log_probs"]
     differ = corelm.ragged(td, ("log_probs", "full")).lengths != corelm.ragged(td, ("ref_log_probs", "full")).lengths
-    with pytest.raises(InvalidRequestError, match=r"has \d+ tokens and \('ref_log_probs', 'full'\) \d+") as caught:
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(0, 1, 2)) as caught:
         KLComputation(add_to_reward=False)(td)
     assert caught.value.rows == tuple(differ.nonzero().flatten().tolist()) != ()
     td["ref_log_probs"] = RetrieveLogProb(ref)(dense.clone())["ref_log_probs"]
-    with pytest.raises(InvalidRequestError, match="different layouts: one row per sample and dense"):
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')"):
         KLComputation(add_to_reward=False)(td)
     td = RetrieveLogProb(ref)(dense.clone())
     td["ref_log_probs"] = LogProbs(full=td["ref_log_probs"].full[:, :-1], batch_size=3)
-    with pytest.raises(InvalidRequestError, match=r"expected shape \[3, \d+\], as wide as the masks; got \[3, \d+\]"):
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')"):
         KLComputation(add_to_reward=False)(td)
     td = TensorDict(dense)
     td["ref_log_probs"] = RetrieveLogProb(ref)(rollout(gen, (3, 1), True))["ref_log_probs"]
-    with pytest.raises(InvalidRequestError, match=r"batches \(3,\) and \(3, 1\)"):
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')"):
         KLComputation(add_to_reward=False)(td)
 
 
@@ -118,7 +117,7 @@ def test_dense_log_probs_in_other_columns_are_noticed(gen, ref):
     td["ref_log_probs"] = LogProbs(
         full=values.to_padded(0.0, "right", width), scored_mask=scored.to_padded(False, "right", width), batch_size=3
     )
-    with pytest.raises(InvalidRequestError, match="made from a batch with other columns") as caught:
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(1,)) as caught:
         KLComputation(add_to_reward=False)(td)
     assert caught.value.rows
 
@@ -131,9 +130,8 @@ def test_dense_log_probs_that_are_off_by_one_column_are_noticed(gen, ref):
     assert scored["log_probs"].full.shape == td["log_probs"].full.shape
     assert not bool((scored["log_probs"].scored_mask & ~td["masks"].all_attention_mask).any()), "no pad is scored"
     td["ref_log_probs"] = scored["log_probs"]
-    with pytest.raises(InvalidRequestError, match="scored at the first token, so its columns are shifted") as caught:
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(1,)):
         KLComputation(add_to_reward=False)(td)
-    assert caught.value.rows == (1,)
     # Without a scored_mask the shift cannot be detected.
     td["ref_log_probs"] = LogProbs(full=scored["log_probs"].full, batch_size=2)
     KLComputation(add_to_reward=False)(td)
@@ -143,33 +141,32 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     marks = td["ref_log_probs"].scored_mask
     td["ref_log_probs"].scored_mask = [marks[0][:-1], torch.cat([marks[1], marks[1][-1:]]), marks[2]]
-    with pytest.raises(InvalidRequestError, match=r"row 0: .* tokens and its scored_mask \d+") as caught:
+    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(0, 1)):
         KLComputation(add_to_reward=False)(td)
-    assert caught.value.rows == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, field",
     [
-        ({"estimator": "k4"}, "'k1', 'k2', 'k3', 'abs'"),
-        ({"coeff": float("nan")}, "coeff: expected a finite number"),
-        ({"coeff": "much"}, "coeff: expected a finite number"),
+        ({"estimator": "k4"}, "estimator"),
+        ({"coeff": float("nan")}, "coeff"),
+        ({"coeff": "much"}, "coeff"),
     ],
 )
-def test_invalid_arguments_are_refused_by_the_constructor(options, message):
-    with pytest.raises(InvalidRequestError, match=message):
+def test_invalid_arguments_are_refused_by_the_constructor(options, field):
+    with refused(InvalidRequestError, field=field):
         KLComputation(**options)
 
 
 def test_keys_that_do_not_lead_to_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
-    with pytest.raises(MissingKeyError, match="no 'old'; it has"):
+    with refused(MissingKeyError, field="('old', 'full')"):
         KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
     for key in (("ref_log_probs", "response"), "ref_log_probs", "full"):
         with pytest.raises(InvalidRequestError, match=r"expected a key such as \('log_probs', 'full'\)"):
             RetrieveKL(ref, ref_log_probs_key=key)
     td["old"] = TensorDict(full=torch.zeros(3, 4), batch_size=3)
-    with pytest.raises(InvalidRequestError, match=r"expected a LogProbs, got TensorDict.*LogProbs\(full=tensor"):
+    with refused(InvalidRequestError, field="('old', 'full')"):
         KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
 
 
@@ -177,11 +174,11 @@ def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen, pad=True))
     compute = KLComputation(add_to_reward=False)
     td["masks"] = rollout(gen, pad=False)["masks"]
-    with pytest.raises(InvalidRequestError, match=r"need an attention mask of that shape.*got no dense mask"):
+    with refused(InvalidRequestError, field="masks"):
         compute(td)
     td["masks"] = Masks(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
-    with pytest.raises(InvalidRequestError, match=r"expected shape \[3, 2\], as wide as the masks"):
+    with refused(InvalidRequestError, field="('log_probs', 'full')"):
         compute(td)
     td["masks"] = TensorDict(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
-    with pytest.raises(InvalidRequestError, match="expected Masks, got TensorDict"):
+    with refused(InvalidRequestError, field="masks"):
         compute(td)

@@ -10,6 +10,7 @@ from corelm import LLMPolicy, LogProbs
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, PerToken, RetrieveKL, RetrieveLogProb, k1
 from helpers import oracle
+from helpers.cases import each
 from helpers.kl_cases import (
     GEN,
     LAYOUTS,
@@ -23,6 +24,7 @@ from helpers.kl_cases import (
     rows_of,
     said,
 )
+from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
 
@@ -59,11 +61,11 @@ def test_a_policy_in_any_mode_scores_the_tokens_and_renders_nothing(gen, ref):
 
 
 def test_retrieving_needs_tokens_and_a_policy(ref):
-    with pytest.raises(InvalidRequestError, match="expected an LLMPolicy, got Backend"):
+    with refused(InvalidRequestError, field="policy"):
         RetrieveLogProb(ref.backend)
-    with pytest.raises(MissingKeyError, match=r"has no 'tokens'; it has: text"):
+    with refused(MissingKeyError, field="tokens"):
         RetrieveLogProb(ref)(TensorDict(text=["a"]))
-    with pytest.raises(InvalidRequestError, match="expected Tokens, got Tensor"):
+    with refused(InvalidRequestError, field="tokens"):
         RetrieveLogProb(ref)(TensorDict(tokens=torch.zeros(2, 3, dtype=torch.int64)))
 
 
@@ -91,8 +93,8 @@ def test_the_kl_of_every_token_matches_the_tables(gen, ref, shape, pad, under_ne
     assert_rows(rows_of(whole, "kl_penalty"), by_hand(whole))
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1_st", "k3_st"])
+@each("pad", [False, True])
+@each("name", ["k1", "k2", "k3", "abs", "k1_st", "k3_st"])
 def test_every_estimator_by_name_and_a_function(gen, ref, name, pad):
     formulas = {
         "k1": lambda g, r: g - r,
@@ -112,7 +114,7 @@ def test_an_estimator_function_may_ignore_the_mask(gen, ref, pad):
     td = RetrieveKL(ref, gen_policy=gen, estimator=lambda g, r, mask: g - r, add_to_reward=False)(rollout(gen, pad=pad))
     assert_rows(rows_of(td, "kl_penalty"), by_hand(td))
     for wrong in (lambda g, r, mask: (g - r).mean(), lambda g, r, mask: (g - r)[:, None]):
-        with pytest.raises(InvalidRequestError, match=r"estimator: expected one value per token, shape \[\d+\]"):
+        with refused(InvalidRequestError, field="estimator"):
             KLComputation(wrong, add_to_reward=False)(td)
 
 

@@ -8,6 +8,7 @@ import corelm
 from corelm import Ragged
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, PerToken, RetrieveKL, RetrieveLogProb
+from helpers.cases import each
 from helpers.kl_cases import (
     COEFF,
     LAYOUTS,
@@ -21,6 +22,7 @@ from helpers.kl_cases import (
     rows_of,
     token_rewards,
 )
+from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
 
@@ -106,7 +108,7 @@ def test_the_summed_kl_is_subtracted_from_single_rewards_in_a_container(gen, ref
     assert [row.get("full").tolist() for row in flat_rows(given)] == numbers, "the caller's rewards are unchanged"
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64])
+@each("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64])
 def test_float_rewards_keep_their_dtype_and_others_become_float32(gen, ref, dtype):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["reward"] = torch.tensor([1, 0, 1]).to(dtype)
@@ -133,17 +135,16 @@ def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, p
         KLComputation()(td)
     for shape in [(3, 2), (3, 2, 1), (3, 4, 5)]:
         td["reward"] = torch.zeros(shape)
-        with pytest.raises(InvalidRequestError, match=r"expected one reward per sequence, \[3\] or \[3, 1\]"):
+        with refused(InvalidRequestError, field="reward"):
             KLComputation()(td)
     td["next"] = lazy_stack([TensorDict(reward=torch.zeros(size)) for size in (1, 2, 3)])
-    with pytest.raises(InvalidRequestError, match=r"row 1: expected \d+ rewards, one per token") as caught:
+    with refused(InvalidRequestError, field="reward", rows=(1, 2)):
         KLComputation()(td)
-    assert caught.value.rows == (1, 2)
     assert "kl_penalty" not in td.keys() and "kl_penalty" not in td["next"].keys()
 
 
 def test_a_reward_at_the_root_is_not_used_if_there_is_a_next(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["reward"], td["next"] = torch.zeros(3), TensorDict(done=torch.ones(3, dtype=torch.bool), batch_size=3)
-    with pytest.raises(MissingKeyError, match="no 'reward'"):
+    with refused(MissingKeyError, field="reward"):
         KLComputation()(td)

@@ -8,12 +8,14 @@ from torch import nn
 import corelm
 from corelm import LLMPolicy
 from corelm.errors import BackendNotFoundError, EngineError, InvalidRequestError
+from helpers.cases import each
 from helpers.processes import free_port
+from helpers.refusals import refused
 
 
-@pytest.mark.parametrize("opening", [corelm.get_backend, LLMPolicy])
-@pytest.mark.parametrize(
-    ("name", "said"),
+@each("opening", [corelm.get_backend, LLMPolicy])
+@each(
+    "name, said",
     [
         ("tiny-model", r"name the backend first: get_backend\('transformers', 'tiny-model'\)"),
         ("Qwen/Qwen2.5-0.5B", r"get_backend\('transformers', 'Qwen/Qwen2.5-0.5B'\)"),
@@ -35,8 +37,8 @@ class Model(nn.Module):
         return "Model(\n" + "  (layer): Linear()\n" * 100 + ")"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@each(
+    "given, said",
     [
         (Model(), "got a Model; call get_backend('transformers', model, tokenizer=tokenizer)"),
         (Path("tiny-model"), "got a PosixPath; call get_backend('transformers', 'tiny-model')"),
@@ -51,11 +53,11 @@ def test_what_is_not_a_name_is_answered_in_one_line_with_the_call_to_make(given,
 
 
 def test_an_open_backend_needs_no_name():
-    with corelm.get_backend("toy") as backend, pytest.raises(InvalidRequestError, match="is open already; use it"):
+    with corelm.get_backend("toy") as backend, refused(InvalidRequestError, field="name"):
         corelm.get_backend(backend)
 
 
-@pytest.mark.parametrize("options", [{"options": Model()}, {"batching": Model()}, {"keys": Model()}])
+@each("options", [{"options": Model()}, {"batching": Model()}, {"keys": Model()}])
 def test_an_option_of_another_kind_is_shown_in_one_line(options):
     with corelm.get_backend("toy") as backend, pytest.raises(InvalidRequestError) as error:
         LLMPolicy(backend, **options)
@@ -73,7 +75,7 @@ def test_a_server_that_is_not_there_is_one_error_that_asks_whether_it_runs(name,
     assert not [record for record in caplog.records if "trying again" in record.getMessage()]
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@each("name", ["vllm", "sglang"])
 def test_a_path_that_is_not_there_starts_no_engine(name):
-    with pytest.raises(InvalidRequestError, match=r"model: there is no file or folder '\./absent'"):
+    with refused(InvalidRequestError, field="model"):
         corelm.get_backend(name, "./absent")

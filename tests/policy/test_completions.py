@@ -13,6 +13,8 @@ from corelm import LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError, TokenBoundaryWarning
 from corelm.examples.tiny import build_tokenizer, read_chats
 from corelm.kl import KLComputation
+from helpers.cases import each
+from helpers.refusals import refused
 
 ASKED = [{"role": "user", "content": "Hi"}]
 PROMPTS, RESPONSES = ["The cat ", "The sea"], ["is on", " comes and goes"]
@@ -108,9 +110,9 @@ def test_several_responses_to_each_prompt_take_a_batch_dimension_more(backend):
     assert out["log_probs"].response.sum(-1).argmax(-1).tolist() == [totals[0] < totals[1], totals[2] < totals[3]]
     with pytest.raises(InvalidRequestError, match="inplace=False"):
         scorer(backend)(td)
-    with pytest.raises(InvalidRequestError, match=r"text.response: prompts have different numbers of responses; give"):
+    with refused(InvalidRequestError, field="text.response"):
         scorer(backend, inplace=False)(texts(["a", "b"], [["c", "d"], ["e"]]))
-    with pytest.raises(InvalidRequestError, match="repeat the prompt"):
+    with refused(InvalidRequestError, field="text.response"):
         scorer(backend, inplace=False)(texts([["a", "b"], ["c", "d"]], ["e", "f"]))
 
 
@@ -130,14 +132,14 @@ def test_a_second_policy_scores_the_same_responses_in_place(backend, boundary):
     records = corelm.to_records(td)
     assert records[1]["response"] == RESPONSES[1] and len(records[1]["log_probs"]) == len(td["log_probs"].response[1])
     other = {"joint": "separate", "separate": "joint"}[boundary]
-    with pytest.raises(InvalidRequestError, match=r"row 0: the prompt has \d tokens there, \d were read"):
+    with refused(InvalidRequestError, field="tokens", rows=(0,)):
         first.replace(completion_boundary=other)(td)
 
 
 def test_rows_that_cannot_be_scored_are_named(backend):
     options = {"tokenizer_kwargs": {"add_special_tokens": False}}
     td = texts(["The cat", "", "a", "  "], [" is", "x", "", "y"])
-    with pytest.raises(InvalidRequestError, match=r"text.response: row 1: the prompt has no tokens") as caught:
+    with refused(InvalidRequestError, field="text.response", rows=(1, 2, 3)) as caught:
         scorer(backend, **options)(td)
     assert sorted(caught.value.problems) == [1, 2, 3] and "BOS or EOS" in str(caught.value)
     out = scorer(backend, on_error="skip", inplace=False, **options)(td)
@@ -146,14 +148,14 @@ def test_rows_that_cannot_be_scored_are_named(backend):
     assert out["text"].prompt[0] == "The cat"
     # With BOS, an empty prompt has a token, as in lm-eval.
     assert scorer(backend, inplace=False)(texts([""], ["x"]))["tokens"].prompt[0].tolist() == [257]
-    with pytest.raises(InvalidRequestError, match="completion_boundary: expected"):
+    with refused(InvalidRequestError, field="completion_boundary"):
         scorer(backend, completion_boundary="trl")
 
 
 def test_a_response_that_merges_with_its_prompt_is_reported(bpe):
     word = max((one for one in bpe.tokenizer.get_vocab() if one.isalpha() and one.isascii()), key=len)
     half, rest = word[:-1], word[-1]
-    with pytest.raises(InvalidRequestError, match="they merge into one token, so begin the completion with a space"):
+    with refused(InvalidRequestError, field="text.response", rows=(0,)):
         scorer(bpe)(texts([half], [rest]))
     with pytest.warns(TokenBoundaryWarning, match=r"text.response: rows 1: .*completion_boundary='separate'") as warned:
         out = scorer(bpe, inplace=False)(texts(["Hello", half], [" there", f"{rest}, hello, hello, hello, hello"]))
@@ -185,8 +187,8 @@ def test_a_plain_tensordict_of_texts_is_scored_as_completions(backend):
     assert plain["text"].response == RESPONSES and plain["text"].full is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response"),
+@each(
+    "prompt, response",
     [
         (torch.tensor([[72, 105], [87, 104]]), torch.tensor([[111], [105]])),
         ([[72, 105], [87]], [[111], [105]]),
@@ -257,7 +259,7 @@ def test_padded_tokens_need_their_mask(backend):
         prompt=torch.tensor([[256, 104], [101, 32]]), response=torch.tensor([[101, 256], [99, 98]]), batch_size=(2,)
     )
     td = TensorDict({"tokens": tokens}, batch_size=2)
-    with pytest.raises(InvalidRequestError, match=r"tokens.prompt: row 0: begins with the pad id 256"):
+    with refused(InvalidRequestError, field="tokens.prompt", rows=(0,)):
         scorer(backend, "tokens")(td)
     td["attention_mask"] = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     out = scorer(backend, "tokens", attention_mask_key="attention_mask")(td)
@@ -279,12 +281,12 @@ def test_tokens_in_rows_of_their_own_length(backend):
 def test_tokens_with_nothing_to_score_are_named(backend):
     td = TensorDict({"tokens": Tokens.from_rows(prompt=[[84], [], [5]], response=[[101], [32], []])}, batch_size=3)
     td["tokens"] = td["tokens"].exclude("full")
-    with pytest.raises(InvalidRequestError, match=r"tokens.response: row 1: the prompt has no tokens") as caught:
+    with refused(InvalidRequestError, field="tokens.response", rows=(1, 2)) as caught:
         scorer(backend, "tokens")(td)
     assert sorted(caught.value.problems) == [1, 2]
     out = scorer(backend, "tokens", on_error="skip", inplace=False)(td)
     assert [bool(error) for error in out["errors"]] == [False, True, True]
-    with pytest.raises(InvalidRequestError, match="repeat the prompt"):
+    with refused(InvalidRequestError, field="tokens.response"):
         tokens = Tokens(prompt=torch.ones(2, 3).long(), response=torch.ones(2, 2, 3).long(), batch_size=(2,))
         scorer(backend, "tokens")(TensorDict({"tokens": tokens}, batch_size=2))
 

@@ -12,6 +12,8 @@ import corelm
 from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
 
@@ -53,11 +55,9 @@ def test_a_scorer_with_another_template_or_tokenizer_mixes_nothing(backend):
     before = contents(td)
     with corelm.get_backend("toy", tokenizer=Shouting()) as another:
         scorer = LLMPolicy(another, generate=False)
-        told = r"tokens: row 0: \d+ tokens are there.*differ.*inplace=False"
         for policy in (scorer, scorer.replace(log_probs_key="ref_log_probs")):
-            with pytest.raises(InvalidRequestError, match=told) as error:
+            with refused(InvalidRequestError, field="tokens", rows=(0, 1, 2)):
                 policy(td)
-            assert error.value.rows == (0, 1, 2) and error.value.field == "tokens"
         assert contents(td) == before and "ref_log_probs" not in td.keys()
         assert scorer.replace(inplace=False)(td)["text"].full[0].startswith("<|im_start|>USER")
         keys = Keys(text="ref_text", tokens="ref_tokens", masks="ref_masks", log_probs="ref_log_probs")
@@ -72,9 +72,8 @@ def test_an_input_that_changed_since_is_refused_or_replaced(backend):
     scorer = LLMPolicy(backend, input_mode="text", generate=False)
     td = scorer(TensorDict(text=["The cat", "Who"]))
     td["text"].full = ["The cat", "When"]
-    with pytest.raises(InvalidRequestError, match=r"tokens: row 1: 4 tokens are there, 5 were read") as error:
+    with refused(InvalidRequestError, field="tokens", rows=(1,)):
         scorer(td)
-    assert error.value.rows == (1,)
     scorer.replace(overwrite=True)(td)
     assert [len(row) for row in td["tokens"].full] == [8, 5] == [len(row) for row in td["log_probs"].full]
 
@@ -84,14 +83,14 @@ def test_log_probs_of_tokens_that_are_replaced_do_not_stay(backend):
     td = policy(TensorDict(text=["The cat", "Who"]), seed=1)
     before = contents(td)
     again = policy.replace(log_probs_key="mine")
-    with pytest.raises(InvalidRequestError, match=r"log_probs: it belongs to the tokens that are there.*a new answer"):
+    with refused(InvalidRequestError, field="log_probs"):
         again(td)
     td["text"].full = ["The dog", "When"]
     scorer = policy.replace(generate=False, overwrite=True, prefer_tokens=False)
-    with pytest.raises(InvalidRequestError, match=r"log_probs: it belongs to .*scores of other tokens") as error:
+    with refused(InvalidRequestError, field="log_probs"):
         scorer.replace(log_probs_key="ref_log_probs")(td)
-    assert error.value.field == "log_probs" and "ref_log_probs" not in td.keys()
-    with pytest.raises(InvalidRequestError, match=r"masks: it belongs to the tokens that are there"):
+    assert "ref_log_probs" not in td.keys()
+    with refused(InvalidRequestError, field="masks"):
         scorer.replace(return_masks=False)(td)
     assert contents(td, {"tokens": FIELDS["tokens"]}).items() <= before.items()
     lean = td.exclude("log_probs")
@@ -99,24 +98,24 @@ def test_log_probs_of_tokens_that_are_replaced_do_not_stay(backend):
     assert [len(row) for row in lean["ref_log_probs"].full] == [len(row) for row in lean["tokens"].full] == [8, 5]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
+@each(
+    "name, value",
     [
-        ("text", ["a", "b", "c"], "text: a list is there, not a Text.*return_text=False"),
-        ("tokens", torch.zeros(3, 2), "a Tensor is there, not a Tokens"),
-        ("masks", torch.ones(3, 2, dtype=torch.bool), "a Tensor is there, not a Masks"),
-        ("log_probs", torch.zeros(3), "a Tensor is there, not a LogProbs.*log_probs_key="),
-        ("log_probs", TensorDict(full=torch.zeros(3, 2), batch_size=[3]), "plain TensorDict with full is there"),
-        ("text", Text(full=["a", "b", "c"], batch_size=[3]), "another text is there"),
-        ("masks", Masks(all_attention_mask=torch.ones(3, 2), batch_size=[3]), "masks of other tokens are there"),
-        ("tokens", Tokens(prompt=torch.ones(3, 2), batch_size=[3]), "not their `full`"),
+        ("text", ["a", "b", "c"]),
+        ("tokens", torch.zeros(3, 2)),
+        ("masks", torch.ones(3, 2, dtype=torch.bool)),
+        ("log_probs", torch.zeros(3)),
+        ("log_probs", TensorDict(full=torch.zeros(3, 2), batch_size=[3])),
+        ("text", Text(full=["a", "b", "c"], batch_size=[3])),
+        ("masks", Masks(all_attention_mask=torch.ones(3, 2), batch_size=[3])),
+        ("tokens", Tokens(prompt=torch.ones(3, 2), batch_size=[3])),
     ],
 )
-def test_what_a_user_keeps_under_the_key_of_a_container_is_not_replaced(backend, name, value, match):
+def test_what_a_user_keeps_under_the_key_of_a_container_is_not_replaced(backend, name, value):
     td = TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS[:3]]), batch_size=[3])
     td[name] = value
     scorer = LLMPolicy(backend, generate=False)
-    with pytest.raises(InvalidRequestError, match=match):
+    with refused(InvalidRequestError, field=name):
         scorer(td)
     assert set(td.keys()) == {"history", name}
     assert scorer.replace(overwrite=True)(td)["log_probs"].provenance
@@ -127,7 +126,7 @@ def test_another_conversation_under_the_key_of_the_history_is_not_replaced(backe
     longer = ChatHistory(full=told.append(chat("And?")[0]), batch_size=[2])
     td = TensorDict(messages=told, history=longer, batch_size=[2])
     scorer = LLMPolicy(backend, generate=False, input_key="messages")
-    with pytest.raises(InvalidRequestError, match=r"history: another history is there"):
+    with refused(InvalidRequestError, field="history"):
         scorer(td)
     td["history"].full = told
     assert scorer(td)["log_probs"].full is not None
@@ -137,7 +136,7 @@ def test_a_plain_tensordict_keeps_what_its_container_would_lose(backend):
     ids = torch.tensor([[72, 105], [72, 111]])
     td = TensorDict(tokens=TensorDict(prompt=ids[:, :1], full=ids, batch_size=[2]), batch_size=[2])
     scorer = LLMPolicy(backend, input_mode="tokens", generate=False)
-    with pytest.raises(InvalidRequestError, match=r"a plain TensorDict with prompt is there"):
+    with refused(InvalidRequestError, field="tokens"):
         scorer(td)
     assert isinstance(scorer(td.exclude(("tokens", "prompt")))["tokens"], Tokens)
 
@@ -187,11 +186,11 @@ def test_messages_about_skipped_rows_are_kept(backend):
     scorer(td)
     assert td["errors"] == ["was slow", ""]
     td["errors"] = torch.zeros(2)
-    with pytest.raises(InvalidRequestError, match=r"errors: the TensorDict holds something else"):
+    with refused(InvalidRequestError, field="errors"):
         scorer(td)
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+@each("shape", [(0,), (2, 0)])
 def test_scoring_no_rows_in_place_keeps_every_key(backend, shape):
     td = LLMPolicy(backend, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
     keys = set(td.keys(include_nested=True))
@@ -238,13 +237,12 @@ def test_log_probs_key_is_short_for_keys(backend):
     assert policy.replace(log_probs_key="other").options.keys == Keys(log_probs="other")
     assert policy.replace(keys=Keys(text="words")).options.log_probs_key == "log_probs"
     assert policy.replace(log_probs_key=None).options.keys == Keys()
-    with pytest.raises(InvalidRequestError, match=r"given twice, as 'a' and in keys as 'b'") as error:
+    with refused(InvalidRequestError, field="log_probs_key"):
         LLMPolicy(backend, keys=Keys(log_probs="b"), log_probs_key="a")
-    assert error.value.field == "log_probs_key"
     for bad in (3, (), ("a", 1)):
-        with pytest.raises(InvalidRequestError, match=r"log_probs_key: expected a key"):
+        with refused(InvalidRequestError, field="log_probs_key"):
             LLMPolicy(backend, log_probs_key=bad)
-    with pytest.raises(InvalidRequestError, match=r"overwrite: expected True or False"):
+    with refused(InvalidRequestError, field="overwrite"):
         LLMPolicy(backend, overwrite="yes")
 
 
@@ -257,7 +255,7 @@ def test_retrieving_replaces_no_sampled_log_probs_of_another_provenance(backend,
     before = contents(td)
     with pytest.raises(InvalidRequestError, match=r"log_probs: row 0.*overwrite=True"):
         RetrieveLogProb(LLMPolicy(other), log_probs_key="log_probs")(td)
-    with pytest.raises(InvalidRequestError, match=r"gen_log_probs_key"):
+    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
         RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False)(td)
     assert contents(td) == before
     RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, gen_log_probs_key=("now", "full"))(
@@ -281,7 +279,7 @@ def test_retrieving_protects_sampled_log_probs_under_every_key(backend, other, p
         lambda: RetrieveKL(LLMPolicy(other), gen_policy=own, add_to_reward=False),
         lambda: RetrieveLogProb(own, log_probs_key="log_probs"),
     ):
-        with pytest.raises(InvalidRequestError, match=r"^log_probs: row 0.*gen_log_probs_key.*overwrite=True"):
+        with refused(InvalidRequestError, field="log_probs"):
             make()(td)
     assert contents(td) == before and "gen_log_probs" not in td.keys()
     # The sampler had another key, which none of the scorers has.
@@ -313,7 +311,7 @@ def test_a_new_answer_replaces_the_containers_of_an_earlier_one_and_leaves_the_r
     assert td["reward"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["text", "tokens", "masks", "log_probs", "history"])
+@each("name", ["text", "tokens", "masks", "log_probs", "history"])
 def test_a_new_answer_next_to_a_container_of_an_earlier_one_is_refused(backend, name):
     td = rollout(backend)
     policy = LLMPolicy(backend, sampling_params=SAMPLING, **{f"return_{name}": False})

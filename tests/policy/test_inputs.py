@@ -7,6 +7,8 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import History, LLMPolicy, Masks, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
@@ -49,15 +51,15 @@ def test_an_integer_mask_is_accepted_and_a_mask_of_another_shape_is_refused(back
     whole = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
     out = policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole}, batch_size=[2]))
     assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
-    with pytest.raises(InvalidRequestError, match="their attention mask is"):
+    with refused(InvalidRequestError, field="tokens.full"):
         policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
 
 
 ROWS = [torch.tensor([72]), torch.tensor([72, 105, 111])]
 
 
-@pytest.mark.parametrize("generate", [True, False])
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@each("generate", [True, False])
+@each("layout", [torch.jagged, torch.strided])
 def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
     nested = torch.nested.nested_tensor(ROWS, layout=layout)
     policy = LLMPolicy(backend, input_mode="tokens", generate=generate, sampling_params=SAMPLING, inplace=False)
@@ -71,18 +73,16 @@ def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
         assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105, 111]]
 
 
-@pytest.mark.parametrize(
+@each(
     "nested",
     [
         torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
         torch.nested.nested_tensor([torch.zeros(1, 4).long(), torch.zeros(2, 4).long()], layout=torch.jagged),
     ],
-    ids=["floats", "two dimensions"],
 )
 def test_a_nested_tensor_that_holds_no_rows_of_ids_is_refused_by_row(backend, nested):
-    with pytest.raises(InvalidRequestError, match="row 0: expected a list of token ids") as error:
+    with refused(InvalidRequestError, field="tokens.prompt", rows=(0, 1)):
         LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=nested))
-    assert error.value.rows == (0, 1)
 
 
 def test_a_mask_of_rows_of_unequal_length_removes_the_pads(backend):
@@ -100,13 +100,12 @@ def test_a_mask_of_rows_of_unequal_length_removes_the_pads(backend):
     for td in (nested, stacked):
         assert corelm.ragged(policy(td), ("tokens", "full")).tolist() == [[72], [72, 105, 111]]
     nested["masks", "all_attention_mask"] = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(InvalidRequestError, match=r"tokens\.full: row 0: 2 tokens, but a mask of 3") as error:
+    with refused(InvalidRequestError, field="tokens.full", rows=(0,)):
         policy(nested)
-    assert error.value.rows == (0,) and error.value.field == "tokens.full"
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("generate", [True, False])
+@each("padded", [False, True])
+@each("generate", [True, False])
 def test_later_writes_to_the_input_do_not_change_the_output(backend, padded, generate):
     ids = [[65, 66, 67], [70, 71]]
     given = TensorDict(tokens=torch.tensor([[65, 66, 67], [70, 71, 72]]), batch_size=[2])
@@ -122,9 +121,9 @@ def test_later_writes_to_the_input_do_not_change_the_output(backend, padded, gen
     assert [row.tolist() for row in getattr(out["tokens"], part)] == expected
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2)])
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-@pytest.mark.parametrize("pad", [True, False])
+@each("shape", [(0,), (2, 0), (0, 2)])
+@each("mode", ["history", "text", "tokens"])
+@each("pad", [True, False])
 def test_an_empty_batch_gives_an_empty_output_in_every_mode(backend, shape, mode, pad):
     out = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
     scorer = LLMPolicy(backend, input_mode=mode, generate=False, pad_output=pad, inplace=False)
@@ -140,8 +139,8 @@ def test_bare_rows_of_different_lengths_are_accepted(backend):
     assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("generate", [True, False])
+@each("mode", [torch.inference_mode, torch.no_grad])
+@each("generate", [True, False])
 def test_results_are_ordinary_tensors_in_the_callers_inference_mode(backend, mode, generate):
     with mode():
         out = LLMPolicy(backend, input_mode="text", generate=generate, sampling_params=SAMPLING)(
@@ -199,18 +198,17 @@ def jagged(values):
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
-@pytest.mark.parametrize("part", ["prompt", "full"])
-@pytest.mark.parametrize(
-    ("tokens", "masks"),
+@each("part", ["prompt", "full"])
+@each(
+    "tokens, masks",
     [
         (IDS, {"attention_mask": ATTENTION}),
         (IDS, {"masks": TensorDict(all_attention_mask=ATTENTION, batch_size=[2])}),
         (IDS, {"masks": Masks(all_attention_mask=ATTENTION, batch_size=[2])}),
         (jagged(IDS), {"masks": Masks(all_attention_mask=jagged(ATTENTION), batch_size=[2])}),
     ],
-    ids=["its own key", "plain", "container", "nested"],
 )
-@pytest.mark.parametrize("stacked", [False, True], ids=["batch", "lazy stack"])
+@each("stacked", [False, True])
 def test_a_tokens_container_is_read_with_every_form_of_mask(backend, part, tokens, masks, stacked):
     key = "attention_mask" if "attention_mask" in masks else None
     policy = LLMPolicy(
@@ -237,7 +235,7 @@ def test_a_tokens_container_with_a_nested_tensor_needs_no_mask(backend):
 def test_a_mask_for_tokens_in_rows_of_unequal_length_is_refused(backend):
     policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="attention_mask")
     rows = lazy_stack([Tokens(prompt=row, padded=False) for row in ROWS])
-    with pytest.raises(InvalidRequestError, match="have no pads; leave their attention mask out"):
+    with refused(InvalidRequestError, field="masks"):
         policy(TensorDict(tokens=rows, attention_mask=torch.ones(2, 3), batch_size=[2]))
 
 
@@ -278,7 +276,7 @@ def test_a_mask_in_rows_is_never_dropped(backend, container, generate):
 def test_a_mask_of_a_row_that_is_too_long_is_refused(backend):
     td = masked_rows(True)
     td[0]["attention_mask"] = torch.tensor([0, 1, 1])
-    with pytest.raises(InvalidRequestError, match=r"shape \(2,\).*a mask of shape \(3,\)"):
+    with refused(InvalidRequestError, field="attention_mask"):
         LLMPolicy(backend, input_mode="tokens", generate=False, attention_mask_key="attention_mask")(td)
 
 
@@ -308,8 +306,8 @@ ODD_MASKS = {
 }
 
 
-@pytest.mark.parametrize("tokens", ["bare", "container", "nested"])
-@pytest.mark.parametrize("kind", ODD_MASKS)
+@each("tokens", ["bare", "container", "nested"])
+@each("kind", ODD_MASKS)
 def test_a_mask_of_other_numbers_is_refused(backend, tokens, kind):
     mask, what = ODD_MASKS[kind]
     nested = torch.nested.nested_tensor(list(IDS), layout=torch.jagged)
@@ -319,7 +317,7 @@ def test_a_mask_of_other_numbers_is_refused(backend, tokens, kind):
         policy(TensorDict(tokens=ids, mask=mask, batch_size=[2]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+@each("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_a_mask_of_zeros_and_ones_has_any_type(backend, dtype):
     policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="mask", sampling_params=SAMPLING)
     out = policy(TensorDict(tokens=IDS, mask=ATTENTION.to(dtype), batch_size=[2]))
@@ -339,10 +337,9 @@ def test_a_policy_that_reads_something_else_forgets_the_key_of_its_input(backend
 
 def test_missing_keys_of_the_input_and_of_the_mask_are_named(backend):
     policy = LLMPolicy(backend, input_mode="tokens", input_key="ids", attention_mask_key="mask")
-    with pytest.raises(MissingKeyError, match="no 'ids'; it has: other"):
+    with refused(MissingKeyError, field="ids"):
         policy(TensorDict(other=torch.zeros(2)))
-    with pytest.raises(MissingKeyError, match="no 'mask', which attention_mask_key names; it has: ids") as error:
+    with refused(MissingKeyError, field="attention_mask_key"):
         policy(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
-    assert error.value.field == "attention_mask_key"
-    with pytest.raises(InvalidRequestError, match="text mode reads no mask"):
+    with refused(InvalidRequestError, field="attention_mask_key"):
         LLMPolicy(backend, input_mode="text", attention_mask_key="mask")

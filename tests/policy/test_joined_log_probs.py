@@ -8,6 +8,7 @@ from toy_backend import Bigram
 import corelm
 from corelm import LLMPolicy, LogProbs, Tokens
 from corelm.errors import InvalidRequestError
+from helpers.refusals import refused
 from helpers.rollouts import contents, plain, rollout
 
 PADS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
@@ -27,10 +28,8 @@ def test_log_probs_of_another_provenance_are_refused_before_the_engine_is_asked(
     before = contents(td)
     with corelm.get_backend("toy", Bigram.of_talk(), wrappers=[ScoreRecorder()]) as watched:
         reference = LLMPolicy(watched, generate=False)
-        advice = r'log_probs: row 0.*log_probs_key="ref_log_probs".*overwrite=True'
-        with pytest.raises(InvalidRequestError, match=advice) as error:
+        with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)) as error:
             reference(td)
-        assert error.value.rows == (0, 1, 2) and error.value.field == "log_probs"
         told = str(error.value)
         assert "toy ('', weights '0', raw)" in told and "toy ('Bigram', weights '0', raw)" in told
         assert calls == [] and contents(td) == before
@@ -48,12 +47,12 @@ def test_a_temperature_or_new_weights_are_another_provenance():
     with corelm.get_backend("toy") as own:
         td = rollout(own)
         hot = {"generate": False, "log_probs_mode": "processed", "sampling_params": {"temperature": 2.0}}
-        with pytest.raises(InvalidRequestError, match=r"processed, temperature 2.0, full support"):
+        with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
             LLMPolicy(own, **hot)(td)
         # At temperature 1 both modes have the same numbers, and the same label.
         LLMPolicy(own, generate=False, log_probs_mode="processed")(td)
         own.update_weights(own.engine.plugin.model.state_dict(), version="later")
-        with pytest.raises(InvalidRequestError, match=r"weights '0', raw.*weights 'later', raw"):
+        with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
             LLMPolicy(own, generate=False)(td)
 
 
@@ -68,7 +67,7 @@ def test_weights_that_change_during_the_call_are_noticed():
     with corelm.get_backend("toy", wrappers=[Updater()]) as own:
         td = rollout(own)
         before = contents(td)
-        with pytest.raises(InvalidRequestError, match=r"weights 'later'"):
+        with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
             LLMPolicy(own, generate=False)(td)
         assert contents(td) == before
 
@@ -80,7 +79,7 @@ def test_models_that_share_a_label_are_told_apart_by_their_numbers(pad):
     with corelm.get_backend("toy", sampler) as one, corelm.get_backend("toy", reference) as two:
         td = rollout(one, pad=pad)
         before = contents(td)
-        with pytest.raises(InvalidRequestError, match=r"although both have the same provenance.*log_probs_key"):
+        with refused(InvalidRequestError, field="log_probs", rows=(2,)):
             LLMPolicy(two, generate=False)(td)
         assert contents(td) == before
         LLMPolicy(two, generate=False, overwrite=True)(td)
@@ -98,7 +97,7 @@ def test_log_probs_of_an_earlier_answer_are_not_joined_to_a_new_one(backend, oth
     scorer(td)  # the same tokens again
     assert plain(td["ref_log_probs"].full) == before
     policy(td, seed=2)
-    with pytest.raises(InvalidRequestError, match=r"ref_log_probs: row \d: .*an earlier answer"):
+    with refused(InvalidRequestError, field="ref_log_probs", rows=(1,)):
         scorer(td)
     assert plain(td["ref_log_probs"].full) == before
     scorer.replace(overwrite=True)(td)
@@ -112,15 +111,14 @@ def test_log_probs_of_one_row_that_was_replaced_are_not_joined(backend):
     td = scorer(TensorDict(tokens=Tokens.from_rows(full=rows), batch_size=[64]))
     rows[17] = [200 - at for at in range(40)]
     td["tokens"] = Tokens.from_rows(full=rows)
-    with pytest.raises(InvalidRequestError, match="row 17") as error:
+    with refused(InvalidRequestError, field="log_probs", rows=(17,)):
         scorer(td)
-    assert error.value.rows == (17,)
 
 
 def test_log_probs_of_an_unknown_source_are_refused(backend):
     td = rollout(backend, pad=True)
     td["log_probs"] = LogProbs(full=td["log_probs"].full, batch_size=[3])
-    with pytest.raises(InvalidRequestError, match=r"come from an unknown source"):
+    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
         LLMPolicy(backend, generate=False)(td)
 
 

@@ -9,6 +9,8 @@ from tensordict import TensorDict
 
 from corelm import History, LLMPolicy, Message, PolicyOptions
 from corelm.errors import InvalidRequestError, ResponseParserWarning
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.scripted import scripted
 from helpers.tool_templates import HARMONY, HERMES, QWEN_XML
 
@@ -36,7 +38,7 @@ def message(result):
     return result["history"].response.chats[0][0]
 
 
-@pytest.mark.parametrize("singly", [False, True])
+@each("singly", [False, True])
 def test_the_message_has_the_calls_and_the_ids_that_were_sampled(singly):
     result = said(f"<think>\nEasy.\n</think>\n\nI add.\n{JSON_CALL}", engine={"singly": singly})
     found = message(result)
@@ -66,7 +68,7 @@ def test_the_parser_sees_reasoning_that_the_prompt_began():
     assert (cut.content, cut.extra) == ("", {"reasoning_content": "Hm."})
 
 
-@pytest.mark.parametrize("where", ["template_kwargs", "tools_key"])
+@each("where", ["template_kwargs", "tools_key"])
 def test_the_types_of_arguments_are_those_of_the_tools(where):
     given = {"template_kwargs": {"tools": TOOLS}} if where == "template_kwargs" else {"tools": [TOOLS]}
     reads_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + QWEN_XML
@@ -84,7 +86,7 @@ def test_marks_that_are_special_tokens_are_seen_although_texts_leave_them_out():
     assert "<|end|>" not in result["text"].response[0]
 
 
-@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "add", "argu', "<tool_call>add(1, 2)</tool_call>"])
+@each("text", ['<tool_call>\n{"name": "add", "argu', "<tool_call>add(1, 2)</tool_call>"])
 def test_an_answer_that_does_not_parse_keeps_its_text(text):
     with pytest.warns(ResponseParserWarning, match="row 0: ResponseFormatError"):
         result = said(text)
@@ -126,7 +128,7 @@ def test_an_unknown_name_is_refused_before_an_engine_is_opened():
     with pytest.raises(InvalidRequestError, match="did you mean 'hermes'") as caught:
         PolicyOptions(response_parser="hermse")
     assert caught.value.field == "response_parser"
-    with pytest.raises(InvalidRequestError, match="or a function"):
+    with refused(InvalidRequestError, field="response_parser"):
         PolicyOptions(response_parser=3)
 
 
@@ -140,13 +142,13 @@ def test_a_policy_prints_the_name_and_keeps_it_in_its_options():
 
 def test_auto_needs_a_tokenizer_that_says_how():
     backend, _ = scripted(lambda prompt: "Hi")
-    with pytest.raises(InvalidRequestError, match="'auto' reads the response_template"):
+    with refused(InvalidRequestError, field="response_parser"):
         LLMPolicy(backend, response_parser="auto")
     assert not backend.closed
     backend.close()
 
 
 def test_an_engine_that_was_opened_for_nothing_is_closed(caplog):
-    with caplog.at_level("INFO", "corelm"), pytest.raises(InvalidRequestError, match="response_template"):
+    with caplog.at_level("INFO", "corelm"), refused(InvalidRequestError, field="response_parser"):
         LLMPolicy("toy", response_parser="auto")
     assert "toy: opened" in caplog.text and "toy: closed" in caplog.text

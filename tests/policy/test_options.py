@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from corelm import LLMPolicy, PolicyOptions
 from corelm.errors import InvalidRequestError
+from helpers.refusals import refused
 
 SAMPLING = {"max_new_tokens": 3, "temperature": 0.0}
 
@@ -36,14 +37,13 @@ def test_num_samples_has_one_home_wherever_it_was_given():
     assert options.num_samples == 4 and options == PolicyOptions(sampling_params=SAMPLING, num_samples=4)
     assert options.sampling.num_samples == 4 and options.writes_in_place is False
     assert options.replace(sampling_params=SAMPLING).num_samples is None
-    with pytest.raises(InvalidRequestError, match="num_samples: given twice, as 2 and in sampling_params as 4"):
+    with refused(InvalidRequestError, field="num_samples"):
         PolicyOptions(sampling_params={"n": 4}, num_samples=2)
 
 
 def test_something_else_than_options_is_refused(backend):
-    with pytest.raises(InvalidRequestError, match="options: expected PolicyOptions or None") as error:
+    with refused(InvalidRequestError, field="options"):
         LLMPolicy(backend, {"input_mode": "text"})
-    assert error.value.field == "options"
 
 
 def test_an_unknown_option_is_refused_with_those_that_exist(backend):

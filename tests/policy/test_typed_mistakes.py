@@ -12,6 +12,8 @@ import corelm
 from corelm import History, LLMPolicy, PolicyOptions, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError, MissingKeyError
 from corelm.kl import ImportanceCorrection
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.toy_prompts import SAMPLING, chat
 
 CHATS = [chat("Hi"), chat("Ho")]
@@ -32,34 +34,33 @@ def policy_of(request, backend):
         policy.cleanup_batching()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@each(
+    "given",
     [
-        (None, r"got None; pass get_backend\('transformers', 'PATH'\)"),
-        (torch.nn.Linear(1, 1), r"got a Linear; pass get_backend\('transformers', model, tokenizer=tokenizer\)"),
+        None,
+        torch.nn.Linear(1, 1),
     ],
 )
-@pytest.mark.parametrize("batching", [False, True])
-def test_what_is_not_a_backend_is_refused_with_the_call_that_opens_one(given, said, batching):
-    with pytest.raises(InvalidRequestError, match=said) as error:
+@each("batching", [False, True])
+def test_what_is_not_a_backend_is_refused_with_the_call_that_opens_one(given, batching):
+    with refused(InvalidRequestError, field="backend"):
         LLMPolicy(given, batching=batching)
-    assert error.value.field == "backend"
 
 
 @pytest.mark.parametrize(
-    ("given", "mode", "said"),
+    ("given", "mode"),
     [
-        (["Hello"], "text", r"got list; pass TensorDict\(text=\['Hello'\]\)$"),
-        (["Hello"], "history", r"pass TensorDict\(text=\['Hello'\]\) to a policy with input_mode='text'"),
-        ("Hello", "text", r"got str; pass TensorDict\(text=\['Hello'\]\)$"),
-        ([{"role": "user", "content": "Hi"}], "history", r"pass TensorDict\(history=History.from_chats\("),
-        ({"text": ["Hello"]}, "text", r"got dict; pass TensorDict\(…\) of the mapping"),
-        ({"input_ids": IDS}, "text", r"pass TensorDict\(input_ids=batch\['input_ids'\]\) to a policy .*'tokens'"),
-        (IDS, "tokens", r"got Tensor; pass TensorDict\(tokens=…\)$"),
+        (["Hello"], "text"),
+        (["Hello"], "history"),
+        ("Hello", "text"),
+        ([{"role": "user", "content": "Hi"}], "history"),
+        ({"text": ["Hello"]}, "text"),
+        ({"input_ids": IDS}, "text"),
+        (IDS, "tokens"),
     ],
 )
-def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(policy_of, given, mode, said):
-    with pytest.raises(InvalidRequestError, match=said):
+def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(policy_of, given, mode):
+    with refused(InvalidRequestError, field="tensordict"):
         policy_of(input_mode=mode)(given)
 
 
@@ -91,7 +92,7 @@ def test_the_options_in_the_message_read_the_input(policy_of):
 
 def test_a_device_that_is_not_here_is_refused_when_the_policy_is_made(policy_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidRequestError, match="device: torch finds no cuda device here"):
+    with refused(InvalidRequestError, field="device"):
         policy_of(device="cuda")
 
 
@@ -102,8 +103,8 @@ def test_moving_a_policy_says_where_device_and_dtype_are_given(policy_of, move):
     TensorDictSequential(policy_of()).to("cpu")  # a module that holds a policy can be moved
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
+@each(
+    "name, said",
     [
         ("top_logprobs_num", "top_logprobs=k"),
         ("logprobs", "log_probs_mode"),
@@ -118,7 +119,7 @@ def test_parameters_of_other_libraries_are_refused_everywhere_with_what_to_do(ba
     for sampling in ({name: 1}, {"engine_kwargs": {name: 1}}):
         with pytest.raises(InvalidRequestError, match=said):
             LLMPolicy(backend, sampling_params=sampling)
-    with pytest.raises(InvalidRequestError, match=said):
+    with refused(InvalidRequestError, field=name):
         SamplingParams(**{name: 1})
     with pytest.raises(TypeError, match=said):
         LLMPolicy(backend, **{name: 1})
@@ -165,13 +166,13 @@ def test_a_generation_config_is_refused_with_the_dict_to_pass(backend):
     )
 
 
-@pytest.mark.parametrize("greedy", [{}, {"do_sample": False}])
+@each("greedy", [{}, {"do_sample": False}])
 def test_a_greedy_generation_config_leaves_out_what_transformers_ignores(backend, greedy):
-    with pytest.raises(InvalidRequestError, match=r"transformers ignores its temperature, top_p") as error:
+    with refused(InvalidRequestError, field="sampling_params") as error:
         LLMPolicy(backend, sampling_params=GenerationConfig(temperature=0.7, top_p=0.9, **greedy))
     typed = str(error.value).partition("it sets: ")[2].partition("}")[0] + "}"
     assert SamplingParams.make(eval(typed)) == SamplingParams(do_sample=False)
-    with pytest.raises(InvalidRequestError, match=r"'temperature': 0.7") as error:
+    with refused(InvalidRequestError, field="sampling_params") as error:
         LLMPolicy(backend, sampling_params=GenerationConfig(do_sample=True, temperature=0.7))
     assert "ignores" not in str(error.value)
 
@@ -202,7 +203,7 @@ def test_a_prompt_that_is_too_long_names_both_ways_out(policy_of, length):
         policy(TensorDict(text=["x" * length]))
     assert policy.replace(truncation="left")(TensorDict(text=["x" * length]))["text"].response
     if length > 512:
-        with pytest.raises(InvalidRequestError, match=r"leave no room for an answer in the context") as error:
+        with refused(InvalidRequestError, field="prompts", rows=(0,)) as error:
             policy.replace(sampling_params={"max_new_tokens": None})(TensorDict(text=["x" * length]))
         assert "None" not in str(error.value)
 
@@ -216,15 +217,12 @@ def test_an_importance_correction_without_its_input_names_the_call_that_makes_it
 
 
 def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):
-    with pytest.raises(InvalidRequestError, match=r"torch\.compile cannot compile an LLMPolicy"):
+    with refused(InvalidRequestError, field="policy"):
         torch.compile(policy_of(input_mode="text"), backend="eager")(TensorDict(text=["Hi"]))
     # With fullgraph, Dynamo raises our error, or one of its own that repeats it.
-    with pytest.raises(
-        (InvalidRequestError, RuntimeError),
-        match=r"torch\.compile cannot compile an LLMPolicy, .*call the policy itself",
-    ):
+    with refused((InvalidRequestError, RuntimeError), field="policy"):
         torch.compile(policy_of(input_mode="text"), backend="eager", fullgraph=True)(TensorDict(text=["Hi"]))
-    with pytest.raises(InvalidRequestError, match=r"torch\.compile cannot compile an LLMPolicy"):
+    with refused(InvalidRequestError, field="policy"):
         policy_of(input_mode="text").compile()
 
 

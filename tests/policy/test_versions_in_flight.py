@@ -15,7 +15,9 @@ import corelm
 from corelm import Backend, LLMPolicy, LogProbs, Masks, Provenance
 from corelm.errors import InvalidRequestError
 from corelm.kl import PerToken, mismatch_by_version, mismatch_report
+from helpers.cases import each
 from helpers.fakes import fake
+from helpers.refusals import refused
 from helpers.stepping import LONG, PATIENCE, Stepping
 
 RUNS = (("0", 0), ("1", 3))
@@ -59,7 +61,7 @@ def test_runs_survive_whatever_happens_to_containers(pad_output: bool, tmp_path:
         assert found.version_runs == RUNS and found.weight_version == "0", how
 
 
-@pytest.mark.parametrize("pad_output", [True, False])
+@each("pad_output", [True, False])
 def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
     td = sampled(pad_output)
     found = corelm.staleness(td, "2")
@@ -74,7 +76,7 @@ def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
         assert [row.tolist() for row in found.full] == [[-1, -1, *rows[0]], [-1, *rows[1]]]
 
 
-@pytest.mark.parametrize("pad_output", [True, False])
+@each("pad_output", [True, False])
 def test_all_weights_of_an_answer_are_printed(pad_output: bool) -> None:
     td = sampled(pad_output)
     assert "weights '0, 1'" in repr(td["log_probs"]) and "weights '0, 1'" in str(corelm.summary(td))
@@ -94,8 +96,8 @@ def labelled(**changes: Any) -> TensorDict:
     return TensorDict(log_probs=log_probs, train_log_probs=train, masks=masks, batch_size=1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "version", "versions", "expected"),
+@each(
+    "changes, version, versions, expected",
     [
         ({}, "7", None, [4, 2, 2, 2]),
         ({"version_runs": ()}, "7", None, [4] * 4),
@@ -110,21 +112,18 @@ def test_labels_of_every_kind(changes: Any, version: str, versions: Any, expecte
     assert found.tolist() == [[-1, -1, *expected, -1]]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("changes", "version", "versions", "told"),
-    [
-        ({}, "4", None, "row 0, position 3: the weights '5' are newer than '4'"),
-        ({"version_runs": (("5", 0), ("3", 2))}, "7", None, "row 0: version_runs: the weights go back from 5"),
-        ({"version_runs": (("3", 0), ("5", 0))}, "7", None, "row 0: version_runs: run 1 begins at position 0"),
-        ({"version_runs": (("3", 0), ("5", 4))}, "7", None, "row 0: version_runs: run 1 begins at position 4"),
-        ({"version_runs": (("3", 0), ("tuned", 2))}, "7", None, "row 0, position 4: 'tuned' does not count up"),
-        ({}, "7", ["3", "7"], "row 0, position 3: the weights '5' are not among versions"),
-        ({}, "7", ["3", "3"], "a label is there twice"),
-        ({}, "7+lora@2", None, "row 0, position 2: the weights '3' and '7[+]lora@2' have other adapters"),
-    ],
-)  # fmt: skip
-def test_what_has_no_age_is_refused(changes: Any, version: str, versions: Any, told: str) -> None:
-    with pytest.raises(InvalidRequestError, match=told):
+@each("changes, version, versions, field", [
+        ({}, "4", None, 'version'),
+        ({"version_runs": (("5", 0), ("3", 2))}, "7", None, "('log_probs', 'full')"),
+        ({"version_runs": (("3", 0), ("5", 0))}, "7", None, "('log_probs', 'full')"),
+        ({"version_runs": (("3", 0), ("5", 4))}, "7", None, "('log_probs', 'full')"),
+        ({"version_runs": (("3", 0), ("tuned", 2))}, "7", None, 'version'),
+        ({}, "7", ["3", "7"], 'version'),
+        ({}, "7", ["3", "3"], 'versions'),
+        ({}, "7+lora@2", None, 'version'),
+    ])  # fmt: skip
+def test_what_has_no_age_is_refused(changes: Any, version: str, versions: Any, field: str) -> None:
+    with refused(InvalidRequestError, field=field):
         corelm.staleness(labelled(**changes), version, versions=versions)
 
 

@@ -11,6 +11,8 @@ from corelm.errors import InvalidRequestError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec import TokenizeResult
 from helpers import chat_templates as ct
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CHATS = [
@@ -32,7 +34,7 @@ def without_template():
     return bare
 
 
-@pytest.mark.parametrize("prompt", [True, False])
+@each("prompt", [True, False])
 def test_chatml_writes_what_models_with_chatml_write(prompt):
     history = History.from_chats(CHATS)
     expected = history.apply_chat_template(ct.tokenizer(), prompt, chat_template=ct.CHATML)
@@ -53,8 +55,8 @@ def test_a_tokenizer_without_a_template_samples_and_marks_the_assistant_with_cha
         assert backend.tokenizer.decode(full[:-answer][said[:-answer]]) == " I am Pip.\n<|im_end|>"
 
 
-@pytest.mark.parametrize("tokenizer", [ct.tokenizer, without_template], ids=["one template", "none"])
-@pytest.mark.parametrize("name", ["chatlm", "templates/qwen.jinja", ""])
+@each("tokenizer", [ct.tokenizer, without_template])
+@each("name", ["chatlm", "templates/qwen.jinja", ""])
 def test_an_unknown_name_is_not_rendered_as_a_template(tokenizer, name):
     with pytest.raises(TemplateError, match=r"no chat template is named .*'chatml'"):
         History.from_chats(CHATS).apply_chat_template(tokenizer(), chat_template=name)
@@ -65,21 +67,21 @@ def test_a_tokenizers_own_templates_come_first():
     tokenizer.chat_template = {"default": "one {{ x }}", "chatml": "two", "tool_use": "three"}
     history = History.from_chats(CHATS[0])
     assert history.apply_chat_template(tokenizer, chat_template="chatml") == "two"
-    with pytest.raises(TemplateError, match="did you mean 'tool_use'"):
+    with pytest.raises(TemplateError):
         history.apply_chat_template(tokenizer, chat_template="tool_uses")
 
 
-@pytest.mark.parametrize(
-    ("chat", "kwargs", "message"),
+@each(
+    "chat, kwargs",
     [
-        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], {}, "for tool_calls"),
-        ([{"role": "assistant", "content": "Hi", "reasoning_content": "Hm"}], {}, "place for reasoning_content"),
-        ([{"role": "user", "content": "Hi", "name": "Ann"}], {}, "place for name; leave it out"),
-        (CHATS[0], {"tools": [{"type": "function", "function": {"name": "f"}}]}, "place for tools"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], {}),
+        ([{"role": "assistant", "content": "Hi", "reasoning_content": "Hm"}], {}),
+        ([{"role": "user", "content": "Hi", "name": "Ann"}], {}),
+        (CHATS[0], {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ],
 )
-def test_chatml_refuses_what_it_would_leave_out(chat, kwargs, message):
-    with pytest.raises(TemplateError, match=message):
+def test_chatml_refuses_what_it_would_leave_out(chat, kwargs):
+    with refused(TemplateError, rows=(0,)):
         History.from_chats(chat).apply_chat_template(without_template(), chat_template="chatml", **kwargs)
 
 
@@ -100,9 +102,8 @@ def test_text_that_a_user_types_begins_no_turn(special, typed):
         plain, row = render(chats, tokenizer, tokenize, **options).ids.tolist()
         assert [row.count(mark) for mark in marks] == [plain.count(mark) for mark in marks] == [2, 1]
     else:
-        with pytest.raises(TemplateError, match=r"a message contains <\|im_(start|end)\|>.*remove it") as error:
+        with refused(TemplateError, rows=(1,)):
             render(chats, tokenizer, tokenize, **options)
-        assert error.value.rows == (1,)
 
 
 def unmarked_tokenizer():
@@ -118,8 +119,8 @@ def unmarked_tokenizer():
 # From text -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("chats", [CHATS[1], CHATS, [CHATS, CHATS[::-1]]], ids=["0", "1", "2"])
+@each("prompt", [True, False])
+@each("chats", [CHATS[1], CHATS, [CHATS, CHATS[::-1]]])
 def test_a_conversation_is_read_back_from_its_text(chats, prompt):
     history = History.from_chats(chats)
     text = history.apply_chat_template(without_template(), prompt, chat_template="chatml")
@@ -133,8 +134,8 @@ def test_the_text_of_an_answer_lacks_the_end_of_its_turn():
     assert History.from_text("").to_chats() == [] and History.from_text([]).batch_size == (0,)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("Hello", "expected <|im_start|> and a role at character 0, got 'Hello'"),
         ("<|im_start|>user", "at character 0"),

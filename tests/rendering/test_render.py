@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
+from helpers.cases import each
 from helpers.rendering import (
     ANSWER,
     EOS_IDS,
@@ -168,8 +169,8 @@ def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_histo
         prompt, known = longer, mask
 
 
-@pytest.mark.parametrize(
-    ("template", "answer", "between"),
+@each(
+    "template, answer, between",
     [
         # The turn ends with an EOS: the template's is left out, with the space that one template writes before it.
         (ct.CHATML, "Paris.<|im_end|>", "\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
@@ -182,7 +183,6 @@ def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_histo
         # The template next writes the turn's last id, which is not an EOS.
         (ct.BARE, "Par\n", "\nuser: And of Italy?\nassistant: "),
     ],
-    ids=["own EOS", "own EOS after a space", "cut off", "cut off before a space", "another EOS", "no EOS"],
 )
 def test_the_text_between_a_sampled_turn_and_the_next(template: str, answer: str, between: str) -> None:
     turn = sampled(answer)
@@ -209,7 +209,7 @@ def test_the_thinking_of_a_sampled_turn_is_kept() -> None:
     )
 
 
-@pytest.mark.parametrize("content", [None, "", "hm"])
+@each("content", [None, "", "hm"])
 def test_the_ids_of_a_parsed_turn_include_its_calls_and_thinking(content: str | None) -> None:
     call = {"type": "function", "function": {"name": "capital", "arguments": {}}}
     words = '<think>hm</think>\n<tool_call>{"name": "capital"}</tool_call><|im_end|>'

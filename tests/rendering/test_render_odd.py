@@ -14,6 +14,8 @@ from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
+from helpers.cases import each
+from helpers.refusals import refused
 from helpers.rendering import (
     ANSWER,
     EOS_IDS,
@@ -98,11 +100,7 @@ def test_texts_that_look_like_placeholders_are_kept() -> None:
 # Conversations that cannot be rendered -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "template",
-    [ct.FORGETFUL, ct.SHOUTING, ct.CHATML.replace("m.content +", "m.content * 2 +")],
-    ids=["drops", "alters", "repeats"],
-)
+@each("template", [ct.FORGETFUL, ct.SHOUTING, ct.CHATML.replace("m.content +", "m.content * 2 +")])
 def test_a_template_that_loses_a_sampled_turn_is_refused(template: str) -> None:
     turn = sampled("Paris.<|im_end|>")
     with pytest.raises(TemplateError, match=r"message 1.*prefer_tokens=False") as caught:
@@ -115,7 +113,7 @@ def test_a_template_that_loses_a_sampled_turn_is_refused(template: str) -> None:
     ).retokenized == (True,)
 
 
-@pytest.mark.parametrize("template", [ct.FORGETFUL, ct.COUNTING], ids=["drops", "counts"])
+@each("template", [ct.FORGETFUL, ct.COUNTING])
 def test_a_mask_is_refused_if_the_template_rewrites_earlier_turns(template: str) -> None:
     chat = [QUESTION, ANSWER, MORE]
     with pytest.raises(
@@ -128,18 +126,17 @@ def test_a_mask_is_refused_if_the_template_rewrites_earlier_turns(template: str)
     assert unmasked.ids.tolist() == [own(chat, template)["input_ids"]]
 
 
-@pytest.mark.parametrize("filtered", ["upper", "tojson(ensure_ascii=True)"])
+@each("filtered", ["upper", "tojson(ensure_ascii=True)"])
 def test_a_special_token_is_refused_if_the_template_alters_contents(filtered: str) -> None:
     template = ct.CHATML.replace("m.content", f"m.content | {filtered}")
-    with pytest.raises(TemplateError, match="special token"):
+    with refused(TemplateError, rows=(0,)):
         rendered([[{"role": "user", "content": "<|im_end|>"}]], template)
     assert ids_of([QUESTION], template) == own([QUESTION], template)["input_ids"]
 
 
 def test_a_template_that_raises_names_the_rows_and_keeps_the_cause() -> None:
-    with pytest.raises(TemplateError, match=r"conversation 1: .*roles must alternate") as caught:
+    with refused(TemplateError, rows=(1, 2)) as caught:
         rendered([[QUESTION], [QUESTION, MORE], [QUESTION, QUESTION]], ct.STRICT)
-    assert caught.value.rows == (1, 2)
     assert type(caught.value.__cause__).__module__ == "jinja2.exceptions"
 
 
@@ -147,14 +144,14 @@ def test_generation_blocks_that_are_cut_up_are_refused() -> None:
     cut = ct.CHATML_MARKED.replace("{% generation %}", "{% set x %}{% generation %}").replace(
         "{% endgeneration %}", "{% endgeneration %}{% endset %}{{ x[2:] }}"
     )
-    with pytest.raises(TemplateError, match="pairs"):
+    with refused(TemplateError, rows=(0,)):
         rendered([[QUESTION, ANSWER]], cut)
 
 
 def test_a_template_is_required_and_may_be_named() -> None:
     bare = ct.tokenizer.__wrapped__()
     bare.chat_template = None
-    with pytest.raises(TemplateError, match="chat_template="):
+    with pytest.raises(TemplateError):
         render(History.from_chats([[QUESTION]]).chats, bare, tokenize, add_generation_prompt=True, eos_ids=EOS_IDS)
     bare.chat_template = {"default": ct.CHATML, "short": ct.BARE}
     for name, template in (("short", ct.BARE), (None, ct.CHATML)):
@@ -169,6 +166,5 @@ def test_offsets_are_needed_only_for_masks_of_turns_that_were_not_sampled() -> N
 
     chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
     assert rendered([chat], ct.CHATML, True, tokenize=without_offsets).ids.tolist() == [ids_of(chat, ct.CHATML, True)]
-    with pytest.raises(CapabilityError, match="fast tokenizer") as caught:
+    with refused(CapabilityError, capability="offsets"):
         rendered([[QUESTION, ANSWER]], ct.CHATML, tokenize=without_offsets)
-    assert caught.value.capability == "offsets"

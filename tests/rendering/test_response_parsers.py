@@ -16,6 +16,7 @@ from corelm import Message, parser_named
 from corelm.errors import InvalidRequestError, ResponseFormatError
 from corelm.rendering.response_formats import FORMATS
 from helpers import chat_templates as ct
+from helpers.cases import each, examples
 from helpers.tool_templates import FAMILIES, HERMES, cut_out
 from helpers.tool_turns import declared, expected, texts, turns
 
@@ -26,7 +27,7 @@ marked = st.lists(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_what_a_template_wrote_is_read_as_the_same_turn(name: str, data: st.DataObject) -> None:
     family = FAMILIES[name]
     turn = data.draw(turns(family))
@@ -37,8 +38,8 @@ def test_what_a_template_wrote_is_read_as_the_same_turn(name: str, data: st.Data
     assert found == expected(turn)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
-@pytest.mark.parametrize("mark", ["</tool_call>", "<tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|im_end|>"])
+@each("name", [name for name in FAMILIES if name != "gpt_oss"])
+@each("mark", ["</tool_call>", "<tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|im_end|>"])
 def test_a_mark_inside_an_argument_is_text(name: str, mark: str) -> None:
     family = FAMILIES[name]
     call: dict[str, Any] = {"type": "function", "function": {"name": "say", "arguments": {"it": f"a {mark} b"}}}
@@ -51,7 +52,7 @@ def test_a_mark_inside_an_argument_is_text(name: str, mark: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_no_text_is_dropped_from_an_answer_that_was_cut_off(name: str, data: st.DataObject) -> None:
     """Every prefix of an answer is either refused or read as what it holds up to there."""
     family = FAMILIES[name]
@@ -77,7 +78,7 @@ def test_no_text_is_dropped_from_an_answer_that_was_cut_off(name: str, data: st.
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=st.one_of(texts, marked))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_text_is_read_or_refused(name: str, text: str) -> None:
     form = FORMATS[name]
     try:
@@ -90,17 +91,33 @@ def test_any_text_is_read_or_refused(name: str, text: str) -> None:
             assert found == Message("assistant", text)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("unit", ["\n", " ", "}\n", "; "])
-def test_a_model_that_writes_one_thing_without_end_costs_no_more_than_its_length(name: str, unit: str) -> None:
-    form = FORMATS[name]
+def slow_texts(length: int, units: list[str]) -> list[tuple[str, str]]:
+    """Return formats and beginnings of texts that take a parser much more time than a text of their length should."""
+    return [
+        (name, text[:40])
+        for name, form in FORMATS.items()
+        for mark in sorted({*form.marks, form.call})
+        for unit in units
+        for text in (mark + unit * length, unit * length + mark)
+        # If time grew with the square of the length, it would be half a minute for 50,000 units.
+        if all(seconds_for(name, text) > 12 * (length / 50_000) ** 2 for _ in range(3))
+    ]
+
+
+def seconds_for(name: str, text: str) -> float:
     started = time.process_time()
-    for mark in {*form.marks, form.call}:
-        for text in (mark + unit * 50_000, unit * 50_000 + mark):
-            with contextlib.suppress(ResponseFormatError):
-                parser_named(name).parse(text, prefix="a prompt")
-    # If time grew with the square of the length, it would be half a minute for each text.
-    assert time.process_time() - started < 15
+    with contextlib.suppress(ResponseFormatError):
+        parser_named(name).parse(text, prefix="a prompt")
+    return time.process_time() - started
+
+
+def test_a_model_that_writes_one_thing_without_end_costs_no_more_than_its_length() -> None:
+    assert not slow_texts(8_000, ["\n", "}\n"])
+
+
+@pytest.mark.nightly
+def test_a_model_that_writes_a_long_answer_of_one_thing_costs_no_more_than_its_length() -> None:
+    assert not slow_texts(50_000, ["\n", " ", "}\n", "; "])
 
 
 MALFORMED = {
@@ -123,13 +140,13 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, each in MALFORMED.items() for text in each])
+@each("name, text", [(name, text) for name, each in MALFORMED.items() for text in each])
 def test_what_does_not_follow_the_format_is_refused(name: str, text: str) -> None:
     with pytest.raises(ResponseFormatError):
         parser_named(name)(text)
 
 
-@pytest.mark.parametrize("text", ['{"name": "Bob", "age": 3}', '{"answer": {"name": "f"}}', "<|python_tag|>print(1)"])
+@each("text", ['{"name": "Bob", "age": 3}', '{"answer": {"name": "f"}}', "<|python_tag|>print(1)"])
 def test_json_that_is_not_a_call_is_the_answer(text: str) -> None:
     assert parser_named("llama3_json")(text) == Message("assistant", text)
 
@@ -146,8 +163,8 @@ def test_llama_may_call_several_functions() -> None:
 # What the prompt says -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prefix", "text", "thought", "content"),
+@each(
+    "prefix, text, thought, content",
     [
         ("<|im_start|>assistant\n<think>\n", "hm\n</think>\n\nHi", "hm", "Hi"),
         ("<|im_start|>assistant\n<think>\n", "hm, and cut", "hm, and cut", ""),
@@ -159,7 +176,7 @@ def test_llama_may_call_several_functions() -> None:
         ("<|im_start|>assistant\n", "It ends with </think>.", None, "It ends with </think>."),
     ],
 )
-@pytest.mark.parametrize("name", ["hermes", "qwen", "deepseek_r1"])
+@each("name", ["hermes", "qwen", "deepseek_r1"])
 def test_reasoning_may_begin_in_the_prompt(name, prefix, text, thought, content) -> None:
     found = parser_named(name).parse(text, prefix=prefix)
     assert (found.extra.get("reasoning_content"), found.content) == (thought, content)
@@ -175,7 +192,7 @@ def test_without_tools_untyped_arguments_are_texts() -> None:
 # Names, special tokens, the tokenizer's own ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hermse", "", None, 3])
+@each("name", ["hermse", "", None, 3])
 def test_an_unknown_name_is_refused(name) -> None:
     with pytest.raises(InvalidRequestError, match=r"no parser is named .*'deepseek_r1', .*'qwen'") as caught:
         parser_named(name)
@@ -236,7 +253,7 @@ def test_auto_reads_the_tokenizers_own_template() -> None:
     assert parser.parse("Hi", prefix="[INST] Hello [/INST]") == Message("assistant", "Hi")
 
 
-@pytest.mark.parametrize("template", [None, {}, {"fields": {"x": {"open": 3}}}, {"fields": object()}, "text"])
+@each("template", [None, {}, {"fields": {"x": {"open": 3}}}, {"fields": object()}, "text"])
 def test_auto_is_refused_where_the_tokenizer_has_no_usable_template(template) -> None:
     with pytest.raises(InvalidRequestError, match="response_template"):
         parser_named("auto", WithTemplate(template))

@@ -12,11 +12,12 @@ from corelm.errors import (
     InvalidRequestError,
     ProvenanceMismatchError,
 )
+from helpers.cases import each
 from helpers.fakes import SHORT, fake
 
 
-@pytest.mark.parametrize(
-    ("raised", "kind"),
+@each(
+    "raised, kind",
     [
         (CapabilityError("top_p with min_p", capability="min_p"), None),
         (InvalidRequestError("temperature: too cold", field="temperature", problems={1: "too cold"}), None),
@@ -26,7 +27,6 @@ from helpers.fakes import SHORT, fake
         (RuntimeError("out of memory"), EngineError),
         (NotImplementedError(), EngineError),
     ],
-    ids=lambda given: type(given).__name__ if isinstance(given, Exception) else "",
 )
 def test_the_caller_gets_the_error_that_the_table_says(raised: Exception, kind: type[CoreLMError] | None):
     def bend(result):

@@ -21,6 +21,8 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.sampling import ALIASES, EVERY_ENGINE, FIELDS, SamplingParams
+from helpers.cases import each
+from helpers.refusals import refused
 
 
 class Awkward:
@@ -119,7 +121,7 @@ def made_or_refused(**values: Any) -> SamplingParams | None:
         return None
 
 
-@pytest.mark.parametrize("name", [*FIELDS, *ALIASES])
+@each("name", [*FIELDS, *ALIASES])
 def test_every_parameter_takes_or_refuses_every_value(name: str) -> None:
     for value in ODD:
         params = made_or_refused(**{name: value})
@@ -172,7 +174,7 @@ def test_values_that_used_to_pass_or_to_raise_something_else() -> None:
 # Messages ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Message)])
+@each("name", [field.name for field in dataclasses.fields(Message)])
 def test_a_message_takes_or_refuses_every_value(name: str) -> None:
     for value in ODD:
         try:
@@ -184,22 +186,22 @@ def test_a_message_takes_or_refuses_every_value(name: str) -> None:
             assert message.for_template()["role"] == message.role
 
 
-@pytest.mark.parametrize(
-    ("ids", "what"),
+@each(
+    "ids",
     [
-        ([2**70], "token_ids: 1180591620717411303424 is larger than any vocabulary"),
-        ([2**31], "token_ids: 2147483648 is larger than any vocabulary"),
-        ([10**5000], "token_ids: a value of type int is larger than any vocabulary"),
-        ([-1], "token_ids: expected ids of at least 0, got -1"),
-        ([True], "token_ids: expected a sequence of token ids"),
-        ([0.5], "token_ids: expected a sequence of token ids"),
+        [2**70],
+        [2**31],
+        [10**5000],
+        [-1],
+        [True],
+        [0.5],
     ],
 )
-def test_ids_that_no_vocabulary_has_are_refused_by_row(ids: list[Any], what: str) -> None:
+def test_ids_that_no_vocabulary_has_are_refused_by_row(ids: list[Any]) -> None:
     good = {"role": "user", "content": "Hi"}
-    with pytest.raises(InvalidRequestError, match=what) as caught:
+    with refused(InvalidRequestError, field="history", rows=(1,)) as caught:
         History.from_chats([[good], [good, {"role": "assistant", "content": "x", "token_ids": ids}]])
-    assert caught.value.rows == (1,) and "message 1" in str(caught.value)
+    assert "message 1" in str(caught.value)
 
 
 def held_by_itself() -> dict[str, Any]:
@@ -222,30 +224,28 @@ def doubled() -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
+@each(
+    "value",
     [
-        (held_by_itself(), "nested more than 100 levels deep, or hold themselves"),
-        (deep(100), "nested more than 100 levels deep"),
-        (deep(100_000), "nested more than 100 levels deep"),
-        (doubled(), "hold more than 1,000,000 values"),
+        held_by_itself(),
+        deep(100),
+        deep(100_000),
+        doubled(),
     ],
-    ids=["itself", "101", "100,000", "doubled"],
 )
-def test_a_message_with_values_that_cannot_be_walked_is_refused(value: Any, what: str) -> None:
+def test_a_message_with_values_that_cannot_be_walked_is_refused(value: Any) -> None:
     for extra in ({"meta": value}, {"tool_calls": [{"arguments": value}]}):
-        with pytest.raises(InvalidRequestError, match=what) as caught:
+        with refused(InvalidRequestError, field="history", rows=(1,)):
             History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hi", **extra}]])
-        assert caught.value.rows == (1,)
     assert Message.from_dict({"role": "user", "content": "Hi", "meta": deep(98)}).to_dict()["meta"] == deep(98)
 
 
 def test_a_message_refuses_values_that_cannot_be_copied_and_names_that_it_has() -> None:
-    with pytest.raises(InvalidRequestError, match="extra: holds what cannot be copied: TypeError"):
+    with refused(InvalidRequestError, field="extra"):
         Message.from_dict({"role": "user", "generator": (one for one in ())})
-    with pytest.raises(InvalidRequestError, match=r"extra: .* 'role' is a field of Message"):
+    with refused(InvalidRequestError, field="extra"):
         Message("user", "Hi", extra={"role": "system"})
-    with pytest.raises(InvalidRequestError, match=r"extra: .* 5 is a int"):
+    with refused(InvalidRequestError, field="extra"):
         Message.from_dict({"role": "user", 5: 6})
 
 
@@ -262,18 +262,16 @@ def test_prompts_of_every_kind_are_rows_or_refused() -> None:
             assert rows.values.dtype == torch.int64 and len(rows.tolist()) == len(rows)
 
 
-@pytest.mark.parametrize(
+@each(
     "made",
     [
         torch.zeros(2, 3, dtype=torch.int64, device="meta"),
         torch.zeros(2, 3, dtype=torch.int64).to_sparse(),
     ],
-    ids=["meta", "sparse"],
 )
 def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
-    with pytest.raises(InvalidRequestError, match="prompts: expected a dense tensor"):
+    with refused(InvalidRequestError, field="prompts"):
         rows_of_ids(made, "prompts")
     rows = [torch.tensor([1]), torch.zeros(3, dtype=torch.int64, device="meta")]
-    with pytest.raises(InvalidRequestError, match="prompts: row 1: expected a list of token ids") as caught:
+    with refused(InvalidRequestError, field="prompts", rows=(1,)):
         rows_of_ids(rows, "prompts")
-    assert caught.value.rows == (1,)

@@ -9,9 +9,11 @@ import torch
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import ALIASES, SamplingParams
+from helpers.cases import each
+from helpers.refusals import refused
 
 
-@pytest.mark.parametrize("alias", sorted(ALIASES))
+@each("alias", sorted(ALIASES))
 def test_an_alias_sets_the_field_it_stands_for(alias):
     value = {"stop": ["x"], "stop_token_ids": [3], "num_beams": 2, "repetition_penalty": 1.5}.get(ALIASES[alias], 7)
     made = SamplingParams.make({alias: value})
@@ -32,13 +34,13 @@ def test_an_unknown_name_is_refused_and_the_nearest_known_one_suggested():
     assert error.value.field == "temprature"
 
 
-@pytest.mark.parametrize("off", [None, 0, -1])
+@each("off", [None, 0, -1])
 def test_top_k_none_zero_and_minus_one_keep_all_tokens(off):
     assert SamplingParams(top_k=off).top_k is None
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
+@each(
+    "field, value",
     [
         ("temperature", float("nan")),
         ("temperature", float("inf")),
@@ -72,15 +74,14 @@ def test_top_k_none_zero_and_minus_one_keep_all_tokens(off):
     ],
 )
 def test_an_illegal_value_is_refused_by_name(field, value):
-    with pytest.raises(InvalidRequestError, match=field) as error:
+    with refused(InvalidRequestError, field=field):
         SamplingParams(**{field: value})
-    assert error.value.field == field
 
 
 def test_a_name_for_something_similar_is_refused_with_what_to_give_instead():
-    with pytest.raises(InvalidRequestError, match="it counts the prompt too; give max_new_tokens"):
+    with refused(InvalidRequestError, field="max_length"):
         SamplingParams.make(max_length=5)
-    with pytest.raises(InvalidRequestError, match="expected a SamplingParams of corelm or a mapping"):
+    with refused(InvalidRequestError, field="sampling_params"):
         SamplingParams.make(5)
 
 
@@ -90,13 +91,13 @@ def test_equal_parameters_are_the_same_dictionary_key():
 
 
 def test_limits_must_not_contradict_each_other():
-    with pytest.raises(InvalidRequestError, match="min_new_tokens"):
+    with refused(InvalidRequestError, field="min_new_tokens"):
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
-    with pytest.raises(InvalidRequestError, match="beam search"):
+    with refused(InvalidRequestError, field="num_beams"):
         SamplingParams(length_penalty=2.0)
-    with pytest.raises(InvalidRequestError, match="contradicts"):
+    with refused(InvalidRequestError, field="do_sample"):
         SamplingParams(do_sample=False, temperature=0.5)
-    with pytest.raises(InvalidRequestError, match="contradicts"):
+    with refused(InvalidRequestError, field="do_sample"):
         SamplingParams(do_sample=True, temperature=0)
 
 
@@ -140,5 +141,5 @@ def test_one_stop_id_may_be_any_integer_and_no_truth_value():
     for one in (5, np.int64(5), np.array(5), torch.tensor(5)):
         assert SamplingParams(stop_token_ids=one).stop_token_ids == (5,)
     for wrong in (True, np.True_, torch.tensor(True), [torch.tensor(True)], 5.0, "5"):
-        with pytest.raises(InvalidRequestError, match="stop_token_ids: expected a sequence of token ids"):
+        with refused(InvalidRequestError, field="stop_token_ids"):
             SamplingParams(stop_token_ids=wrong)

@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm.errors import InvalidRequestError
 from corelm.tensors.categorical import MaskedCategorical
+from helpers.cases import each
+from helpers.refusals import refused
 
 V = 7
 
@@ -72,7 +74,7 @@ def test_several_samples_are_scored_at_once():
     torch.testing.assert_close(together, apart)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_logits_are_normalised_in_float32_and_get_gradients_in_their_dtype(dtype):
     logits, mask, ids = example(dtype, requires_grad=True)
     dist = Sliced(logits, mask)
@@ -84,7 +86,7 @@ def test_low_precision_logits_are_normalised_in_float32_and_get_gradients_in_the
     assert logits.grad.dtype == dtype and bool(logits.grad[mask].any())
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@each("poison", [float("nan"), float("inf"), float("-inf")])
 def test_logits_at_masked_positions_have_no_effect(poison):
     logits, mask, ids = example(requires_grad=True)
     poisoned = torch.where(mask[..., None], logits, poison)
@@ -147,16 +149,14 @@ def test_a_single_position_is_accepted():
 
 def test_shapes_and_ids_that_do_not_fit_are_refused():
     logits, mask, ids = example()
-    with pytest.raises(
-        InvalidRequestError, match=r"expected bool\[2, 4\] for logits \[2, 4, 7\], got torch.bool\[2, 3\]"
-    ):
+    with refused(InvalidRequestError, field="mask"):
         MaskedCategorical(logits, mask[:, 1:])
-    with pytest.raises(InvalidRequestError, match="expected bool"):
+    with refused(InvalidRequestError, field="mask"):
         MaskedCategorical(logits, mask.float())
     dist = MaskedCategorical(logits, mask)
-    with pytest.raises(InvalidRequestError, match=r"expected ids \[..., 2, 4\], got \[2, 3\]"):
+    with refused(InvalidRequestError, field="value"):
         dist.log_prob(ids[:, 1:])
-    with pytest.raises(InvalidRequestError, match="an id is outside the vocabulary of 7"):
+    with refused(InvalidRequestError, field="value"):
         dist.log_prob(ids + 7)
 
 
@@ -220,9 +220,8 @@ def test_logits_that_are_no_distribution_give_nan_or_an_error_that_names_the_pos
     (grad,) = torch.autograd.grad((found + entropy).sum(), logits)
     assert bool(grad[1, 1].isnan().any()) and bool(torch.isfinite(grad[other]).all())
     for draw in (lambda: dist.mode, dist.sample, lambda: dist.sample((2,))):
-        with pytest.raises(InvalidRequestError, match="logits: row 1: the logits at position 1 are not") as caught:
+        with refused(InvalidRequestError, field="logits", rows=(1,)):
             draw()
-        assert caught.value.rows == (1,) and caught.value.field == "logits"
 
 
 @kinds

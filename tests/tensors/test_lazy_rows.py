@@ -23,6 +23,7 @@ from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors import lazy_rows as lazy_rows_module
 from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
+from helpers.cases import each
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]
 RAW = Provenance("toy", "tiny", "0")
@@ -160,7 +161,7 @@ def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
     assert flat_source(stack) is not None
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@each("context", [torch.no_grad, torch.inference_mode])
 def test_gradients_do_not_ask_when_the_rows_are_made(context: Any) -> None:
     values = torch.zeros(7, requires_grad=True)
     td = assemble(request(logprobs=Ragged(values, Ragged.from_list(ROWS).lengths)))
@@ -230,7 +231,7 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         assert len({tuple(map(id, rows)) for rows in found}) == 1
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@each("context", [torch.no_grad, torch.inference_mode])
 def test_making_rows_leaves_the_process_as_it_was(context: Any) -> None:
     before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     with context():

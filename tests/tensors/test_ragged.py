@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.tensors.ragged import Ragged, Side
+from helpers.cases import each
 
 Rows = list[list[int]]
 
@@ -25,8 +26,8 @@ def padded(row: list[int], width: int, side: Side, filler: int) -> list[int]:
     return pads + row if side == "left" else row + pads
 
 
-@pytest.mark.parametrize("rows", [[[1, 2], [], [3]], [[4]], [[]]])
-@pytest.mark.parametrize("code", ["q", "d", "f", "b"])
+@each("rows", [[[1, 2], [], [3]], [[4]], [[]]])
+@each("code", ["q", "d", "f", "b"])
 def test_arrays_hold_what_lists_hold(rows: Rows, code: str) -> None:
     arrays = [array(code, row) for row in rows]
     found = Ragged.from_list([*arrays, [7]], torch.float32)
@@ -139,7 +140,7 @@ def test_full_repeats_one_value() -> None:
     assert ragged.values.dtype == torch.bool
 
 
-@pytest.mark.parametrize(
+@each(
     "through",
     [
         lambda rows: rows.to_padded(0.0, "left"),
@@ -157,8 +158,8 @@ def test_gradients_reach_every_value(through: Callable[[Ragged], torch.Tensor]) 
     assert values.grad.tolist() == [2.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+@each(
+    "build, message",
     [
         (lambda: Ragged(torch.arange(3), torch.tensor([1, 1])), "add up to 2, but there are 3"),
         (lambda: Ragged(torch.arange(1), torch.tensor([2, -1])), "lengths add up"),
@@ -179,7 +180,7 @@ def test_a_join_mask_of_other_rows_is_refused() -> None:
         first.join(second, first.join_mask(first))
 
 
-@pytest.mark.parametrize("lengths", [torch.tensor([1.5, 0.5]), [1.5, 0.5], torch.tensor([True, True])])
+@each("lengths", [torch.tensor([1.5, 0.5]), [1.5, 0.5], torch.tensor([True, True])])
 def test_lengths_that_are_not_integers_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths are whole numbers"):
         Ragged(torch.tensor([1, 2]), lengths)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from corelm.tensors.ragged import Ragged
+from helpers.cases import each
 
 values = st.integers(-(2**40), 2**40)
 lists = st.lists(st.lists(values, max_size=4), max_size=5)
@@ -136,9 +137,7 @@ TestAgainstLists = AgainstLists.TestCase
 TestAgainstLists.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
 
 
-@pytest.mark.parametrize(
-    "rows", [[[1.5]], [[1], [2.0]], [torch.tensor([1.5])], [torch.tensor([1]), torch.tensor([2.0])]]
-)
+@each("rows", [[[1.5]], [[1], [2.0]], [torch.tensor([1.5])], [torch.tensor([1]), torch.tensor([2.0])]])
 def test_whole_numbers_are_not_cut_off(rows: Any) -> None:
     with pytest.raises(TypeError, match="expected whole numbers"):
         Ragged.from_list(rows)

@@ -9,6 +9,7 @@ import torch
 from corelm import Masks, Tokens
 from corelm.backend.arguments import rows_of_ids, seeds
 from corelm.tensors.ragged import as_tensor
+from helpers.cases import each
 
 ROWS = [[5, 17], [300]]
 
@@ -36,7 +37,7 @@ def test_torch_warns_of_them():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("every_warning")
-@pytest.mark.parametrize("form", [list, tuple])
+@each("form", [list, tuple])
 def test_rows_of_ids(form):
     rows = form(read_only(row) for row in ROWS)
     assert rows_of_ids(rows, "prompts").tolist() == ROWS

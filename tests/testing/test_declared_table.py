@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import corelm.testing
 from corelm import Capabilities, Ragged
 from corelm.spec.capabilities import GenerationMode
@@ -17,6 +15,7 @@ from corelm.spec.sampling import EVERY_ENGINE, FIELDS
 from corelm.testing import BackendConformance
 from corelm.testing.plugin import standard_tests
 from corelm.testing.trials import DECLARABLE
+from helpers.cases import each
 from helpers.pages import Page
 
 PAGE = Page(Path(__file__).parents[2] / "docs" / "write-a-backend.md")
@@ -66,7 +65,7 @@ def test_the_capabilities_of_the_kits_tests_were_found() -> None:
     assert len(marked) > 80 and marked <= {function for _, function, _ in GUARDED}
 
 
-@pytest.mark.parametrize(("theme", "function", "capabilities"), GUARDED, ids=[f"{t}-{name}" for t, name, _ in GUARDED])
+@each("theme, function, capabilities", GUARDED)
 def test_every_test_of_a_capability_is_found_from_a_row_of_it(
     theme: str, function: str, capabilities: frozenset[str]
 ) -> None:
