@@ -27,20 +27,24 @@ def imported_by(code: str) -> set[str]:
     return set(result.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.process
 def test_importing_core_is_light():
     assert not imported_by("import corelm; dir(corelm)") & (HEAVY | ENGINES)
 
 
+@pytest.mark.process
 def test_the_registry_is_light():
     assert not imported_by("import corelm.backend.registry") & (HEAVY | ENGINES)
 
 
+@pytest.mark.process
 def test_the_command_lists_backends_without_torch():
     code = "import sys; sys.argv = ['corelm', 'backends']; from corelm.cli import main"
     loaded = imported_by(code + "\ntry: main()\nexcept SystemExit: pass")
     assert "typer" in loaded and not loaded & (HEAVY | ENGINES)
 
 
+@pytest.mark.process
 def test_an_engine_that_answers_in_records_needs_no_tensordict():
     # Nor what only fleets, hosts and canaries need: importing all of it takes as long as opening a small model.
     code = """
@@ -56,10 +60,12 @@ print(*(name for name in sys.modules if name.startswith(("corelm.fleet", "corelm
     assert not imported_by(code) & {"tensordict"}
 
 
+@pytest.mark.process
 def test_the_pytest_plugin_is_light():
     assert not imported_by("import corelm.testing.plugin") & (HEAVY | ENGINES)
 
 
+@pytest.mark.process
 def test_no_module_of_core_imports_an_engine():
     names = [module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.")]
     assert {"corelm.policy.policy", "corelm.testing.suite"} <= set(names)

@@ -169,6 +169,7 @@ def test_the_loggers_are_named_after_their_modules_and_nothing_is_configured() -
         ), path
 
 
+@pytest.mark.process
 def test_a_program_that_sets_no_logging_up_sees_nothing_and_keeps_its_handlers(tmp_path: Path) -> None:
     code = (
         "import logging, corelm\n"

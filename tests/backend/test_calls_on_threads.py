@@ -33,8 +33,8 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize("method", STREAMS)
+@each("batching", [False, True])
+@each("method", STREAMS)
 def test_what_would_wait_for_itself_in_a_wrapper_is_refused_there(method, batching):
     class Wrapper:
         outer = True

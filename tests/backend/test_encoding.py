@@ -92,7 +92,7 @@ TEXTS = [
     "你好 " * 5,
 ]
 
-every = pytest.mark.parametrize(("tokenizer", "bytes_"), TOKENIZERS.values(), ids=TOKENIZERS)
+every = each("tokenizer, bytes_", TOKENIZERS.values())
 
 
 def request(texts: list[str], **options: Any) -> TokenizeRequest:
@@ -117,9 +117,9 @@ def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenizeResult:
 
 
 @every
-@pytest.mark.parametrize("add_special_tokens", [False, True])
-@pytest.mark.parametrize("parse_special", [False, True])
-@pytest.mark.parametrize("offsets", [False, True])
+@each("add_special_tokens", [False, True])
+@each("parse_special", [False, True])
+@each("offsets", [False, True])
 def test_every_combination_of_options(
     tokenizer: Any, bytes_: bool, add_special_tokens: bool, parse_special: bool, offsets: bool
 ) -> None:

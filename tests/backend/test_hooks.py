@@ -263,7 +263,7 @@ def test_whatever_an_engine_raises_becomes_an_engine_error(error):
             assert raised.value.__cause__ is error
 
 
-@pytest.mark.parametrize("timeout", [None, 9.0])
+@each("timeout", [None, 9.0])
 def test_a_signal_handler_that_exits_ends_the_program_and_not_the_call(timeout):
     engine = Fake()
 

@@ -103,6 +103,7 @@ batcher.close()
 """
 
 
+@pytest.mark.process
 @each("capabilities", ["", ", concurrent_calls=True, abort=True"])
 def test_a_fork_is_refused_or_ends_and_leaves_the_parents_requests_alone(capabilities):
     path = ":".join(path for path in sys.path if path)

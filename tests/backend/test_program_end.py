@@ -52,6 +52,7 @@ def written(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("text", "bytes", "both")]
 
 
+@pytest.mark.process
 def test_open_files_are_written_and_later_exit_functions_called(tmp_path: Path) -> None:
     status, printed, errors = ended("raise KeyboardInterrupt", tmp_path)
     assert status == -signal.SIGINT, errors
@@ -60,6 +61,7 @@ def test_open_files_are_written_and_later_exit_functions_called(tmp_path: Path) 
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.process
 def test_open_files_are_written_while_another_thread_goes_on(tmp_path: Path) -> None:
     status, printed, errors = ended(
         "threading.Thread(target=threading.Event().wait).start(); raise KeyboardInterrupt", tmp_path
@@ -68,11 +70,13 @@ def test_open_files_are_written_while_another_thread_goes_on(tmp_path: Path) -> 
     assert written(tmp_path) == [b"written"] * 3
 
 
+@pytest.mark.process
 def test_a_program_that_is_not_interrupted_ends_by_itself(tmp_path: Path) -> None:
     assert ended("", tmp_path) == (0, ["saved", "calls are ended 5.0"], "")
     assert written(tmp_path) == [b"written"] * 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("first", ["", "import concurrent.futures"])
 def test_threads_of_pools_are_awaited_after_calls_have_ended(tmp_path: Path, first: str) -> None:
     """The pool's thread waits for a call that only `at_program_end` ends."""

@@ -326,6 +326,7 @@ def test_a_plugin_works_while_another_is_broken(fabricate):
 # ---------------------------------------------------------------- imports
 
 
+@pytest.mark.process
 def test_listing_imports_neither_torch_nor_a_plugin():
     code = (
         "import sys, corelm\n"
@@ -339,6 +340,7 @@ def test_listing_imports_neither_torch_nor_a_plugin():
     assert not modules & {"torch", "tensordict", "numpy", "transformers", *plugins}
 
 
+@pytest.mark.process
 def test_a_plugin_module_is_loaded_without_its_engine():
     code = (
         "import sys\nfrom corelm.backend.registry import load_backend\n"
@@ -348,6 +350,7 @@ def test_a_plugin_module_is_loaded_without_its_engine():
     assert result.stdout.strip() == "False"
 
 
+@pytest.mark.process
 def test_listing_works_where_core_is_not_installed(tmp_path):
     """A bare source folder has no extras to offer, and listing does not fail."""
     code = (

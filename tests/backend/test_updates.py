@@ -37,7 +37,7 @@ def test_weight_versions_count_up_unless_the_caller_names_them():
         fake(update_weights=False).update_weights({})
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
+@each("concurrent", [False, True])
 def test_concurrent_updates_get_different_versions(concurrent):
     gate, inside = Gate(), []
 
@@ -159,7 +159,7 @@ def test_an_abort_that_came_too_early_is_repeated():
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
 
 
-@pytest.mark.parametrize("how", ["alone", "wrapped", "replaced"])
+@each("how", ["alone", "wrapped", "replaced"])
 def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_replaced(how):
     """A caller tokenizes and builds containers while the engine works for another, unless these hooks are replaced."""
     gate, replaced = Gate(), how == "replaced"

@@ -80,8 +80,8 @@ def test_the_weights_of_the_first_call_are_version_0():
     assert backend.generate([[3]], SHORT).weight_versions == ("0",)
 
 
-@pytest.mark.parametrize("hook", ["generate", "score_logprobs"])
-@pytest.mark.parametrize("batched", [False, True])
+@each("hook", ["generate", "score_logprobs"])
+@each("batched", [False, True])
 def test_a_call_during_which_the_weights_change_fails(batched, hook):
     engine, backend = watched()
     if batched:

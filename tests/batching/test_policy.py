@@ -52,7 +52,7 @@ def responses(td):
 # Threads -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["text", "tokens"])
+@each("mode", ["text", "tokens"])
 def test_threads_get_the_same_results_as_without_a_batcher(mode):
     with corelm.get_backend("toy") as backend:
         alone = LLMPolicy(backend, input_mode=mode, sampling_params={"max_new_tokens": 8}, num_samples=2)
@@ -190,7 +190,7 @@ def test_sixty_four_tasks_enter_an_engine_with_concurrent_calls_at_once(batching
     policy.close()
 
 
-@pytest.mark.parametrize("batching", [True, False])
+@each("batching", [True, False])
 def test_cancelling_a_task_aborts_its_request_in_an_engine_that_can_abort(batching):
     engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
     policy = gated_policy(engine, batching=batching)
@@ -235,7 +235,7 @@ def test_cancelling_a_task_removes_its_request_from_the_queue():
     policy.close()
 
 
-@pytest.mark.parametrize("on_full", ["block", "raise"])
+@each("on_full", ["block", "raise"])
 def test_a_full_queue_delays_or_refuses_tasks_without_blocking_their_event_loop(on_full):
     engine = GatedEngine(permits=0)
     policy = gated_policy(engine, batching=Limits(max_queue=1, on_full=on_full))

@@ -36,7 +36,7 @@ from helpers.batching_fakes import (
 from helpers.cases import each
 
 
-@pytest.mark.parametrize("flush", [True, False])
+@each("flush", [True, False])
 def test_closing_leaves_no_future_pending_and_no_thread(flush):
     engine = GatedEngine(permits=0)
     batcher = DynamicBatcher(
@@ -198,7 +198,7 @@ class EndingTogether(GatedEngine):
         return True
 
 
-@pytest.mark.parametrize("batching", [True, False])
+@each("batching", [True, False])
 def test_all_calls_are_told_to_end_before_one_is_waited_for(batching):
     group = {}
     engines = [EndingTogether(group) for _ in range(3)]
@@ -247,6 +247,7 @@ waiting.start()
 """
 
 
+@pytest.mark.process
 @each(
     "permits, end, status",
     [("None", "", 0), ("None", "raise SystemExit(3)", 3), ("0", "engine.free()", 0), ("None", "1 / 0", 1)],

@@ -23,6 +23,7 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
+from helpers.cases import each
 
 
 def test_an_update_waits_for_earlier_requests_and_rows_carry_their_weight_version():
@@ -100,7 +101,7 @@ def test_a_callback_may_make_calls_and_close_the_batcher():
     assert seen == [[lone_answer([4])], "1"] and batcher.closed
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["batched", "direct"])
+@each("direct", [False, True])
 def test_a_wrapper_may_make_a_call_during_a_call_with_a_timeout(direct):
     """The outer call runs on a thread that is neither its caller's nor the batcher's."""
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,8 +174,8 @@ def nested(flat: list[Any], shape: tuple[int, ...]) -> Any:
     return take(iter(flat), shape)
 
 
-@pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (4,), (2, 3), (2, 0), (0, 3), (2, 1, 3)])
+@each("pad_output", [False, True])
+@each("shape", [(), (0,), (1,), (4,), (2, 3), (2, 0), (0, 3), (2, 1, 3)])
 def test_every_container_for_every_batch_shape(shape: tuple[int, ...], pad_output: bool) -> None:
     rows = range(math.prod(shape))
     prompts, responses = [[r] * (1 + r % 2) for r in rows], [[r + 10] * (r % 3) for r in rows]

@@ -84,14 +84,14 @@ SQUARE: dict[str, tuple[Operation, Any]] = {
 
 
 @both_layouts
-@pytest.mark.parametrize(("shape", "name"), [((4,), name) for name in FLAT] + [((2, 2), name) for name in SQUARE])
+@each("shape, name", [((4,), name) for name in FLAT] + [((2, 2), name) for name in SQUARE])
 def test_operations_keep_rows_and_layout(shape: tuple[int, ...], name: str, pad_output: bool) -> None:
     operation, rows = (FLAT if shape == (4,) else SQUARE)[name]
     assert_holds(operation(batch(shape, pad_output)), rows, pad_output)
 
 
 @both_layouts
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@each("shape", [(4,), (2, 2)])
 def test_an_empty_slice_keeps_every_key(shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch(shape, pad_output)
     assert set(td[:0].keys(True, True)) == set(td.keys(True, True))
@@ -108,7 +108,7 @@ def test_to_another_device(pad_output: bool) -> None:
     assert td["log_probs"].provenance == RAW
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@each("shape", [(4,), (2, 2)])
 @both_layouts
 def test_repr_shows_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
     shown = repr(batch(shape, pad_output))
@@ -178,7 +178,7 @@ def test_containers_made_by_hand() -> None:
 
 
 @both_layouts
-@pytest.mark.parametrize(
+@each(
     "join",
     [
         lambda a, b: lazy_stack([a, b]),
@@ -237,7 +237,7 @@ def test_dense_rows_of_different_widths_are_detected() -> None:
     assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11], [6]]
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@each("shape", [(4,), (2, 2)])
 @both_layouts
 def test_a_field_takes_what_it_returns(shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch(shape, pad_output)

@@ -8,11 +8,11 @@ import pickle
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from tensordict import lazy_stack
 
 import corelm
+from helpers.cases import each
 from helpers.four_rows import batch, both_layouts
 
 OPERATIONS: dict[str, Any] = {
@@ -32,7 +32,7 @@ OPERATIONS: dict[str, Any] = {
 
 
 @both_layouts
-@pytest.mark.parametrize("name", OPERATIONS)
+@each("name", OPERATIONS)
 def test_finish_reasons_read_as_lists_of_str(name: str, pad_output: bool) -> None:
     operation, expected = OPERATIONS[name]
     found = operation(batch((4,), pad_output))["finish_reason"]

@@ -47,9 +47,9 @@ def rows(td, container, field):
     return ragged(td, (container, field)).tolist()
 
 
-@pytest.mark.parametrize("turns", [1, 3])
-@pytest.mark.parametrize("sampled_dense", [False, True], ids=["from rows", "from dense"])
-@pytest.mark.parametrize("pad_output", [False, True], ids=["to rows", "to dense"])
+@each("turns", [1, 3])
+@each("sampled_dense", [False, True])
+@each("pad_output", [False, True])
 def test_a_row_has_the_log_probs_of_the_sampled_tokens_of_every_turn(backend, models, turns, sampled_dense, pad_output):
     results = converse(LLMPolicy(backend, sampling_params=SAMPLING, pad_output=sampled_dense), turns)
     row = merge_turns(results, pad_output=pad_output, pad_id=backend.pad_id)

@@ -19,6 +19,7 @@ from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
+from helpers.cases import each
 from helpers.four_rows import HOT, LEFT, PROMPTS, RAW, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts, plain
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
@@ -28,8 +29,8 @@ def per_token(lengths: tuple[int, ...] = (4, 4, 2, 3)) -> PerToken:
     return lazy_stack([PerToken(full=torch.arange(float(n)) + 1, padded=False, batch_size=[]) for n in lengths])
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((4,), [0, 1, 2, 3]), ((2, 2), [[0, 1], [2, 3]])])
-@pytest.mark.parametrize("target", [False, True], ids=["to rows", "to dense"])
+@each("shape, rows", [((4,), [0, 1, 2, 3]), ((2, 2), [[0, 1], [2, 3]])])
+@each("target", [False, True])
 @both_layouts
 def test_every_layout_from_every_layout(shape: tuple[int, ...], rows: Any, pad_output: bool, target: bool) -> None:
     made = corelm.repad(batch(shape, pad_output), pad_output=target)
@@ -142,7 +143,7 @@ def test_dense_tokens_without_masks_get_them() -> None:
     assert dense["masks"].all_response_mask.sum().item() == sum(map(len, RESPONSES))
 
 
-@pytest.mark.parametrize("target", [False, True])
+@each("target", [False, True])
 @both_layouts
 def test_no_rows(pad_output: bool, target: bool) -> None:
     made = corelm.repad(batch((4,), pad_output).exclude("finish_reason")[:0], pad_output=target)
@@ -255,7 +256,7 @@ def sampled(td: TensorDictBase) -> None:
 
 
 @both_layouts
-@pytest.mark.parametrize("storage", ["ListStorage", "LazyStackStorage"])
+@each("storage", ["ListStorage", "LazyStackStorage"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_replay_buffer_of_torchrl_for_rows_and_any_widths(pad_output: bool, storage: str) -> None:
     torchrl = pytest.importorskip("torchrl.data", reason="TorchRL is not installed")

@@ -90,7 +90,7 @@ def test_printing_a_result_shows_texts_lengths_log_probs_and_provenance(result: 
 
 
 @both_layouts
-@pytest.mark.parametrize("shape", [(), (4,), (2, 2)])
+@each("shape", [(), (4,), (2, 2)])
 def test_the_summary_fits_a_screen(shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch((4,), pad_output)[1] if shape == () else batch(shape, pad_output)
     td["reward"] = torch.zeros(shape)
@@ -280,7 +280,7 @@ def test_a_notebook_shows_tokens_with_role_mask_and_log_prob(pad_output: bool) -
 
 
 @both_layouts
-@pytest.mark.parametrize("name", CONTAINERS)
+@each("name", CONTAINERS)
 def test_every_container_is_shown_in_a_notebook(name: str, pad_output: bool) -> None:
     td = batch((2, 2), pad_output)
     td["text"].response = [["<script>alert(1)</script>", "&amp;"], ["\x1b[2J", "d"]]
@@ -321,6 +321,7 @@ shell.run_cell("policy.close()")
 """
 
 
+@pytest.mark.process
 def test_ipython_shows_a_result_and_leaves_other_tensordicts_alone(tmp_path: Path) -> None:
     pytest.importorskip("IPython", reason="IPython is not installed")
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}

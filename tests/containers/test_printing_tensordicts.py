@@ -12,14 +12,15 @@ from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
 
 from corelm.containers import Text, Tokens, printing
 from corelm.containers.glance import row_count
+from helpers.cases import each
 from helpers.four_rows import batch, both_layouts
 
 CONTAINERS = ("text", "tokens", "masks", "log_probs", "history")
 
 
 @both_layouts
-@pytest.mark.parametrize("shape", [(), (4,), (2, 2)])
-@pytest.mark.parametrize("place", ["alone", "nested", "stacked"])
+@each("shape", [(), (4,), (2, 2)])
+@each("place", ["alone", "nested", "stacked"])
 def test_a_tensordict_prints_what_its_containers_print(place: str, shape: tuple[int, ...], pad_output: bool) -> None:
     td = batch((4,), pad_output)[1] if shape == () else batch(shape, pad_output)
     shown = repr({"alone": td, "nested": TensorDict({"next": td}), "stacked": lazy_stack([td, td])}[place])
@@ -29,6 +30,7 @@ def test_a_tensordict_prints_what_its_containers_print(place: str, shape: tuple[
     assert ("raw, toy, model 'tiny'" in shown and "'a' → 'a'" in shown) or not shape
 
 
+@pytest.mark.process
 def test_other_tensordicts_print_as_they_do_without_corelm() -> None:
     make = "TensorDict(a=torch.zeros(2, 3), b='text', c=TensorDict(d=torch.ones(2)), batch_size=[])"
     code = f"import torch; from tensordict import TensorDict; print(repr({make}))"

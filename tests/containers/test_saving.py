@@ -17,13 +17,14 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm.containers
 from corelm.containers import SAFE_GLOBALS, ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens
+from helpers.cases import each
 from helpers.four_rows import CHATS, PROMPTS, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts
 
 CLASSES = (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens)
 
 
 @both_layouts
-@pytest.mark.parametrize("weights_only", [False, True])
+@each("weights_only", [False, True])
 def test_torch_save(pad_output: bool, weights_only: bool) -> None:
     file = io.BytesIO()
     torch.save(batch((4,), pad_output), file)
@@ -115,6 +116,7 @@ for td in loaded:
 """
 
 
+@pytest.mark.process
 def test_saved_files_load_in_a_new_interpreter(tmp_path: Path) -> None:
     for save in (save_memmap, save_pickle, save_torch):
         save(tmp_path)

@@ -1,6 +1,7 @@
 """The ids that `LogProbs` names, kept and most probable ones, through every operation and in both layouts."""
 
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
@@ -79,8 +80,9 @@ def expected(rows: Any = (0, 1, 2)) -> dict[str, Any]:
 
 
 def mapped(td: TensorDict, tmp_path: Any) -> TensorDict:
-    td.memmap(tmp_path)
-    return TensorDict.load_memmap(tmp_path, allow_pickle=False)
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    td.memmap(folder)
+    return TensorDict.load_memmap(folder, allow_pickle=False)
 
 
 def saved(td: TensorDict, tmp_path: Any) -> TensorDict:
@@ -112,8 +114,8 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@each("pad", [False, True])
+@each("name", OPERATIONS)
 def test_ids_survive(name, pad, tmp_path):
     do, rows = OPERATIONS[name]
     assert read(do(rollout(pad), tmp_path)) == expected(rows)

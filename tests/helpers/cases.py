@@ -27,6 +27,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
             for number, case in enumerate(listed):
                 try:
                     test(*args, **fixtures, **dict(zip(keys, case, strict=True)))
+                except pytest.skip.Exception as skip:
+                    raise AssertionError("a case that skips would skip the others: use parametrize") from skip
                 # The failures of pytest itself are not exceptions of class Exception.
                 except (Exception, pytest.fail.Exception) as error:
                     error.add_note(f"case {number}: " + ", ".join(map("{}={!r}".format, keys, case)))

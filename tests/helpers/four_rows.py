@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -14,6 +13,7 @@ from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
+from helpers.cases import each
 
 RAW = Provenance("toy", "tiny", "0")
 HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))
@@ -78,4 +78,4 @@ def assert_holds(td: TensorDictBase, rows: Any, pad_output: bool) -> None:
     assert set(td["masks"].keys()) - {"padded"} == {"all_attention_mask", "all_response_mask"}
 
 
-both_layouts = pytest.mark.parametrize("pad_output", [False, True], ids=["rows", "dense"])
+both_layouts = each("pad_output", [False, True])

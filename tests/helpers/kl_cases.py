@@ -12,14 +12,15 @@ import corelm
 from corelm import LLMPolicy, Ragged
 from corelm.containers.field_access import flat
 from corelm.kl import PerToken
+from helpers.cases import each
 
 #: With seed 4 their answers are 6, 9, 3 and 9 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so", "When is it dark"]
 GEN = Bigram.of_talk()
 #: `GEN` plus noise: its tokens have other probabilities.
 REF = Bigram(GEN.table.detach() + torch.randn(260, 260, generator=torch.Generator().manual_seed(0)))
-LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-SHAPES = pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+LAYOUTS = each("pad", [False, True])
+SHAPES = each("shape", [(), (3,), (2, 2)])
 COEFF = 0.25
 
 

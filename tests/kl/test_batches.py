@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictSequential
 from corelm import History
 from corelm.kl import KLComputation, KLRewardTransform, PerToken, RetrieveKL, RetrieveLogProb
 from corelm.policy.inputs import Keys
+from helpers.cases import each
 from helpers.kl_cases import COEFF, LAYOUTS, QUESTIONS, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of
 
 gen, ref = gen_policy, ref_policy
@@ -86,7 +87,7 @@ def test_values_of_rows_can_be_saved_and_sent(gen, ref, shape, tmp_path):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+@each("shape", [(0,), (2, 0)])
 def test_a_batch_without_rows_is_accepted(gen, ref, shape, pad):
     history = History.of([], shape)
     td = gen.replace(input_mode="history", pad_output=pad)(TensorDict(history=history))

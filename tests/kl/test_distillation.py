@@ -10,6 +10,7 @@ import corelm
 from corelm import Backend, LLMPolicy, LogProbs
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import DistillationLoss, aggregate
+from helpers.cases import each
 from helpers.kl_cases import GEN, LAYOUTS, REF, SHAPES, assert_rows, gen_policy, ref_policy, rollout, rows_of
 from helpers.refusals import refused
 
@@ -76,8 +77,8 @@ def test_the_loss_is_that_of_the_tables_in_every_layout(gen, ref, student, pad, 
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 7, V])
+@each("kind", KINDS)
+@each("k", [1, 7, V])
 def test_values_and_gradients_of_every_kind(gen, ref, student, kind, k):
     model, policy = student
     td = scored(ref, rollout(gen), k)

@@ -52,8 +52,8 @@ def top(table, k):
     return table.topk(k, -1).indices
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seed", "vocab"), list(itertools.product(range(3), (2, 5, 12))))
+@each("kind", KINDS)
+@each("seed, vocab", list(itertools.product(range(3), (2, 5, 12))))
 def test_it_is_the_divergence_of_the_outcomes_and_a_lower_bound_that_k_closes(kind, seed, vocab):
     teacher, student = logits(2 * seed, vocab), logits(2 * seed + 1, vocab).requires_grad_()
     p, q = (table.softmax(-1).tolist() for table in (teacher, student))
@@ -77,8 +77,8 @@ def test_it_is_the_divergence_of_the_outcomes_and_a_lower_bound_that_k_closes(ki
         torch.testing.assert_close(found, exact(student, teacher).detach())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 3, 5, 6])
+@each("kind", KINDS)
+@each("k", [1, 3, 5, 6])
 def test_the_gradient_is_that_of_finite_differences_and_of_the_plain_formula(kind, k):
     teacher, student = logits(0, 6, (2, 3)), logits(1, 6, (2, 3)).requires_grad_()
     ids = top(teacher, k)
@@ -180,8 +180,8 @@ def test_what_only_one_side_finds_possible_makes_a_kl_infinite_and_js_finite():
     assert float(top_k_divergence(tiny, narrow)) == INF
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", ["teacher", "student"])
+@each("kind", KINDS)
+@each("side", ["teacher", "student"])
 def test_masked_positions_affect_nothing_and_nan_is_passed_on(kind, side):
     teacher, student = logits(0, 6, (2, 3)), logits(1, 6, (2, 3))
     mask = torch.tensor([[True, False, True], [False, True, True]])

@@ -53,11 +53,11 @@ def in_reward(name, gen, ref):
     return slope((log_p.detach().exp() * values * log_p).sum(), gen)
 
 
-cases = pytest.mark.parametrize(("seed", "scale"), list(itertools.product(range(3), (0.1, 1.0, 2.0))))
+cases = each("seed, scale", list(itertools.product(range(3), (0.1, 1.0, 2.0))))
 
 
 @cases
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_the_value_is_unbiased_exactly_where_the_table_says_so(name, seed, scale):
     gen, ref = pair(seed, scale)
     value, _ = expectation(name, gen, ref)
@@ -75,7 +75,7 @@ def test_k2_is_close_for_close_distributions_and_abs_is_an_upper_bound(seed, sca
 
 
 @cases
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_the_gradient_as_a_loss_is_what_the_table_says(name, seed, scale):
     gen, ref = pair(seed, scale)
     _, found = expectation(name, gen, ref)
@@ -93,7 +93,7 @@ def test_the_gradient_as_a_loss_is_what_the_table_says(name, seed, scale):
 
 
 @cases
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_in_the_reward_only_k1_has_the_gradient_of_the_divergence(name, seed, scale):
     gen, ref = pair(seed, scale)
     true = slope(closed_form(gen, ref), gen)

@@ -131,7 +131,7 @@ def test_masked_positions_affect_nothing(kind):
     assert exact_divergence(teacher[:0], teacher_head, spoilt[:0], head, kind).shape == (0,)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_ids_that_both_exclude_add_nothing_and_nan_is_passed_on(kind):
     teacher, teacher_head, hidden, head = sides(4, 12)
     barred = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor([0, 7]), -math.inf)

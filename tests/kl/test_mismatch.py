@@ -166,9 +166,9 @@ def test_without_mismatch_and_without_tokens():
         )
 
 
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("where", ["root", "next"])
+@each("pad", [False, True])
+@each("shape", [(), (3,), (2, 2)])
+@each("where", ["root", "next"])
 def test_on_rollouts_of_every_shape_and_layout(shape, pad, where):
     sampler = Bigram.of_talk()
     trainer = Bigram(sampler.table.detach() + 0.2 * torch.randn(260, 260, generator=torch.Generator().manual_seed(0)))

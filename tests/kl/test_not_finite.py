@@ -161,8 +161,8 @@ for side in ("gen", "ref"):
         TABLE[f"{name}: {side}"] = of_a_batch(module, side), all_of(REFUSED)
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("case", TABLE)
+@each("poison", POISONS)
+@each("case", TABLE)
 def test_a_number_that_is_not_finite_where_a_position_counts(case: str, poison: str) -> None:
     call, expected = TABLE[case]
     if expected[poison] == REFUSED:
@@ -226,7 +226,7 @@ def test_a_penalty_that_overflows_is_refused() -> None:
     assert "kl_penalty" not in td.keys() and td["reward"].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+@each("poison", POISONS.values())
 def test_coefficients_bounds_and_measured_kls_are_finite(poison: float) -> None:
     adaptive = AdaptiveKLController(0.1, target=6.0, horizon=100)
     fixed = FixedKLController(0.1)

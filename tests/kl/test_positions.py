@@ -11,6 +11,7 @@ import corelm
 from corelm import History, LLMPolicy, LogProbs
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
+from helpers.cases import each
 from helpers.kl_cases import (
     GEN,
     LAYOUTS,
@@ -59,7 +60,7 @@ def test_assistant_only_counts_every_assistant_turn_and_nothing_else(gen, ref, p
 
 
 @LAYOUTS
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@each("mode", ["history", "text", "tokens"])
 def test_a_generation_counts_its_answers_in_every_input_mode(gen, ref, mode, pad):
     text = gen(TensorDict(text=QUESTIONS[:3]), seed=1)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:3]]
@@ -129,7 +130,7 @@ CURRENT = {"gen_log_probs_key": ("current", "full")}
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", ["k2", "k3", "k1_st", "k3_st"])
+@each("name", ["k2", "k3", "k1_st", "k3_st"])
 def test_a_loss_gets_the_gradient_of_the_estimator(ref, name, pad):
     model = Bigram(GEN.table.detach().clone())
     with corelm.get_backend("toy", model) as backend:

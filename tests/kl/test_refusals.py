@@ -16,8 +16,8 @@ gen, ref = gen_policy, ref_policy
 
 
 @LAYOUTS
-@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), float("inf")])
-@pytest.mark.parametrize("side", ["log_probs", "ref_log_probs"])
+@each("poison", [float("nan"), float("-inf"), float("inf")])
+@each("side", ["log_probs", "ref_log_probs"])
 def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison, side):
     td = RetrieveLogProb(ref)(rollout(gen, (2, 2), pad))
     container = td[side]

@@ -1,6 +1,5 @@
 """Log-probs retrieved from a reference, and the KL of every token, against the tables of both models."""
 
-import pytest
 import torch
 from tensordict import TensorDict
 from toy_backend import ByteTokenizer
@@ -71,7 +70,7 @@ def test_retrieving_needs_tokens_and_a_policy(ref):
 
 @LAYOUTS
 @SHAPES
-@pytest.mark.parametrize("under_next", [False, True, "split"], ids=["root", "next", "split"])
+@each("under_next", [False, True, "split"])
 def test_the_kl_of_every_token_matches_the_tables(gen, ref, shape, pad, under_next):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     if under_next is True:

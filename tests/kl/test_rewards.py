@@ -29,7 +29,7 @@ gen, ref = gen_policy, ref_policy
 
 @LAYOUTS
 @SHAPES
-@pytest.mark.parametrize("form", ["scalar", "sequence", "sequence of one step", "token", "token with a last dimension"])
+@each("form", ["scalar", "sequence", "sequence of one step", "token", "token with a last dimension"])
 def test_the_kl_is_subtracted_from_dense_rewards(gen, ref, shape, pad, form):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     kl, rewards = by_hand(td), token_rewards(td)
@@ -56,7 +56,7 @@ def test_the_kl_is_subtracted_from_dense_rewards(gen, ref, shape, pad, form):
 
 @LAYOUTS
 @SHAPES
-@pytest.mark.parametrize("form", ["token", "token with a last dimension", "sequence"])
+@each("form", ["token", "token with a last dimension", "sequence"])
 def test_the_kl_is_subtracted_from_rewards_in_rows_of_different_lengths(gen, ref, shape, pad, form):
     td = RetrieveLogProb(ref)(rollout(gen, shape, pad))
     kl, rewards = by_hand(td), token_rewards(td)

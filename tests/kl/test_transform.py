@@ -84,6 +84,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.process
 def test_biased_uses_warn_once_and_point_at_the_caller():
     run = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, check=True)
     lines = [line.split() for line in run.stdout.splitlines()]

@@ -2,11 +2,11 @@
 
 import itertools
 
-import pytest
 import torch
 
 import corelm
 from corelm import LLMPolicy, Message
+from helpers.cases import each
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat, flat, oracle, prompts
 
 GENERATED = {
@@ -47,8 +47,8 @@ COMBINATIONS = list(
 )
 
 
-@pytest.mark.parametrize(("mode", "pad", "samples", "shape"), COMBINATIONS)
-@pytest.mark.parametrize("log_probs", [True, False])
+@each("mode, pad, samples, shape", COMBINATIONS)
+@each("log_probs", [True, False])
 def test_generating_gives_the_expected_fields_and_numbers(backend, mode, pad, samples, shape, log_probs):
     td, ids = prompts(mode, shape)
     policy = LLMPolicy(
@@ -105,7 +105,7 @@ def test_generating_gives_the_expected_fields_and_numbers(backend, mode, pad, sa
                     assert getattr(out[name], field).shape == (*shape, width), (name, field)
 
 
-@pytest.mark.parametrize(("mode", "pad", "shape"), [(m, p, s) for m, p, n, s in COMBINATIONS if n is None])
+@each("mode, pad, shape", [(m, p, s) for m, p, n, s in COMBINATIONS if n is None])
 def test_scoring_gives_the_expected_fields_and_numbers(backend, mode, pad, shape):
     td, ids = prompts(mode, shape)
     if mode == "history":

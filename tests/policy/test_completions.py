@@ -116,7 +116,7 @@ def test_several_responses_to_each_prompt_take_a_batch_dimension_more(backend):
         scorer(backend, inplace=False)(texts([["a", "b"], ["c", "d"]], ["e", "f"]))
 
 
-@pytest.mark.parametrize("boundary", ["joint", "separate"])
+@each("boundary", ["joint", "separate"])
 def test_a_second_policy_scores_the_same_responses_in_place(backend, boundary):
     td = texts()
     first = scorer(backend, completion_boundary=boundary)
@@ -205,8 +205,8 @@ def test_a_plain_tensordict_of_ids_is_scored_as_completions(backend, prompt, res
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("held", "mode"),
+@each(
+    "held, mode",
     [
         ({"prompt": PROMPTS, "response": RESPONSES}, "text"),
         ({"prompt": PROMPTS, "completion": RESPONSES}, "tokens"),

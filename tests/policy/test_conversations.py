@@ -52,7 +52,7 @@ def test_a_conversation_that_ends_with_the_assistant_is_refused_by_default(backe
     assert policy.replace(generate=False)(td)["log_probs"].full  # scoring reads whole conversations
 
 
-@pytest.mark.parametrize("prefer_tokens", [True, False])
+@each("prefer_tokens", [True, False])
 def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
     policy = policy_of(backend, continue_final_message=True, prefer_tokens=prefer_tokens)
     td = TensorDict(history=History.from_chats([chat("Hi"), BEGUN]))
@@ -134,7 +134,7 @@ def follows(size, pairs):
     return Bigram(table)
 
 
-@pytest.mark.parametrize("prefer_tokens", [True, False])
+@each("prefer_tokens", [True, False])
 def test_a_continued_turn_reads_as_its_ids_decode(prefer_tokens):
     tokenizer, parsed = metaspace_tokenizer(), []
     model = follows(7, [(3, 4), (4, 1), (6, 2), (2, 3)])

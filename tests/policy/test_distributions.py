@@ -1,6 +1,5 @@
 """`get_dist` and `log_prob`: distributions of the positions asked for, with gradients."""
 
-import pytest
 import torch
 from tensordict import TensorDict
 from toy_backend import ByteTokenizer
@@ -8,12 +7,13 @@ from toy_backend import ByteTokenizer
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError
+from helpers.cases import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
 
 
-@pytest.mark.parametrize("mask", ["attention", "assistant", "response", "tensor"])
-@pytest.mark.parametrize("pad", [True, False])
+@each("mask", ["attention", "assistant", "response", "tensor"])
+@each("pad", [True, False])
 def test_distributions_of_the_positions_asked_for(mask, pad):
     with corelm.get_backend("toy") as backend:
         policy = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)

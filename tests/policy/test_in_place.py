@@ -17,13 +17,13 @@ from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
 
-PADS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-SHAPES = pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+PADS = each("pad", [False, True])
+SHAPES = each("shape", [(), (3,), (2, 2)])
 
 
 @PADS
 @SHAPES
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@each("mode", ["history", "text", "tokens"])
 def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, shape, pad):
     td = rollout(backend, mode, shape, pad)
     td["reward"] = torch.ones(shape)

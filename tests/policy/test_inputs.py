@@ -253,11 +253,11 @@ def masked_rows(padded, container=None):
     return lazy_stack(found)
 
 
-FORMS = pytest.mark.parametrize("container", [None, TensorDict, Masks], ids=["its own key", "plain", "container"])
+FORMS = each("container", [None, TensorDict, Masks])
 
 
 @FORMS
-@pytest.mark.parametrize("generate", [True, False])
+@each("generate", [True, False])
 def test_a_mask_in_rows_is_never_dropped(backend, container, generate):
     key = "attention_mask" if container is None else None
     options = {"input_mode": "tokens", "generate": generate, "attention_mask_key": key, "inplace": False}

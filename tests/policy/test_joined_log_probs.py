@@ -1,6 +1,5 @@
 """Scoring in place joins log-probs of the same tokens and the same distribution, and no others."""
 
-import pytest
 import torch
 from tensordict import TensorDict
 from toy_backend import Bigram
@@ -8,10 +7,11 @@ from toy_backend import Bigram
 import corelm
 from corelm import LLMPolicy, LogProbs, Tokens
 from corelm.errors import InvalidRequestError
+from helpers.cases import each
 from helpers.refusals import refused
 from helpers.rollouts import contents, plain, rollout
 
-PADS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+PADS = each("pad", [False, True])
 
 
 @PADS

@@ -116,8 +116,8 @@ def test_rows_that_cannot_be_read_are_skipped(backend):
         assert "nothing was said" in scored["errors"][1] and scored["log_probs"].scored_mask[2].any()
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@pytest.mark.parametrize("batching", [False, True])
+@each("on_error", ["raise", "skip"])
+@each("batching", [False, True])
 def test_a_response_parser_that_raises_on_one_answer_loses_no_answer(backend, on_error, batching):
     def parser(text):
         if not seen:

@@ -93,8 +93,8 @@ def test_an_input_key_and_tokens_come_before_a_tokenizers_batch(backend):
         policy.replace(input_mode="text")(TensorDict(**LEFT))
 
 
-@pytest.mark.parametrize("generate", [True, False])
-@pytest.mark.parametrize("side", [LEFT, RIGHT], ids=["left", "right"])
+@each("generate", [True, False])
+@each("side", [LEFT, RIGHT])
 def test_dense_ids_with_pads_and_no_mask_are_refused_by_row_in_every_form(backend, side, generate):
     ids, part = side["input_ids"], "prompt" if generate else "full"
     policy = tokens_policy(backend, generate)

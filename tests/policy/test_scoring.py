@@ -1,17 +1,17 @@
 """A policy scores what another one sampled: ids, their positions and log-probs stay the same, turn after turn."""
 
-import pytest
 import torch
 from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
 from corelm.policy.inputs import Keys
+from helpers.cases import each
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat, prompts
 
 
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("samples", [None, 2])
+@each("pad", [False, True])
+@each("samples", [None, 2])
 def test_scoring_sampled_rows_gives_the_same_ids_and_log_probs(backend, pad, samples):
     td, _ = prompts("history", (3,))
     policy = LLMPolicy(backend, pad_output=pad, num_samples=samples, sampling_params=SAMPLING)

@@ -15,6 +15,7 @@ from corelm.errors import (
     ProvenanceMismatchError,
 )
 from corelm.kl import RetrieveLogProb
+from helpers.cases import each
 from helpers.refusals import refused
 
 MODEL = Bigram.of_talk()
@@ -22,7 +23,7 @@ TABLE = MODEL.table.detach().double()
 TEXTS = ["The cat", "Who", "It is so"]
 HEAT, K = 0.7, 3
 SAMPLING = {"max_new_tokens": 6, "temperature": HEAT, "top_k": K}
-LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
+LAYOUTS = each("pad", [False, True])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def assert_close(td, key, expected, where=None):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("samples", [None, 2])
+@each("samples", [None, 2])
 def test_what_was_left_is_written_next_to_the_numbers(sampler, pad, samples):
     td = sampled(sampler, pad_output=pad, num_samples=samples)
     sets, numbers, masses = of_table(td)
@@ -163,7 +164,7 @@ def test_greedy_answers_were_drawn_from_one_id(sampler):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("samples", [None, 2])
+@each("samples", [None, 2])
 def test_scores_over_the_sampler_s_ids_are_the_sampler_s_numbers(sampler, pad, samples):
     td = sampled(sampler, pad_output=pad, num_samples=samples)
     scorer = scorer_of(sampler, log_probs_key="again", pad_output=pad, inplace=True)

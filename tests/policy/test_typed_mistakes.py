@@ -47,8 +47,8 @@ def test_what_is_not_a_backend_is_refused_with_the_call_that_opens_one(given, ba
         LLMPolicy(given, batching=batching)
 
 
-@pytest.mark.parametrize(
-    ("given", "mode"),
+@each(
+    "given, mode",
     [
         (["Hello"], "text"),
         (["Hello"], "history"),
@@ -64,9 +64,9 @@ def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(poli
         policy_of(input_mode=mode)(given)
 
 
-@pytest.mark.parametrize("generate", [True, False])
-@pytest.mark.parametrize(
-    ("held", "mode", "said"),
+@each("generate", [True, False])
+@each(
+    "held, mode, said",
     [
         ({"prompt": ["Hi"]}, "history", "'prompt' holds texts: give the policy input_mode='text', input_key='prompt'"),
         ({"prompt": ["Hi"]}, "text", "'prompt' holds texts: give the policy input_key='prompt'"),
@@ -96,7 +96,7 @@ def test_a_device_that_is_not_here_is_refused_when_the_policy_is_made(policy_of,
         policy_of(device="cuda")
 
 
-@pytest.mark.parametrize("move", [lambda p: p.to("cuda"), lambda p: p.half(), lambda p: p.cuda(), lambda p: p.float()])
+@each("move", [lambda p: p.to("cuda"), lambda p: p.half(), lambda p: p.cuda(), lambda p: p.float()])
 def test_moving_a_policy_says_where_device_and_dtype_are_given(policy_of, move):
     with pytest.raises(InvalidRequestError, match=r"has no weights .* policy.replace\(device=…\)"):
         move(policy_of())
@@ -196,7 +196,7 @@ def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(
         LLMPolicy(backend, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("length", [400, 5000])
+@each("length", [400, 5000])
 def test_a_prompt_that_is_too_long_names_both_ways_out(policy_of, length):
     policy = policy_of(input_mode="text", sampling_params={})
     with pytest.raises(InvalidRequestError, match=r"max_new_tokens=256.*truncation='left'"):
@@ -226,6 +226,7 @@ def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):
         policy_of(input_mode="text").compile()
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_policy_in_a_forked_child_says_to_open_a_backend_there(policy_of):
     policy = policy_of(input_mode="text")

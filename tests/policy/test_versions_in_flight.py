@@ -151,14 +151,13 @@ def test_turns_of_several_weights_say_which_tokens_are_whose() -> None:
     assert ages.flatten().tolist() == [-1, -1, 1, 1, -1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("answers", "runs", "ages"),
+@each(
+    "answers, runs, ages",
     [
         ([[3, 4], []], (), [-1, -1, 1, 1, -1]),
         ([[], [3]], (), [-1, -1, -1, 0]),
         ([[3, 4], [], [6]], (("0", 0), ("2", 4)), [-1, -1, 2, 2, -1, -1, 0]),
     ],
-    ids=["last", "first", "in between"],
 )
 def test_a_turn_that_sampled_nothing_is_of_no_weights(answers: Any, runs: Any, ages: list[int]) -> None:
     """An abort before the first token leaves such a turn."""

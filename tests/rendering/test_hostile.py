@@ -101,7 +101,7 @@ CHATS = [
 FAILS_AT_STOP = ct.CHATML + "{% if messages[0].content == 'Stop' %}{{ raise_exception('stopped') }}{% endif %}"
 
 
-@pytest.mark.parametrize("generate", [True, False], ids=["generate", "score"])
+@each("generate", [True, False])
 def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: bool) -> None:
     policy = LLMPolicy(backend, generate=generate, sampling_params={"max_new_tokens": 3}, inplace=False)
     part = "prompt" if generate else "full"

@@ -1,6 +1,5 @@
 """`MaskedCategorical`, compared with a plain log-softmax of every position in values, gradients and memory."""
 
-import pytest
 import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +30,7 @@ def plain(logits, ids):
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
 
-kinds = pytest.mark.parametrize("kind", [MaskedCategorical, Sliced])
+kinds = each("kind", [MaskedCategorical, Sliced])
 
 
 @kinds
@@ -203,7 +202,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @kinds
-@pytest.mark.parametrize("row", [[NAN], [INF], [-INF] * V, [INF, -INF], [NAN, INF]], ids=str)
+@each("row", [[NAN], [INF], [-INF] * V, [INF, -INF], [NAN, INF]])
 def test_logits_that_are_no_distribution_give_nan_or_an_error_that_names_the_position(kind, row):
     logits, mask, ids = example()
     clean = kind(logits.clone(), mask)

@@ -120,8 +120,8 @@ FIRST_TOUCHES = {
 }
 
 
-@pytest.mark.parametrize("touch", FIRST_TOUCHES.values(), ids=FIRST_TOUCHES)
-@pytest.mark.parametrize("kind", ["rows", "objects"])
+@each("touch", FIRST_TOUCHES.values())
+@each("kind", ["rows", "objects"])
 def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> None:
     if kind == "rows":
         stack = lazy_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))

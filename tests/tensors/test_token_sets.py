@@ -7,6 +7,7 @@ import torch
 
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
+from helpers.cases import each
 
 ROWS = [[[5, 17], []], [], [[300], [1, 2, 3]]]
 
@@ -46,7 +47,7 @@ def test_chunks_are_the_inverse_of_cat(sets):
     assert sets.tolist() == ROWS
 
 
-@pytest.mark.parametrize("rows", [[2, 0], [0, 0], [], torch.tensor([False, True, True])])
+@each("rows", [[2, 0], [0, 0], [], torch.tensor([False, True, True])])
 def test_rows_are_selected(sets, rows):
     numbers = rows.nonzero().flatten().tolist() if isinstance(rows, torch.Tensor) else rows
     assert sets.select(rows).tolist() == [ROWS[row] for row in numbers]

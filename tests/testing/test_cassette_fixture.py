@@ -86,6 +86,7 @@ def test_a_test_that_failed_is_recorded_again(pytester: pytest.Pytester, monkeyp
         assert len(calls(pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0")) == 2
 
 
+@pytest.mark.process
 def test_an_interrupted_test_is_recorded_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(
         test_mine="""
@@ -109,6 +110,7 @@ def test_an_interrupted_test_is_recorded_again(pytester: pytest.Pytester, monkey
         assert len(calls(cassette)) == 2
 
 
+@pytest.mark.process
 def test_each_test_has_a_folder_for_itself_in_every_process(pytester: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     pytester.makepyfile(

@@ -56,6 +56,7 @@ def test_the_parrot_does_what_the_page_says(
     PAGE.run()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["parrot", "dice"])
 def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_model: Path) -> None:
     python, project = new_environment(tmp_path / "environment"), tmp_path / name
