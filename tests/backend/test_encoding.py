@@ -16,7 +16,7 @@ from corelm import Backend, Ragged, hookimpl
 from corelm.backend.encoding import Encoder
 from corelm.errors import EngineError
 from corelm.spec.records import TokenizeRequest, TokenizeResult
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.fakes import Fake
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
@@ -138,7 +138,7 @@ characters = st.text(
 texts = st.lists(st.lists(characters | st.sampled_from(SPECIALS), max_size=4).map("".join), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sampled_from(sorted(TOKENIZERS)), texts, st.booleans())
 def test_any_text(name: str, texts: list[str], parse_special: bool) -> None:
     assert_as_called(TOKENIZERS[name][0], request(texts, parse_special=parse_special, offsets=True))

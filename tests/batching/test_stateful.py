@@ -14,6 +14,7 @@ from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG, POISON, Clock, GatedEngine, all_capabilities, answer, rows_of
+from helpers.cases import examples
 
 PROMPTS = st.lists(st.lists(st.sampled_from([3, 4, 5, 6]), min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -141,4 +142,4 @@ class Callers(RuleBasedStateMachine):
 
 
 TestCallers = Callers.TestCase
-TestCallers.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCallers.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

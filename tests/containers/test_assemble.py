@@ -19,7 +19,7 @@ from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.refusals import refused
 
 # The pad id occurs inside prompts and answers: pads are known from lengths, never from ids.
@@ -221,7 +221,7 @@ def test_every_container_for_every_batch_shape(shape: tuple[int, ...], pad_outpu
 row = st.lists(st.integers(0, 3), max_size=4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(row, row), min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_every_value_is_kept_for_any_lengths(pairs: list[Any], pad_output: bool, split: bool) -> None:
     prompts, responses, full = [a for a, _ in pairs], [b for _, b in pairs], [a + b for a, b in pairs]

@@ -19,7 +19,7 @@ from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.four_rows import HOT, LEFT, PROMPTS, RAW, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts, plain
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
@@ -155,7 +155,7 @@ def test_a_merged_conversation() -> None:
     assert corelm.repad(row)["masks"].all_assistant_mask.tolist() == [[False, True, True, True]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=5), st.data())
 def test_there_and_back_changes_nothing(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
     draw = [[data.draw(st.integers(0, 9)) for _ in range(n)] for pair in lengths for n in pair]

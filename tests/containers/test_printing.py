@@ -21,7 +21,6 @@ from corelm.containers.notebook import result_or_none
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged
 from helpers.cases import each
 from helpers.four_rows import HOT, RAW, batch, both_layouts
@@ -66,14 +65,6 @@ def many(count: int, words: int = 5) -> TensorDict:
             errors=("",) * count,
         )
     )
-
-
-def unmade(td: TensorDict) -> bool:
-    """Whether no row of any entry has been made."""
-    stacks = [td[name]._tensordict for name in ("tokens", "masks", "log_probs")]
-    stacks += [td["text"]._tensordict.get(name) for name in td["text"].keys()]
-    stacks += [td["history"].full._tensordict.get("conversation"), td.get("finish_reason"), td.get("errors")]
-    return all(flat_source(stack) is not None for stack in stacks)
 
 
 # print(result) -------------------------------------------------------------------------------------------------------
@@ -210,36 +201,10 @@ def test_nothing_that_is_printed_raises(make: Any) -> None:
 # Large batches -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_printed_makes_the_rows_of_a_large_batch() -> None:
-    td = many(10_000)
-    assert len(repr(td).splitlines()) <= 24
-    str(corelm.summary(td))
-    corelm.summary(td)._repr_html_()
-    for name in CONTAINERS:
-        repr(td[name])
-        td[name]._repr_html_()
-    repr(td.get("finish_reason"))
-    assert unmade(td)
-
-
 def test_what_is_printed_of_long_rows_is_short() -> None:
     td = many(4, words=50_000)
     assert len(repr(td["tokens"])) < 300 and len(str(corelm.summary(td))) < 2000
     assert len(corelm.summary(td)._repr_html_()) < 500_000
-
-
-def test_printing_rows_that_were_made_reads_the_first_of_them() -> None:
-    td = lazy_stack(list(many(2000).unbind(0)))
-    lines, page = str(corelm.summary(td)).splitlines(), corelm.summary(td)._repr_html_()
-    assert lines[0] == "2,000 rows; below, the first 200" and lines[-1].endswith("more rows") and len(lines) <= 22
-    assert result_or_none(td)
-    for row in td.tensordicts[200:]:
-        # Whoever reads one of these fails, and what is printed then says so.
-        row["tokens"]._tensordict.update(
-            {"full": torch.zeros(()), "prompt": torch.zeros(()), "response": torch.zeros(())}
-        )
-        row["log_probs"]._tensordict.update({"full": torch.full((), torch.nan)})
-    assert str(corelm.summary(td)).splitlines() == lines and corelm.summary(td)._repr_html_() == page
 
 
 # Notebooks -----------------------------------------------------------------------------------------------------------

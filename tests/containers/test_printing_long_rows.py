@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
-
-import pytest
-import torch
 from tensordict import TensorDict
 
 import corelm
-from corelm import validate
 from corelm.containers.assemble import assemble
-from corelm.spec import message
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
 from helpers.four_rows import RAW
-
-SimpleTokenizer = namedtuple("SimpleTokenizer", "decode")
-CONTAINERS = ("text", "tokens", "masks", "log_probs", "history")
 
 
 def long_rows(words: int, layout: str) -> TensorDict:
@@ -42,44 +32,6 @@ def long_rows(words: int, layout: str) -> TensorDict:
         )
     )
     return td[:] if layout == "made" else td
-
-
-@pytest.mark.parametrize("layout", ["rows", "dense", "made"])
-def test_what_is_not_shown_of_long_rows_is_not_turned_into_python_objects(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    objects, decoded = 0, 0
-
-    def counted(values: torch.Tensor, tolist: Any = torch.Tensor.tolist) -> Any:
-        nonlocal objects
-        objects += values.numel()
-        return tolist(values)
-
-    def check(field: str, ids: Any, whole: Any = validate.token_ids) -> Any:
-        nonlocal objects
-        objects += len(ids)
-        return whole(field, ids)
-
-    def decode(ids: list[int], **_: Any) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return "x"
-
-    found = {}
-    for words in (1000, 5000):
-        td = long_rows(words, layout)
-        objects = decoded = 0
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "tolist", counted)
-            patched.setattr(message, "token_ids", check)
-            patched.setattr(Ragged, "select", lambda *_: pytest.fail("rows were copied"))
-            shown = [repr(td), str(corelm.summary(td))]
-            shown.append(corelm.summary(td, tokenizer=SimpleTokenizer(decode))._repr_html_())
-            for name in CONTAINERS:
-                shown += [repr(td[name]), td[name]._repr_html_()]
-        assert not any("not shown" in one for one in shown)
-        found[words] = objects, decoded
-    assert found[1000] == found[5000] and found[1000][1] == 8 * 200
 
 
 def test_a_cut_row_says_how_many_tokens_are_left_out_and_which_are_not_scored() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
-from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorClass, TensorDict, lazy_stack
 
-from corelm.containers import Text, Tokens, printing
+from corelm.containers import Tokens
 from corelm.containers.glance import row_count
 from helpers.cases import each
 from helpers.four_rows import batch, both_layouts
@@ -60,20 +59,3 @@ def test_containers_print_inside_a_tensorclass_and_as_a_subclass() -> None:
     assert "tokens" in shown and "full" in shown and "0: 'a' → 'a'" in shown
     own = LongTokens(full=torch.zeros(2, 3, dtype=torch.int64), extra=torch.zeros(2, 1), batch_size=[2])
     assert "extra" in repr(own) and "not shown" not in repr(own)
-
-
-def test_a_tensordict_that_cannot_fall_back_prints_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The containers find out by printing one, once."""
-
-    def __repr__(td: TensorDict) -> str:
-        return f"tree {[bool(field.repr) for field in dataclasses.fields(td['text'])]}"
-
-    for field in dataclasses.fields(Text):
-        monkeypatch.setattr(field, "repr", field.repr)
-    monkeypatch.setattr(TensorDictBase, "__repr__", __repr__)
-    monkeypatch.setattr(printing, "_FALL_BACK", [__repr__.__code__])
-    td = TensorDict(text=Text(full="a"))
-    with pytest.raises(TypeError):
-        repr(td)
-    printing.print_in_words([Text])
-    assert repr(td) == "tree [True, True, True]"

@@ -14,7 +14,6 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
-from corelm.tensors.lazy_rows import flat_source
 from helpers.cases import each
 from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, TEXTS, batch, both_layouts
 from helpers.refusals import refused
@@ -171,13 +170,6 @@ def test_unsplit_rows_have_one_list_of_ids() -> None:
     first, second = corelm.to_records(td)
     assert first["ids"] == [1, 2] and first["length"] == 2 and first["log_probs"] == [None, -1.0]
     assert second["log_probs_mean"] == -3.0 and "backend" not in second
-
-
-def test_no_lazily_created_row_is_made() -> None:
-    td = batch()
-    corelm.to_records(td)
-    corelm.to_records(td, by="token")
-    assert all(flat_source(td[name]._tensordict) is not None for name in ("tokens", "masks", "log_probs"))
 
 
 @each("value", [math.nan, math.inf, -math.inf])

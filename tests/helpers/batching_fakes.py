@@ -195,6 +195,14 @@ def all_capabilities(**capabilities: Any) -> dict[str, Any]:
     return {"abort": True, "gradients": True, "score_temperature": False, **capabilities}
 
 
+def returns(function: Callable[[], object]) -> bool:
+    """Call a function on a thread, and return whether it comes back within `LONG` seconds."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(LONG)
+    return not thread.is_alive()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """Wait until the condition holds, by polling."""
     end, pause = time.monotonic() + LONG, threading.Event()

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from corelm.errors import InvalidRequestError
 from corelm.kl import TopLogProbs, exact, js_upper_bound, top_k_divergence
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.refusals import refused
 
 KINDS = ("forward_kl", "reverse_kl", "js")
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_finite_differences_and_of_the_plain_formula(kin
     torch.testing.assert_close(got, log_q.grad)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     vocab=st.integers(2, 12),
     data=st.data(),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from corelm.errors import InvalidRequestError, TemplateError
 from helpers import chat_templates as ct
+from helpers.cases import examples
 from helpers.rendering import EOS_IDS, TOKENIZER, VOCABULARY, own, rendered
 
 dashes = st.sampled_from(["", "-"])
@@ -63,7 +64,7 @@ def said(answer: Sequence[int]) -> dict[str, Any]:
 
 
 @given(templates(), st.lists(plain, min_size=1, max_size=4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_conversation_without_sampled_turns_is_rendered_as_the_tokenizer_does(
     template: str, contents: list[str], prompt: bool
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_conversation_without_sampled_turns_is_rendered_as_the_tokenizer_does(
 
 
 @given(templates(), st.lists(st.tuples(anything, answers), min_size=1, max_size=3), anything)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_sampled_ids_survive_every_turn_and_the_mask_covers_them(
     template: str, exchanges: list[tuple[str, list[int]]], last: str
 ) -> None:
@@ -123,7 +124,7 @@ wild_messages = st.fixed_dictionaries(
     st.lists(st.lists(wild_messages, max_size=3), min_size=1, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_any_conversation_is_rendered_or_refused_by_row(template: str, chats: list[Any], prompt: bool) -> None:
     good = chats
     while good:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.rendering import (
     ANSWER,
     EOS_IDS,
@@ -42,7 +42,7 @@ def plain_chats(draw: st.DrawFn) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", [*ct.MARKED])
 @given(chat=plain_chats(), prompt=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_ids_and_mask_equal_the_tokenizers(name: str, chat: list[dict[str, str]], prompt: bool) -> None:
     template = ct.MARKED[name]
     oracle = own(chat, template, prompt, return_assistant_tokens_mask=True)
@@ -54,7 +54,7 @@ def test_ids_and_mask_equal_the_tokenizers(name: str, chat: list[dict[str, str]]
 
 @pytest.mark.parametrize("name", [*ct.UNMARKED])
 @given(chat=plain_chats(), prompt=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_a_template_without_markers_gives_the_mask_of_the_one_with_markers(
     name: str, chat: list[dict[str, str]], prompt: bool
 ) -> None:
@@ -148,7 +148,7 @@ turns = st.tuples(answers(), st.sampled_from(["user", "tool"]), contents)
 
 @pytest.mark.parametrize("template", [*ct.MARKED.values(), *ct.UNMARKED.values()], ids=[*ct.MARKED, *ct.UNMARKED])
 @given(opening=contents, with_history=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_history: bool, later: list[Any]) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": opening}]
     if with_history:

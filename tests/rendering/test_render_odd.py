@@ -14,7 +14,7 @@ from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
-from helpers.cases import each
+from helpers.cases import each, examples
 from helpers.refusals import refused
 from helpers.rendering import (
     ANSWER,
@@ -45,7 +45,7 @@ SPOKEN = {
 
 @pytest.mark.parametrize("name", [*SPOKEN])
 @given(first=hostile, second=hostile)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_a_special_token_in_a_message_is_read_as_text(name: str, first: str, second: str) -> None:
     chat = [{"role": "user", "content": first}, {"role": "assistant", "content": second}, MORE]
     for template in (ct.UNMARKED[name], ct.MARKED[name]):

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.tensors.ragged import Ragged, Side
-from helpers.cases import each
+from helpers.cases import each, examples
 
 Rows = list[list[int]]
 
-quick = settings(deadline=None, max_examples=50)
+quick = settings(deadline=None, max_examples=examples(50))
 lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
 some_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=6)
 sides = st.sampled_from(["left", "right"])

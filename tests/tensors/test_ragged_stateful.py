@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.cases import each, examples
 
 values = st.integers(-(2**40), 2**40)
 lists = st.lists(st.lists(values, max_size=4), max_size=5)
@@ -134,7 +134,7 @@ class AgainstLists(RuleBasedStateMachine):
 
 
 TestAgainstLists = AgainstLists.TestCase
-TestAgainstLists.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+TestAgainstLists.settings = settings(max_examples=examples(60), stateful_step_count=12, deadline=None)
 
 
 @each("rows", [[[1.5]], [[1], [2.0]], [torch.tensor([1.5])], [torch.tensor([1]), torch.tensor([2.0])]])
