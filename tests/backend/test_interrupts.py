@@ -39,7 +39,7 @@ def test_other_threads_are_served_after_an_interrupt(call, batched, concurrent):
     points = 0
     with ThreadPoolExecutor(1) as other, backend:
         # An odd step, so that every second run does not end at the same kind of point.
-        for _ in interrupt_everywhere(lambda: CALLS[call](backend), step=3):
+        for _ in interrupt_everywhere(lambda: CALLS[call](backend), step=7):
             points += 1
             answer = other.submit(backend.generate, [[6]], SEEDED, timeout=10.0).result(timeout=20)
             assert answer.ids.tolist() == [lone_answer([6])]

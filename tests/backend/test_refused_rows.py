@@ -27,19 +27,19 @@ def refuses(*rows, error=InvalidRequestError):
 def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, native, error):
     rows = (1,) if native else (4, 5, 6, 7)
     backend = fake(refuses(*rows, error=error), native_samples=native)
-    with DynamicBatcher(backend) if batched else backend as asked, pytest.raises(error) as refused:
+    with DynamicBatcher(backend) if batched else backend as asked, pytest.raises(error) as caught:
         asked.generate([[1], [3]], {**SHORT, "num_samples": 4})
-    assert refused.value.rows == (1,) and str(refused.value) == f"prompts: row 1: number {rows[0]}"
+    assert caught.value.rows == (1,) and str(caught.value) == f"prompts: row 1: number {rows[0]}"
 
 
 def test_rows_that_a_plugin_refuses_are_counted_among_the_skipped_ones():
     backend = fake(refuses(1))
-    with refused(InvalidRequestError, rows=(2,)) as refused:
+    with refused(InvalidRequestError, rows=(2,)) as caught:
         backend.generate([[1], [99], [3]], SHORT, on_error="skip")
-    assert refused.value.problems == {2: "number 1"}
-    with refused(InvalidRequestError, rows=(3,)) as refused:
+    assert caught.value.problems == {2: "number 1"}
+    with refused(InvalidRequestError, rows=(3,)) as caught:
         backend.score_logprobs([[], [1, 2], [99], [3, 4]], on_error="skip")
-    assert refused.value.problems == {3: "number 1"}
+    assert caught.value.problems == {3: "number 1"}
     out = backend.generate([[99], [99]], SHORT, on_error="skip")
     assert out.finish_reasons == ("error", "error"), "no row is left for the engine"
 
@@ -57,6 +57,6 @@ def test_an_error_that_a_plugin_raises_again_and_again_is_renumbered_each_time()
 
 
 def test_rows_that_are_not_in_the_request_are_left_as_they_are():
-    with pytest.raises(InvalidRequestError) as refused:
+    with pytest.raises(InvalidRequestError) as caught:
         fake(refuses(7)).generate([[99], [1]], SHORT, on_error="skip")
-    assert refused.value.rows == (7,)
+    assert caught.value.rows == (7,)

@@ -34,8 +34,10 @@ def no_thread_is_left():
     """Assert that each test ends the threads that it started."""
     before = set(threading.enumerate())
     yield
-    gc.collect()
-    wait_until(lambda: not {each for each in threading.enumerate() if each.name.startswith("corelm")} - before)
+    left = lambda: {one for one in threading.enumerate() if one.name.startswith("corelm")} - before  # noqa: E731
+    if left():
+        gc.collect()
+    wait_until(lambda: not left())
 
 
 def said(chunks):

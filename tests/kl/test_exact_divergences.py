@@ -62,9 +62,14 @@ def assert_near(found, wanted, share):
     assert float((found - wanted).detach().abs().max()) <= share * float(wanted.detach().abs().max())
 
 
-@each("kind", KINDS)
-@each("dtype, share", [(torch.float64, 1e-11), (torch.float32, 1e-5)])
-@each("head", [{}, {"bias": False, "scale": 1.0}, {"cap": 3.0, "bias": False}])
+@each(
+    "kind, dtype, share, head",
+    [
+        *((kind, torch.float64, 1e-11, {}) for kind in KINDS),
+        *((kind, torch.float64, 1e-11, {"cap": 3.0, "bias": False}) for kind in KINDS[1:]),
+        ("js", torch.float32, 1e-5, {"bias": False, "scale": 1.0}),
+    ],
+)
 def test_values_and_gradients_are_those_of_two_tables(kind, dtype, share, head):
     given = sides(POSITIONS, VOCAB, dtype, **head)
     found = exact_divergence(*given, kind, beta=0.3, temperature=1.7)

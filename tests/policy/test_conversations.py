@@ -71,13 +71,12 @@ def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
         assert scored["tokens"].full[1].tolist() == ids.full[1].tolist()
 
 
-def test_tools_that_the_template_does_not_read_are_refused(tiny_model):
+def test_tools_that_the_template_does_not_read_are_refused(backend):
     chats = TensorDict(history=History.from_chats([chat("2 + 3?")]))
-    with corelm.get_backend("transformers", tiny_model) as opened:
-        policy = policy_of(opened, template_kwargs={"tools": TOOLS})
-        assert "weather" in policy(chats)["text"].prompt[0]
-        with pytest.raises(TemplateError, match="does not read tools, so the model would not be told of them"):
-            policy.replace(chat_template="{{ messages[0].content }}")(chats)
+    policy = policy_of(backend, template_kwargs={"tools": TOOLS}, chat_template="{{ tools }}{{ messages[0].content }}")
+    assert "weather" in policy(chats)["text"].prompt[0]
+    with pytest.raises(TemplateError, match="does not read tools"):
+        policy.replace(chat_template="{{ messages[0].content }}")(chats)
 
 
 def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):

@@ -83,6 +83,7 @@ def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fab
     result.stdout.fnmatch_lines([COUNTS[0]])
 
 
+@pytest.mark.nightly
 def test_what_is_declared_and_not_done_is_found(
     pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_what_is_declared_and_not_done_is_found(
     result.stdout.fnmatch_lines([failed + "*"])
 
 
+@pytest.mark.nightly
 def test_what_is_declared_and_done_is_green(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, changed(FILES["dice_backend.py"], DECLARE, HONOUR))
     result.stdout.fnmatch_lines([COUNTS[1]])
