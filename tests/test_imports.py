@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 import subprocess
@@ -18,6 +19,8 @@ from helpers.extras import missing_for
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
 HEAVY = {"torch", "tensordict", "numpy"}
+#: Functions that take the name of an attribute.
+READ_BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def imported_by(code: str) -> set[str]:
@@ -177,7 +180,7 @@ class Module:
                 yield from ((part, module) for part, module in parts if is_private(part))
             elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node):
                 yield node.attr, None
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in READ_BY_NAME:
                 name = node.args[1] if len(node.args) > 1 else None
                 if isinstance(name, ast.Constant) and is_private(str(name.value)):
                     yield str(name.value), None
@@ -219,6 +222,7 @@ def foreign_uses(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.file}: {name}"
 
 
+@functools.cache
 def all_modules() -> list[Module]:
     files = [(path, source) for source in SOURCES for path in sorted(source.rglob("*.py"))]
     files += [(path, ROOT) for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -273,7 +273,11 @@ def test_the_kit_passes_without_the_defect(pytester: pytest.Pytester, name: str)
     assert not failed and ran >= len(functions)
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize(
+    # Three calls are measured for it; `NeverStops` must fail the same test.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name == "RaisesAndGoesOn" else []) for name in DEFECTS],
+)
 def test_the_kit_finds_the_defect(pytester: pytest.Pytester, name: str) -> None:
     """Only the tests that the table lists run."""
     expected = set(TABLE[name].split())

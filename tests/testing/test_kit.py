@@ -186,6 +186,7 @@ def test_broken(self, broken): pass
     assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort is not declared |" in table
 
 
+@pytest.mark.nightly
 def test_a_backend_with_minimal_capabilities_passes_and_the_rest_is_not_applicable(pytester: pytest.Pytester) -> None:
     suite = SUITE.replace(
         'corelm.get_backend("toy", Bigram(TABLE.clone()))',

@@ -18,7 +18,10 @@ from corelm.testing.wide_models import CONTEXT, FAMILIES, VOCAB
 from helpers.tiny_models import random_rows, tiny_tokenizer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.nightly] if number > 3 else []) for number, name in enumerate(FAMILIES)],
+)
 def test_every_family_is_wide_and_ends_some_of_its_answers(family: str, tmp_path: Path) -> None:
     before = torch.get_rng_state()
     folder = wide_model(tmp_path / "model", family)

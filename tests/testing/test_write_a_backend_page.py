@@ -78,6 +78,7 @@ def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_mod
         assert [path for path in file.namelist() if "dist-info" not in path] == [f"{name}_backend.py"]
 
 
+@pytest.mark.nightly
 def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, FILES["dice_backend.py"])
     result.stdout.fnmatch_lines([COUNTS[0]])
