@@ -14,6 +14,7 @@ from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, TemplateError
 from helpers.cases import each
 from helpers.refusals import refused
+from helpers.rendering import TOKENIZER
 from helpers.toy_prompts import SAMPLING, chat
 
 BEGUN = [*chat("Who?"), {"role": "assistant", "content": "I am"}]
@@ -71,12 +72,16 @@ def test_the_answer_continues_the_assistants_turn(backend, prefer_tokens):
         assert scored["tokens"].full[1].tolist() == ids.full[1].tolist()
 
 
-def test_tools_that_the_template_does_not_read_are_refused(backend):
+def test_tools_that_the_template_does_not_read_are_refused():
     chats = TensorDict(history=History.from_chats([chat("2 + 3?")]))
-    policy = policy_of(backend, template_kwargs={"tools": TOOLS}, chat_template="{{ tools }}{{ messages[0].content }}")
-    assert "weather" in policy(chats)["text"].prompt[0]
-    with pytest.raises(TemplateError, match="does not read tools"):
-        policy.replace(chat_template="{{ messages[0].content }}")(chats)
+    table = torch.zeros(len(TOKENIZER), len(TOKENIZER))
+    with corelm.get_backend("toy", Bigram(table), tokenizer=TOKENIZER) as opened:
+        policy = policy_of(
+            opened, template_kwargs={"tools": TOOLS}, chat_template="{{ tools }}{{ messages[0].content }}"
+        )
+        assert "weather" in policy(chats)["text"].prompt[0]
+        with pytest.raises(TemplateError, match="does not read tools"):
+            policy.replace(chat_template="{{ messages[0].content }}")(chats)
 
 
 def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
