@@ -234,11 +234,22 @@ def table_lines(rows: Sequence[Row]) -> Iterator[str]:
             continue
         quartiles = ""
         if row["spread"] and row["turns"] > 1:
-            quartiles = " to ".joinmap(short, row["spread"])
+            quartiles = " to ".join(map(short, row["spread"]))
         itself = "" if noise.get(row["work"]) is None else short(noise[row["work"]])
         cells = ["" if row["work"] == last else plain(row["work"]), plain(row["way"]), plain(row["baseline"] or "")]
         yield f"| {' | '.join([*cells, value(row), quartiles, itself, goal(row)])} |"
         last = row["work"]
+
+
+def short(number: float) -> str:
+    """Return a measured number with three or four digits, so that 1.005 does not look like 1."""
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.3f}" if 0.1 <= number < 10 else f"{number:.3g}"
+
+
+def limit(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def value(row: Row) -> str:
@@ -268,17 +279,6 @@ def goal(row: Row) -> str:
 
 def each(row: Row, seconds: float, written: Callable[[float], str] = short) -> str:
     return f"{written(seconds * 1e6)} µs a {row['unit']}" if row["rows"] else f"{written(seconds)} s"
-
-
-def short(number: float) -> str:
-    """Return a measured number with three or four digits, so that 1.005 does not look like 1."""
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:.3f}" if 0.1 <= number < 10 else f"{number:.3g}"
-
-
-def limit(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def plain(text: str) -> str:
