@@ -109,25 +109,10 @@ def located(path: str) -> Path:
     return CORE / path if (CORE / top).exists() else ROOT / path
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`", ARCHITECTURE))))
-def test_every_file_that_the_architecture_names_exists(path):
-    assert located(path).exists()
-
-
-def test_the_architecture_shows_every_folder():
-    (tree,) = re.findall(r"^core/corelm/\n(.*?)^```", ARCHITECTURE, re.DOTALL | re.MULTILINE)
-    shown = set(re.findall(r"^ +([\w.]+/?)  ", tree, re.MULTILINE))
-    folders = {path.parent.name + "/" for path in CORE.glob("*/__init__.py")}
-    files = {path.name for path in CORE.glob("*.py") if not path.name.startswith("_")}
-    assert shown == folders | files
-
-
-def test_the_architecture_shows_the_layers_of_the_contract():
-    tomllib = pytest.importorskip("tomllib")
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "layers"]
-    expected = "\n".join(re.sub(r"[()]", "", layer) for layer in layers)
-    assert f"```\n{expected}\n```" in ARCHITECTURE
+def test_every_path_that_the_architecture_names_exists():
+    named = set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`|^ *([\w/]+/)  ", ARCHITECTURE, re.MULTILINE))
+    named = {path or folder for path, folder in named}
+    assert len(named) > 50 and [path for path in sorted(named) if not located(path).exists()] == []
 
 
 @pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "drawings").glob("*.dot")), ids=lambda path: path.name)
