@@ -21,7 +21,7 @@ from helpers.torchrl import skip_without_torchrl
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core" / "corelm"
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
 MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
