@@ -1,4 +1,4 @@
-"""A selection of the conformance kit with a canary in front of the toy, and its theme of weights before a real model."""
+"""A selection of the conformance kit with a canary in front of the toy, and its theme of weights on a real model."""
 
 from __future__ import annotations
 
