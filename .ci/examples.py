@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 #: Pages that are not tried: they make environments, or continue what commands of the page have written.
-NOT_TRIED = {"write-a-backend.md", "lm-eval.md", "from-lm-eval.md"}
+NOT_TRIED = {"write-a-backend.md", "lm-eval.md"}
 #: What a page may need in addition. Any other package that is missing is one that core should have asked for.
 OPTIONAL = {
     *("datasets", "httpx", "inspect_ai", "lm_eval", "matplotlib", "msgspec", "openai", "opentelemetry", "orjson"),
