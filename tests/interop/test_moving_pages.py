@@ -1,4 +1,4 @@
-"""The tables of other libraries' names: every name exists. Those of vLLM, TRL and lm-eval are checked where they are."""
+"""Every name in the tables of other libraries exists. Those of vLLM, TRL and lm-eval are checked where they are."""
 
 from __future__ import annotations
 
