@@ -38,9 +38,9 @@ def is_run_elsewhere(path: Path) -> bool:
     ids=lambda page: str(page.path.relative_to(ROOT)),
 )
 def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
-    if page.path.name in ("torchrl.md", "from-torchrl.md"):
+    if page.path.name == "torchrl.md":
         skip_without_torchrl()
-    if page.path.name in ("trl.md", "from-trl.md"):
+    if page.path.name == "trl.md":
         pytest.importorskip("trl", reason="TRL is not installed; make test-harnesses runs the page")
     if page.path.name == "measure.md":
         pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
@@ -49,8 +49,6 @@ def test_every_python_block_runs(page, tiny_model, tmp_path, monkeypatch):
         pytest.importorskip("uvicorn", reason="the server needs the extra serve")
     if page.path.name == "inspect.md":
         pytest.importorskip("inspect_ai", reason="inspect_ai is not installed; make test-harnesses runs the page")
-    if page.path.name == "from-lm-eval.md":
-        pytest.importorskip("lm_eval", reason="lm-eval is not installed; make test-harnesses runs the page")
     if page.path.name == "lm-eval.md":
         pytest.skip("tests/harnesses/test_lm_eval_command.py runs it, after the commands of the page")
     (tmp_path / "tiny-model").symlink_to(tiny_model)

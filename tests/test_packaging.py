@@ -167,7 +167,7 @@ def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
 @pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
 def test_the_metadata_says_which_python_and_which_licence(built, name):
     metadata = metadata_of(built, name)
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == corelm.__version__
 
