@@ -71,7 +71,7 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     names = sdist_names(built, "core")
     assert {name.partition("/")[0] for name in names} <= {
         *("core", "docs", "examples", "pyproject.toml", "PKG-INFO", ".gitignore"),
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "RELEASING.md", "SECURITY.md"),
     }
     assert {
         "core/corelm/__init__.py",

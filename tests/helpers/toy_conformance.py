@@ -20,7 +20,9 @@ from helpers.adapter_toys import OTHER as ADD_OTHER
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
 
 
-class ToyConformance(BackendConformance):
+class ToyPromises:
+    """What the kit has to know of the toy."""
+
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
@@ -48,6 +50,10 @@ class ToyConformance(BackendConformance):
     def engine_sampling(self) -> dict[str, Any]:
         # Only `Reshaping` and its broken variants declare engine_kwargs.
         return {"engine_kwargs": {"logit_bias": {"7": 8.0}}}
+
+
+class ToyConformance(ToyPromises, BackendConformance):
+    """The whole kit."""
 
 
 def of_table(table: Tensor, ids: list[int], temperature: float) -> Tensor:

@@ -293,11 +293,6 @@ def test_a_large_vocabulary_needs_next_logprobs() -> None:
         case.next_logprobs([1, 2], 1.0)
 
 
-def test_the_readme_states_the_number_of_tests() -> None:
-    (told,) = re.findall(r"The kit has (\d+) tests", (ROOT / "README.md").read_text())
-    assert int(told) == count_toy_tests()
-
-
 def test_without_pytest_the_import_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['pytest'] = None; import corelm.testing"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
