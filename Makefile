@@ -1,15 +1,26 @@
-# make demo and make test need Python >= 3.10 and make, and set up the rest in .venv. The first run takes minutes.
-# make test-vllm and make test-sglang do the same with a real engine, make test-ray with Ray, make test-harnesses with lm-eval,
-# TRL and inspect_ai, and make test-tensordict with the newest tensordict, each in its own environment; make test-hosts uses
-# those of the engines.
+# make demo and make test need Python >= 3.11 and make, and set up the rest in .venv. make check adds to it what every change must
+# pass. Engines and other libraries have environments with their own versions: .venv-vllm, .venv-sglang, .venv-ray, .venv-harnesses.
 
 PYTHON ?= python3
-VENV := .venv
+# The build of torch: a version, a file, or what else pip takes.
+TORCH ?= torch==2.13.0
+NEWEST_TORCH ?= torch
+VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
 PACKAGES := . $(wildcard plugins/*)
-EDITABLE := $(addprefix --editable ,$(wildcard plugins/*) tests/packages/toy_backend)
+RUN := . plugins/transformers_backend tests/packages/toy_backend
+EXTRA := $(filter-out plugins/transformers_backend,$(wildcard plugins/*))
 METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/toy_backend/pyproject.toml
+
+# What make test runs. tests/mutants reads this list.
+TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests/policy tests/backend tests/batching tests/testing \
+	tests/opening tests/plugins/transformers_backend tests/fleet/test_state.py tests/fleet/test_stateful.py tests/fleet/test_parts.py \
+	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py
+# What make check runs in addition.
+CHECK := $(filter-out tests/engines tests/harnesses tests/families tests/helpers tests/packages tests/mutants tests/__pycache__,$(wildcard tests/*/)) \
+	$(wildcard tests/test_*.py)
+# Where the newest libraries are tried.
+NEWEST := tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/plugins/transformers_backend
 
 # Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
@@ -17,147 +28,167 @@ PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Check the chosen interpreter's version, and say what to type if it is too old.
-CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
-	"Python 3.10 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.11")'
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	"Python 3.11 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+# Install what files of pins list, but for torch. The files are closed under requirements. Python compiles what it imports.
+PINS = sed -E '/^(torch==|-r |\#)/d' $(1) | $(2)/python -m pip install --no-compile --no-deps --requirement /dev/stdin
+EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(addprefix --editable ,$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit test-thorough test-families test-tensordict test-vllm test-sglang test-ray test-harnesses test-hosts test-gpu bench bench-quick bench-gpu
-.PHONY: install test-faults docs drawings wheels sbom pins format clean
+.PHONY: help demo test check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
+.PHONY: test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
 
-demo: install ## train a tiny model in seconds, chat with it and score the chat
+demo: $(VENV)/.run ## train a tiny model in seconds, chat with it and score the chat
 	$(BIN)/python examples/demo.py
 
-test: lint types unit ## run everything that a change must pass
+test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes
+	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) $(TEST)
 
-lint: install ## check the style, and which module imports which
+check: lint types ## run what every change must pass: make test and everything that needs no engine of its own; 15 minutes
+	$(BIN)/python -m pytest -m "not nightly" $(PARALLEL) $(CHECK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --sample
+
+# Everything else, and make check with more examples. Hours.
+nightly: check mutants test-families test-faults test-vllm test-sglang test-ray test-harnesses test-hosts test-newest ## run everything; hours
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(PARALLEL) $(CHECK)
+	for version in 3.12 3.13 3.14; do if python$$version -c '' 2>/dev/null; \
+		then $(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; else echo "skipped: no Python $$version here"; fi; done
+
+lint: $(VENV)/.docs ## check the style, and which module imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: install ## run mypy in strict mode
+types: $(VENV)/.docs ## run mypy in strict mode
 	$(BIN)/mypy
 
-unit: install ## run the tests, including the examples in the README and in docstrings
-	$(BIN)/python -m pytest -m "not thorough" $(PARALLEL)
+mutants: $(VENV)/.test ## plant faults, and demand that make test finds each
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
-test-thorough: install ## run what `make test` leaves out: more of what its tests show; takes minutes
-	$(BIN)/python -m pytest -m thorough $(PARALLEL)
-
-test-families: install ## compare the transformers plugin with the plain forward of every model type; takes minutes
+test-families: $(VENV)/.docs ## compare the transformers plugin with the plain forward of every model type; takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families
 
-test-tensordict: .venv-tensordict/.installed ## test everything that holds tensors on the newest tensordict, which TorchRL does not support yet
-	.venv-tensordict/bin/python -m pytest $(PARALLEL) \
-		tests/tensors tests/containers tests/kl tests/policy tests/backend tests/interop tests/test_docs.py
+test-newest: .venv-newest/.installed ## test the main path on the newest transformers, tensordict and torch
+	.venv-newest/bin/python -m pytest -m "not process and not nightly" $(PARALLEL) $(NEWEST)
 
-test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU; takes minutes
-	.venv-vllm/bin/python -m pytest tests/engines/vllm
+# The engines' tests. SELECT=1, as in CI, leaves out what is marked nightly and shows the whole kit once for each engine.
+MARKS = $(if $(SELECT),-m "not nightly")
+test-vllm test-sglang test-ray test-faults: export CORELM_WHOLE_KIT := $(if $(SELECT),,1)
 
-test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU; takes minutes
-	.venv-sglang/bin/python -m pytest tests/engines/sglang
+test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU
+	.venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm
 
-test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine; takes minutes
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/engines/ray
+test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU
+	.venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
 
-test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries; takes minutes
-	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses
+test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray
 
-test-hosts: install .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments; takes minutes
+test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries
+	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses
+
+test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py \
 		tests/harnesses/test_lm_eval.py
 
-test-faults: install .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
-	for each in .venv/bin/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
+test-faults: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
+	for each in $(BIN)/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
 		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
 		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
-		CORELM_FAULT_SECONDS=120 CORELM_FLEET_KIT=1 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
+		CORELM_FAULT_SECONDS=120 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
 	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
 
-test-gpu: install ## test the transformers plugin with its models on a GPU; takes minutes, and needs a torch that has CUDA
+test-gpu: $(VENV)/.docs ## test the transformers plugin with its models on a GPU; takes minutes, and needs a torch that has CUDA
 	CORELM_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/plugins/transformers_backend $(PARALLEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --device cuda
 
-bench: install ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
+bench: $(VENV)/.docs ## compare the cost with that of the bare engines and of TorchRL; takes an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
-bench-quick: install ## run fewer and smaller benchmarks, in a few minutes
+bench-quick: $(VENV)/.docs ## run fewer and smaller benchmarks, in a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
 
-bench-gpu: install ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed
+bench-gpu: $(VENV)/.docs ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed
 	$(BIN)/python -m benchmarks.gpu
 
-format: install ## rewrite the code in the project's format
+format: $(VENV)/.docs ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install ## build the site into docs/_build; a warning is an error
+docs: $(VENV)/.docs ## build the site into docs/_build; a warning is an error
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --builder html docs docs/_build
 
 drawings: ## remake the pictures in docs/drawings from their .dot files; needs graphviz
 	for drawing in docs/drawings/*.dot; do dot -Tsvg $$drawing -o $${drawing%.dot}.svg || exit 1; done
 
-wheels: install ## build the published packages into wheels/
+wheels: $(VENV)/.docs ## build the published packages into wheels/
 	rm -rf wheels
 	for package in $(PACKAGES); do $(BIN)/python -m build --no-isolation --outdir wheels $$package || exit 1; done
 
-sbom: install ## write a bill of materials (CycloneDX) of each file of pins into sbom/
+sbom: $(VENV)/.docs ## write a bill of materials (CycloneDX) of each file of pins into sbom/
 	$(BIN)/python .ci/sbom.py sbom
 
 pins: ## write the versions in the environments into constraints/
-	$(BIN)/python .ci/pins.py > constraints/cpu.new && mv constraints/cpu.new constraints/cpu.txt
-	for engine in vllm sglang; do \
-		.venv-$$engine/bin/python .ci/pins.py --all > constraints/$$engine.new && \
-		mv constraints/$$engine.new constraints/$$engine-cpu.txt || exit 1; done
-	.venv-harnesses/bin/python .ci/pins.py --all > constraints/harnesses.new && \
-		mv constraints/harnesses.new constraints/harnesses.txt
+	$(BIN)/python .ci/pins.py
+	for each in vllm:vllm-cpu sglang:sglang-cpu harnesses:harnesses; do \
+		.venv-$${each%%:*}/bin/python .ci/pins.py --all > constraints/new && mv constraints/new constraints/$${each#*:}.txt || exit 1; done
 
-install: $(INSTALLED) ## set up .venv
+install: $(VENV)/.docs ## set up .venv with everything that make check needs
 
-$(INSTALLED): constraints/cpu.txt $(METADATA)
+# Each of these adds to the one before. What is too old is made anew only by make clean.
+$(VENV)/.run: constraints/run.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install --requirement constraints/cpu.txt
-	$(BIN)/python -m pip install --no-build-isolation --constraint constraints/cpu.txt \
-		--editable ".[transformers,http,cli,serve]" $(EDITABLE)
+	$(call PINS,constraints/run.txt,$(BIN))
+	$(BIN)/python -m pip install --no-compile $(TORCH)
+	$(call EDITABLE,$(RUN),$(BIN))
 	touch $@
 
-# The pins of cpu.txt, but for TorchRL, Triton and the lines that constraints/tensordict.txt replaces.
-.venv-tensordict/.installed: constraints/cpu.txt constraints/tensordict.txt $(METADATA)
+$(VENV)/.test: $(VENV)/.run constraints/test.txt
+	$(call PINS,constraints/test.txt,$(BIN))
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
+	$(call PINS,constraints/check.txt constraints/docs.txt,$(BIN))
+	$(call EDITABLE,$(EXTRA),$(BIN))
+	touch $@
+
+# The newest release of what matters most, over the pins of the rest.
+.venv-newest/.installed: constraints/run.txt constraints/test.txt $(METADATA)
 	@$(CHECK_PYTHON)
-	rm -rf .venv-tensordict
-	$(PYTHON) -m venv .venv-tensordict
-	grep -vE '^(tensordict|torchrl|triton)\b' constraints/cpu.txt | cat - constraints/tensordict.txt >.venv-tensordict/pins.txt
-	.venv-tensordict/bin/python -m pip install torch==2.13.0
-	.venv-tensordict/bin/python -m pip install --requirement .venv-tensordict/pins.txt
-	.venv-tensordict/bin/python -m pip install --no-build-isolation --constraint .venv-tensordict/pins.txt \
-		--editable ".[transformers,http,cli,serve]" $(EDITABLE)
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	$(call PINS,constraints/run.txt constraints/test.txt,.venv-newest/bin)
+	.venv-newest/bin/python -m pip install --no-compile --upgrade $(NEWEST_TORCH) transformers tensordict pluggy
+	$(call EDITABLE,$(RUN),.venv-newest/bin)
 	touch $@
 
-# The pins of cpu.txt, and those of ray.txt. No other engine is here.
-.venv-ray/.installed: constraints/cpu.txt constraints/ray.txt $(METADATA)
+# The pins of check.txt, and those of ray.txt. No other engine is here.
+.venv-ray/.installed: constraints/run.txt constraints/test.txt constraints/check.txt constraints/ray.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-ray
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install torch==2.13.0
-	.venv-ray/bin/python -m pip install --constraint constraints/cpu.txt --requirement constraints/ray.txt \
+	.venv-ray/bin/python -m pip install --no-compile $(TORCH)
+	cat constraints/run.txt constraints/test.txt constraints/check.txt | grep -v '^-r' > .venv-ray/pins.txt
+	.venv-ray/bin/python -m pip install --no-compile --constraint .venv-ray/pins.txt --requirement constraints/ray.txt \
 		hatchling pytest hypothesis
-	.venv-ray/bin/python -m pip install --no-build-isolation --constraint constraints/cpu.txt --editable ".[cli,http,serve]" \
-		--editable plugins/transformers_backend --editable plugins/ray_backend --editable tests/packages/toy_backend
+	.venv-ray/bin/python -m pip install --no-compile --no-build-isolation --constraint .venv-ray/pins.txt \
+		--editable ".[cli,http,serve]" --editable plugins/transformers_backend --editable plugins/ray_backend \
+		--editable tests/packages/toy_backend
 	touch $@
 
-# lm-eval, TRL and inspect_ai ask for other versions than cpu.txt has, so harnesses.txt lists everything.
+# lm-eval, TRL and inspect_ai ask for other versions than the others have, so harnesses.txt lists everything.
 .venv-harnesses/.installed: constraints/harnesses.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-harnesses
 	$(PYTHON) -m venv .venv-harnesses
-	.venv-harnesses/bin/python -m pip install torch==2.13.0
-	.venv-harnesses/bin/python -m pip install --requirement constraints/harnesses.txt
-	.venv-harnesses/bin/python -m pip install --no-deps --no-build-isolation --editable . $(EDITABLE)
+	.venv-harnesses/bin/python -m pip install --no-compile $(TORCH)
+	$(call PINS,constraints/harnesses.txt,.venv-harnesses/bin)
+	$(call EDITABLE,$(RUN) $(EXTRA),.venv-harnesses/bin)
 	touch $@
 
 # The engines require GPU libraries that a CPU cannot use, so pip ignores their requirements (--no-deps), and the constraints
@@ -166,13 +197,13 @@ $(INSTALLED): constraints/cpu.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-$*
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install torch==2.13.0
-	.venv-$*/bin/python -m pip install --no-deps --requirement constraints/$*-cpu.txt
-	.venv-$*/bin/python -m pip install --no-deps --no-build-isolation --editable . $(EDITABLE)
+	.venv-$*/bin/python -m pip install --no-compile $(TORCH)
+	$(call PINS,constraints/$*-cpu.txt,.venv-$*/bin)
+	$(call EDITABLE,$(RUN) $(EXTRA),.venv-$*/bin)
 	if [ -f tests/engines/$*/cpu/prepare.py ]; then .venv-$*/bin/python tests/engines/$*/cpu/prepare.py; fi
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf $(VENV) .venv-tensordict .venv-vllm .venv-sglang .venv-ray .venv-harnesses wheels sbom docs/_build dist build reports demo-output grpo-output distill-output
+	rm -rf .venv .venv-* wheels sbom docs/_build dist build reports demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

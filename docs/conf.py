@@ -21,13 +21,14 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "engine_reports",
     "mathml",
     "public_names",
     "repository_links",
     "result_figures",
     "sections",
 ]
-exclude_patterns = ["_build", "_ext", "drawings"]
+exclude_patterns = ["_build", "_ext", "_reports", "drawings"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

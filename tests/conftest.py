@@ -12,9 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Drawing examples may be slow on a busy machine. The profile `ci` draws the same examples in every run.
+# Drawing examples may be slow on a busy machine. The profile `ci` draws the same examples in every run; with `nightly`,
+# `helpers.examples` draws ten times as many.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
+settings.register_profile("nightly", settings.get_profile("local"))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "local"))
 
 Fabricate = Callable[..., Path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -12,13 +13,11 @@ from typing import Any
 import pytest
 
 import corelm
-from corelm.testing.base import engine_facts
 from helpers import capability_tables
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "backends"
-ENGINES = capability_tables.ENGINES.read_text()
 PLUGINS = {"transformers": "Transformers", "vllm": "VLLM", "sglang": "SGLang", "openai": "OpenAI", "ray": "Ray"}
 #: Functions in which a plugin keeps the defaults of options that its `open` passes on.
 DEFAULTS_OF: dict[str, tuple[str, str]] = {"vllm": ("vllm_backend.server", "VLLMServer.connect")}
@@ -40,28 +39,69 @@ def test_every_backend_of_this_repository_has_a_page():
 # What it can do -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PLUGINS)
-def test_the_table_of_a_page_is_the_column_of_the_page_of_engines(name):
-    said = capability_tables.column(ENGINES, name)
-    assert {"score", "abort", "temperature"} <= said.keys()
-    assert capability_tables.with_table(page(name), said) == page(name), "run .ci/engines_page.py --pages"
+@pytest.fixture
+def tables(monkeypatch):
+    """Return the module that makes the tables of the site."""
+    pytest.importorskip("sphinx", reason="what builds the site is not installed: the group docs")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    return import_module("engine_reports")
 
 
-def test_the_page_of_the_toy_says_what_the_toy_declares():
+def test_every_page_shows_the_report_of_its_engine():
+    for name in (*PLUGINS, "toy"):
+        assert page(name).count(f"```{{capabilities}} {name}\n```\n") == 1
+        assert (capability_tables.REPORTS / f"{name}.json").exists()
+
+
+def test_the_toy_declares_what_its_report_says():
     with corelm.get_backend("toy") as backend:
-        said = capability_tables.cells(engine_facts(backend)["declares"])
-    assert capability_tables.with_table(page("toy"), said) == page("toy"), "run .ci/engines_page.py --pages"
+        capability_tables.assert_page_says("toy", backend)
 
 
-def test_transformers_declares_what_the_page_of_engines_says(tmp_path):
+def test_transformers_declares_what_its_report_says(tmp_path):
     tiny_model(hidden_size=128).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with corelm.get_backend("transformers", tmp_path, dtype="float32") as backend:
         capability_tables.assert_page_says("transformers", backend)
 
 
-def test_every_capability_has_a_meaning():
-    assert capability_tables.meanings().keys() == corelm.Capabilities.__dataclass_fields__.keys()
+def test_a_report_that_differs_is_noticed(tmp_path, monkeypatch):
+    report = json.loads((capability_tables.REPORTS / "toy.json").read_text())
+    report["declares"] |= {"score": False, "unknown": True}
+    del report["declares"]["abort"], report["declares"]["sampling"]["top_k"]
+    (tmp_path / "toy.json").write_text(json.dumps(report))
+    monkeypatch.setattr(capability_tables, "REPORTS", tmp_path)
+    with corelm.get_backend("toy") as backend:
+        differ = capability_tables.differences("toy", backend)
+        assert differ.keys() == {"score", "unknown", "abort", "sampling"}
+        with pytest.raises(AssertionError):
+            capability_tables.assert_page_says("toy", backend, besides=["score", "unknown", "abort"])
+
+
+def test_every_capability_has_a_meaning(tables):
+    assert tables.meanings().keys() == corelm.Capabilities.__dataclass_fields__.keys()
+
+
+def test_a_table_shows_what_is_declared(tables):
+    declared = tables.read_report("vllm")["declares"]
+    (first, *rest) = list(tables.capability_table(declared))[2:]
+    assert "`presence_penalty` (-2 to 2), `repetition_penalty`, `stop`" in first
+    shown = {row.split("`")[1]: row.split(" | ")[1] for row in rest}
+    assert shown.keys() == declared.keys() - {*tables.OF_THE_MODEL, "sampling"}
+    assert (shown["score"], shown["gradients"], shown["sleep_levels"]) == ("yes", "no", "no")
+    assert (shown["generation_modes"], shown["score_top_k"]) == ("raw", "512, all ids of the model")
+
+
+def test_the_comparison_shows_every_engine_and_every_outcome(tables):
+    reports = {name: tables.read_report(name) for name in PLUGINS}
+    assert tuple(reports) == tables.ENGINES
+    for name, report in reports.items():
+        found = [report["themes"][theme] for theme in report["themes"]]
+        assert {each: sum(counts.get(each, 0) for counts in found) for each in report["counts"]} == report["counts"]
+        (row,) = [line for line in tables.summary(reports) if line.startswith(f"| {name} |")]
+        assert report["software"] in row and f"{report['counts']['passed']} passed" in row
+    told = reports["ray"] | {"broken": ["a promise: failed, why"]}
+    assert list(tables.broken({"vllm": reports["vllm"], "ray": told})) == ["- ray, a promise: failed, why"]
 
 
 # What it takes --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from benchmarks.machine import (
     measure_machine,
 )
 from benchmarks.measure import AGAIN, Figure, compare, table
-from benchmarks.report import roofline
 
 MACHINE = Machine(
     rates={"float32": 100e9, "bfloat16": 200e9},
@@ -121,13 +120,3 @@ def test_compare_gives_each_way_its_own_work():
     assert found == {
         "a": (8, 4, "float32", None), "b": (8, 2, "bfloat16", 0.5), AGAIN: (8, 4, "float32", None),
     }  # fmt: skip
-
-
-def test_a_roofline_is_drawn_for_figures_with_operations_and_bytes_only(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    plain = Figure(work="w", way="a", seconds=2.0)
-    roofline("part", [plain], MACHINE, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-    counted = Figure(work="w", way="b", seconds=2.0, flops=100e9, bytes=1e9, dtype="bfloat16")
-    roofline("part", [plain, counted.on(MACHINE)], MACHINE, tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

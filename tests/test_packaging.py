@@ -71,7 +71,7 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     names = sdist_names(built, "core")
     assert {name.partition("/")[0] for name in names} <= {
         *("core", "docs", "examples", "pyproject.toml", "PKG-INFO", ".gitignore"),
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "RELEASING.md", "SECURITY.md"),
     }
     assert {
         "core/corelm/__init__.py",
@@ -167,7 +167,7 @@ def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
 @pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
 def test_the_metadata_says_which_python_and_which_licence(built, name):
     metadata = metadata_of(built, name)
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == corelm.__version__
 

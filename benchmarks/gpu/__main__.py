@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.gpu.device import SIZES, gpu
 from benchmarks.measure import Figure, table
-from benchmarks.report import picture, surroundings
+from benchmarks.report import surroundings
 
 #: Each part, and the package that it needs besides transformers.
 PARTS = {"head": None, "scoring": None, "generation": None, "vllm": "vllm", "vllm_updates": "vllm"}
@@ -63,9 +63,6 @@ def main() -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
         if reason := found[part].get("reason"):
             print(f"\n{part}: {reason}", flush=True)
-        elif find_spec("matplotlib") is not None:
-            shown = [Figure.from_dict(each) for each in found[part]["figures"]]
-            picture(f"{part} on {gpu() or 'the CPU'}", shown, path.with_name(f"{path.stem}-{part}.png"))
     print(f"\nwritten to {path}")
 
 

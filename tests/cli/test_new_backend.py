@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
-import tomllib
 
 from helpers.command_line import corelm_command
 from helpers.environments import install, new_environment, run_in

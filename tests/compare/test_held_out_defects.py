@@ -8,7 +8,7 @@ from corelm.compare import compare
 from helpers.held_out_defects import HELD_OUT
 from helpers.planted_defects import PROMPTS, sound
 
-#: docs/verified.md: these are not named. The first is not even seen: no question touches what is wrong.
+#: These are not named. The first is not even seen: no question touches what is wrong.
 MISSED = {"prefixes kept over an update, in late scores", "rope_theta of 50,000"}
 
 

@@ -1,6 +1,6 @@
 """Each planted defect is named, the right side is accused, and nothing else is.
 
-docs/verified.md has the table. `helpers/planted_defects.py` has the defects: real changes of a real computation.
+`helpers/planted_defects.py` has the defects: real changes of a real computation.
 """
 
 from __future__ import annotations

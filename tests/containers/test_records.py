@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +235,16 @@ def test_datasets() -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list(everything())
     assert table["response_ids"][:] == RESPONSES and table[1]["messages"][0]["content"] == "b"
+
+
+def test_columns_of_parquet_become_containers(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    pandas.DataFrame(everything()).to_parquet(tmp_path / "result.parquet")
+    table = pandas.read_parquet(tmp_path / "result.parquet")
+    tokens = Tokens.from_rows(prompt=table["prompt_ids"], response=table["response_ids"])
+    assert [row.tolist() for row in tokens.response] == RESPONSES
+    chats = History.from_chats(table["messages"]).chats
+    assert [[turn.content for turn in chat] for chat in chats] == [
+        [turn["content"] for turn in record["messages"]] for record in everything()
+    ]

@@ -1,4 +1,4 @@
-"""The conformance kit passes with a canary in front of the toy, and its theme of weights in front of a real model."""
+"""A selection of the conformance kit with a canary in front of the toy, and its theme of weights on a real model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import corelm
 from corelm import Backend
 from corelm.testing.weights import WeightPromises
 from helpers import oracle as plain
+from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-from helpers.toy_conformance import TABLE, ToyConformance
+from helpers.toy_conformance import TABLE, ToyPromises
 
 
-class TestToy(ToyConformance):
+class TestToy(ToyPromises, WeightPromises, SelectedKit):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:

@@ -1,4 +1,4 @@
-"""The conformance kit on a fleet of two toy engines in this process."""
+"""A selection of the conformance kit on a fleet of two toy engines in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from toy_backend import Bigram, ToyBackend
 from corelm import Backend
 from corelm.fleet.fleet import FleetEngine
 from corelm.fleet.replica import Member
-from helpers.toy_conformance import TABLE, ToyConformance
+from helpers.selected_kit import SelectedKit
+from helpers.toy_conformance import TABLE, ToyPromises
 
 
 def open_toys() -> Backend:
@@ -18,7 +19,7 @@ def open_toys() -> Backend:
     return Backend.from_plugin(FleetEngine(members), "toys")
 
 
-class TestFleetOfToys(ToyConformance):
+class TestFleetOfToys(ToyPromises, SelectedKit):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:

@@ -1,4 +1,4 @@
-"""The names of other libraries in the tables of docs/how-to/from-*.md, looked up in the libraries themselves.
+"""The names of other libraries in the tables of docs/, looked up in the libraries themselves.
 
 A table about a class names it in its first heading, with the library: ``| `vllm.SamplingParams` | here |``. Each name
 in the first column is then a parameter, a field or an attribute of that class, or of one of several.

@@ -1,7 +1,4 @@
-"""Defects that were planted after the detectors were written, and that no detector was changed for.
-
-docs/verified.md says what `corelm compare` found of them when they were tried for the first time.
-"""
+"""Defects that were planted after the detectors were written, and that no detector was changed for."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from helpers.adapter_toys import OTHER as ADD_OTHER
 TABLE, OTHER = 2 * torch.randn(2, 260, 260, generator=torch.Generator().manual_seed(0))
 
 
-class OnToy:
-    """What the kit asks an author for, answered for the toy. It comes before the tests among the base classes."""
+class ToyPromises:
+    """What the kit has to know of the toy."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -52,8 +52,8 @@ class OnToy:
         return {"engine_kwargs": {"logit_bias": {"7": 8.0}}}
 
 
-class ToyConformance(OnToy, BackendConformance):
-    pass
+class ToyConformance(ToyPromises, BackendConformance):
+    """The whole kit."""
 
 
 def of_table(table: Tensor, ids: list[int], temperature: float) -> Tensor:

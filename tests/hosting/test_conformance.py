@@ -1,4 +1,4 @@
-"""The conformance kit on the transformers plugin in another process of this interpreter."""
+"""A selection of the conformance kit on the transformers plugin in another process of this interpreter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 import corelm
 from corelm import Backend
-from helpers.transformers_conformance import TransformersConformance
+from helpers.selected_kit import SelectedKit
+from helpers.transformers_conformance import TransformersPromises
 
 
-class TestHostedTransformers(TransformersConformance):
+class TestHostedTransformers(TransformersPromises, SelectedKit):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, folder: Path) -> Callable[[], Backend]:

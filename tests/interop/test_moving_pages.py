@@ -1,7 +1,8 @@
-"""docs/how-to/from-*.md name what other libraries have. Those of vLLM, TRL and lm-eval are checked where they are."""
+"""Every name in the tables of other libraries exists. Those of vLLM, TRL and lm-eval are checked where they are."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,18 @@ from helpers.foreign_names import names_in_tables, unknown_names
 from helpers.pages import Page
 from helpers.torchrl import skip_without_torchrl
 
-PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_name_of_the_page_about_transformers_exists():
-    page = Page(PAGES / "from-transformers.md")
+    page = Page(DOCS / "how-to" / "from-transformers.md")
     assert len([*names_in_tables(page, "transformers")]) > 25
     assert unknown_names(page, "transformers") == []
 
 
 def test_every_name_of_the_page_about_torchrl_exists():
     skip_without_torchrl()
-    page = Page(PAGES / "from-torchrl.md")
+    page = Page(DOCS / "torchrl.md")
     assert len([*names_in_tables(page, "torchrl")]) > 30
     assert unknown_names(page, "torchrl") == []
 
@@ -49,4 +50,7 @@ def test_each_page_is_checked_somewhere():
         tests / "engines" / "vllm" / "test_moving_page.py",
     ]
     named = "".join(path.read_text() for path in files)
-    assert [page.name for page in PAGES.glob("from-*.md") if page.name not in named] == []
+    heading = re.compile(r"^\| ?`(?:transformers|torchrl|trl|lm_eval|vllm)\.", re.MULTILINE)
+    pages = {path.name for path in DOCS.rglob("*.md") if heading.search(path.read_text())}
+    assert pages == {"from-transformers.md", "from-vllm.md", "torchrl.md", "trl.md", "lm-eval.md"}
+    assert {page for page in pages if page not in named} == set()

@@ -250,7 +250,7 @@ from toy_backend import Bigram
 torch.manual_seed(0)  # for calls without a seed
 
 
-class TestPlugin(toy_conformance.OnToy, {themes}):
+class TestPlugin(toy_conformance.ToyPromises, {themes}):
     draws = 500  # Enough for these defects.
 
     @pytest.fixture(scope="class")

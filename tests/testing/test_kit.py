@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -293,13 +292,6 @@ def test_a_large_vocabulary_needs_next_logprobs() -> None:
     case.vocab_size = 32_000
     with pytest.raises(NotImplementedError, match="define `next_logprobs"):
         case.next_logprobs([1, 2], 1.0)
-
-
-def test_the_readme_states_the_number_of_tests(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_suite=SUITE)
-    items, _ = pytester.inline_genitems("-p", "no:cacheprovider")
-    (told,) = re.findall(r"The kit has (\d+) tests", (ROOT / "README.md").read_text())
-    assert int(told) == len(items)
 
 
 @pytest.mark.process

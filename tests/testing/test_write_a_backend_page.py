@@ -30,7 +30,10 @@ DECLARE, HONOUR = (
     ["".join(re.findall(rf"^[ {sign}](.*\n)", block, re.MULTILINE)) for sign in ("-", "+")]
     for block in PAGE.blocks("diff")
 )
-COUNTS = re.findall(r"^corelm conformance: .*", PAGE.text, re.MULTILINE)
+#: What the kit says of a backend that passes, with the page's … for numbers.
+(GREEN,) = (
+    re.escape(line).replace("…", r"(\d+)") for line in re.findall(r"^corelm conformance: .*", PAGE.text, re.MULTILINE)
+)
 
 
 def changed(source: str, *changes: list[str]) -> str:
@@ -38,6 +41,12 @@ def changed(source: str, *changes: list[str]) -> str:
         assert source.count(before) == 1, f"the page changes {before!r}, which dice_backend.py does not have once"
         source = source.replace(before, after)
     return source
+
+
+def passed(result: pytest.RunResult) -> int:
+    """Return how many tests passed in a run without failures."""
+    (line,) = (found for line in result.stdout.lines if (found := re.fullmatch(GREEN, line)))
+    return int(line[1])
 
 
 def run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path, plugin: str) -> pytest.RunResult:
@@ -81,7 +90,7 @@ def test_a_project_installs_as_the_page_says(name: str, tmp_path: Path, tiny_mod
 @pytest.mark.nightly
 def test_the_page_leads_to_a_green_run(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, FILES["dice_backend.py"])
-    result.stdout.fnmatch_lines([COUNTS[0]])
+    assert passed(result) > 100
 
 
 @pytest.mark.nightly
@@ -96,7 +105,7 @@ def test_what_is_declared_and_not_done_is_found(
 @pytest.mark.nightly
 def test_what_is_declared_and_done_is_green(pytester: pytest.Pytester, fabricate: Fabricate, tiny_model: Path) -> None:
     result = run(pytester, fabricate, tiny_model, changed(FILES["dice_backend.py"], DECLARE, HONOUR))
-    result.stdout.fnmatch_lines([COUNTS[1]])
+    assert passed(result) > 100
 
 
 def test_the_reference_of_the_kit_is_one_file_that_runs(

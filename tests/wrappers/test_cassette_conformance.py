@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 #: Tests that draw seeds on several threads at once, or that measure how long a call takes: what they ask for differs in
 #: every run.
@@ -20,6 +22,7 @@ NOT_RECORDED = "its calls are not recorded"
 NO_GRADIENTS = "gradients is not declared"
 
 
+@pytest.mark.nightly
 def test_the_kit_passes_on_the_replay_of_its_recording(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "pytest", "tests/helpers/cassette_conformance.py", "-q", "-p", "no:cacheprovider"),

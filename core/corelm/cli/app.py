@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +45,7 @@ app.command(cls=flags.GroupedCommand)(serve)
 app.command("new-backend", cls=flags.GroupedCommand)(new_backend)
 
 
-class LogProbsOption(str, Enum):
+class LogProbsOption(StrEnum):
     """The log-probabilities to write."""
 
     none = "none"

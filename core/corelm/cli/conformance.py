@@ -6,7 +6,7 @@ This module must not import torch, so that ``--help`` answers at once.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from enum import Enum
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ _CODES = {0: 0, 1: SOME_FAILED, 2: INTERRUPTED}
 _NO_TESTS = 5
 
 
-class OracleOption(str, Enum):
+class OracleOption(StrEnum):
     """What the backend is compared with."""
 
     transformers = "transformers"

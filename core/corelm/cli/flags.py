@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -131,14 +131,14 @@ ReturnTokens = Annotated[
 ]
 
 
-class Truncate(str, Enum):
+class Truncate(StrEnum):
     """What happens to a prompt that does not fit the context."""
 
     error = "error"
     left = "left"
 
 
-class Boundary(str, Enum):
+class Boundary(StrEnum):
     """How prompt and completion become tokens."""
 
     joint = "joint"

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from contextlib import closing
-from enum import Enum
+from enum import StrEnum
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -27,7 +27,7 @@ KEY_VARIABLE = "CORELM_API_KEY"
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class RecordedLogProbs(str, Enum):
+class RecordedLogProbs(StrEnum):
     """The log-probabilities to return and to record."""
 
     raw = "raw"

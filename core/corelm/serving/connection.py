@@ -62,7 +62,7 @@ class Connection:
                 raise _too_large(most)
         try:
             return await asyncio.wait_for(self._read(most), BODY_PATIENCE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             late = f"the body did not arrive within {BODY_PATIENCE:g} s"
             raise Refusal(408, late, code="timeout") from None
 
@@ -168,7 +168,7 @@ class Connection:
             return
         try:
             await asyncio.wait_for(self._send(message), self._send_patience)
-        except (asyncio.TimeoutError, OSError):
+        except (TimeoutError, OSError):
             self._hang_up()
 
 

@@ -21,7 +21,7 @@ from corelm.serving.session_records import NodeRecord, SessionRecord
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 
-#: Of type code "q". Python 3.10 and 3.11 cannot subscript the class.
+#: Of type code "q". Python 3.11 cannot subscript the class.
 Ids: TypeAlias = "array[int]"
 
 

@@ -358,7 +358,7 @@ class HttpClient:
             return await asyncio.wait_for(send(method, path, *rest), timeout)
         except BackendTimeoutError:
             raise
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise BackendTimeoutError(f"{self._exchange.where(method, path)}: no answer within {timeout:g} s") from None
 
     async def _rows(self, names: frozenset[str]) -> Rows:

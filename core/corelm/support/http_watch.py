@@ -102,7 +102,7 @@ class ServerWatch:
     async def _has_sign(self, timeout: float) -> bool:
         try:
             return await asyncio.wait_for(self._is_at_work(), timeout)
-        except (CoreLMError, asyncio.TimeoutError):
+        except (TimeoutError, CoreLMError):
             return False
 
     async def _is_at_work(self) -> bool:

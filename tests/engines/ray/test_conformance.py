@@ -1,7 +1,4 @@
-"""The conformance kit on the transformers plugin in an actor, and in two.
-
-With two actors only the tests run that a fleet could break. ``CORELM_FLEET_KIT=1`` runs all of them.
-"""
+"""A selection of the conformance kit on the transformers plugin in an actor, and in two."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ import pytest
 
 import corelm
 from corelm import Backend
-from helpers.fleet_kit import FleetKit
-from helpers.transformers_conformance import TransformersConformance, TransformersPromises
+from helpers.selected_kit import SelectedKit
+from helpers.transformers_conformance import TransformersPromises
 
 
-class TestTransformersInAnActor(TransformersConformance):
+class TestTransformersInAnActor(TransformersPromises, SelectedKit):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, folder: Path) -> Callable[[], Backend]:
         return lambda: corelm.get_backend("ray", folder, inner="transformers", num_cpus=0.2)
 
 
-@pytest.mark.thorough
-class TestTransformersInTwoActors(TransformersPromises, FleetKit):
+@pytest.mark.nightly
+class TestTransformersInTwoActors(TransformersPromises, SelectedKit):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, folder: Path) -> Callable[[], Backend]:

@@ -15,6 +15,7 @@ from corelm.testing.adapters import AdapterPromises
 from engines.sglang_on_cpu import LORA_ARGUMENTS, LORA_ENVIRONMENT
 from helpers import oracle as plain
 from helpers.oracle_kit import OracleKit, lora_adapters
+from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model
 
 OTHER: nn.Module = tiny_model(seed=1)
@@ -23,7 +24,7 @@ OTHER: nn.Module = tiny_model(seed=1)
 SHARED = {"update_weights": "other tests share the server; TestLaunched shows it"}
 
 
-class _SGLangConformance(OracleKit, BackendConformance):
+class _SGLangPromises(OracleKit):
     model: ClassVar[nn.Module] = tiny_model()
     # Every draw is one request to a server that shares two cores with the tests.
     draws = 500
@@ -32,7 +33,7 @@ class _SGLangConformance(OracleKit, BackendConformance):
         return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
 
 
-class TestLaunched(_SGLangConformance):
+class TestLaunched(_SGLangPromises, BackendConformance):
     """Launch a server for each backend. Its log-probs are scaled: of the logits divided by the temperature."""
 
     @pytest.fixture(scope="class")
@@ -45,7 +46,7 @@ class TestLaunched(_SGLangConformance):
         return self.other_folder, lambda ids, temperature: plain.logprobs(OTHER, ids, temperature)
 
 
-class TestBehindURL(_SGLangConformance):
+class TestBehindURL(_SGLangPromises, SelectedKit):
     """Connect to a running server that other tests share. Its log-probs are raw, and its weights stay."""
 
     not_shown = SHARED
@@ -56,8 +57,8 @@ class TestBehindURL(_SGLangConformance):
         return lambda: connect(original)
 
 
-@pytest.mark.thorough
-class TestHonouringSeeds(_SGLangConformance):
+@pytest.mark.nightly
+class TestHonouringSeeds(_SGLangPromises, BackendConformance):
     """Connect to a running server that honours seeds."""
 
     not_shown = SHARED

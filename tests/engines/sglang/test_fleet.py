@@ -19,9 +19,9 @@ from corelm import Backend
 from engines.sglang.restartable import KEY, RestartableServer
 from engines.sglang_on_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT, SEEDS_ARGUMENTS, SEEDS_ENVIRONMENT
 from helpers.fault_checks import Known, check_servers
-from helpers.fleet_kit import FleetKit
 from helpers.http_server import Request
 from helpers.oracle_kit import OracleKit
+from helpers.selected_kit import SelectedKit
 from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
 from helpers.tiny_models import random_rows, tiny_model
 
@@ -52,8 +52,8 @@ def put_back(servers: list[RestartableServer], folder: Path) -> None:
             backend.update_weights(folder, version="default")
 
 
-@pytest.mark.thorough
-class TestFleetConformance(OracleKit, FleetKit):
+@pytest.mark.nightly
+class TestFleetConformance(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = MODEL
     not_shown: ClassVar[dict[str, str]] = {"update_weights": "the fleets of other tests share the servers"}
     # Every draw is one request to a server that shares two cores with the tests.

@@ -1,4 +1,4 @@
-"""The `openai` backend on the OpenAI-compatible routes of a real SGLang server: the conformance kit."""
+"""The `openai` backend on the OpenAI-compatible routes of a real SGLang server: a selection of the conformance kit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 import corelm
 from corelm import Backend
-from corelm.testing import BackendConformance
 from helpers.oracle_kit import OracleKit
+from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model
 from sglang_backend import SGLangBackend
 
 
-class TestOpenAIProtocol(OracleKit, BackendConformance):
+class TestOpenAIProtocol(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = tiny_model()
     draws = 500
 

@@ -44,7 +44,7 @@ class TestRawLogprobs(InProcessConformance):
         return open_vllm
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 class TestProcessedLogprobs(InProcessConformance):
     @pytest.fixture(scope="class")
     @classmethod

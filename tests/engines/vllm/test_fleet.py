@@ -17,9 +17,9 @@ import corelm
 from corelm import Backend
 from engines.vllm.launch import VLLMServerProcess
 from helpers.fault_checks import Known, check_servers
-from helpers.fleet_kit import FleetKit
 from helpers.http_server import Reply, Request, json_reply
 from helpers.oracle_kit import OracleKit
+from helpers.selected_kit import SelectedKit
 from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
@@ -58,8 +58,8 @@ def connect(servers: list[VLLMServerProcess], **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=[server.url for server in servers], api_key=KEY, **options)
 
 
-@pytest.mark.thorough
-class TestFleetConformance(OracleKit, FleetKit):
+@pytest.mark.nightly
+class TestFleetConformance(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = MODEL
     # Every draw is one request to a server that shares two cores with the tests.
     draws = 500

@@ -1,4 +1,4 @@
-"""The `openai` backend on a real vLLM server: the conformance kit, on raw and on processed log-probs."""
+"""The `openai` backend on a real vLLM server: a selection of the conformance kit, on raw and on processed log-probs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 import corelm
 from corelm import Backend
-from corelm.testing import BackendConformance
 from engines.vllm.launch import VLLMServerProcess
 from helpers.oracle_kit import OracleKit
+from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
-class _OpenAIProtocol(OracleKit, BackendConformance):
+class _OpenAIProtocol(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
     arguments: ClassVar[tuple[str, ...]] = ()
     mode: ClassVar[str]
@@ -42,7 +42,7 @@ class TestRawLogprobs(_OpenAIProtocol):
     mode = "raw"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 class TestProcessedLogprobs(_OpenAIProtocol):
     mode = "processed"
     arguments = ("--logprobs-mode", "processed_logprobs")

@@ -1,4 +1,7 @@
-"""The conformance kit and more on a real vLLM server, which some tests kill. The oracle is a float32 forward pass."""
+"""A selection of the conformance kit and more on a real vLLM server, which some tests kill.
+
+The oracle is a float32 forward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from torch import Tensor, nn
 import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.testing import BackendConformance
 from engines.vllm.launch import PATIENCE, VLLMServerProcess
 from helpers import oracle
 from helpers.oracle_kit import OracleKit
 from helpers.processes import wait_until
+from helpers.selected_kit import SelectedKit
 from helpers.silences import outlasts_silence
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
@@ -51,7 +54,7 @@ def connect(server: VLLMServerProcess, **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=server.url, api_key=server.key, **options)
 
 
-class TestServerConformance(OracleKit, BackendConformance):
+class TestServerConformance(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
 
     @pytest.fixture(scope="class")

@@ -59,27 +59,48 @@ def test_what_a_server_does_is_found_out(make):
     assert not found.update_weights and not found.streaming and not found.top_logprobs
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
+#: What a make refuses, by the distribution that its log-probs have. They are those of the other one where temperature
+#: and truncation leave the distribution as it is.
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "neutral": {},
+    "temperature": {"temperature": 0.6},
+    "top_p": {"top_p": 0.8},
+    "greedy": {"temperature": 0.0},
+}
+REFUSED = {
+    "raw": {("processed", "temperature"), ("processed", "top_p"), ("processed", "greedy")},
+    "processed": {("raw", "temperature"), ("raw", "top_p"), ("raw", "greedy")},
+    "scaled": {("raw", "temperature"), ("processed", "top_p"), ("processed", "greedy")},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_log_probs_are_those_of_a_plain_forward_pass(make, mode, sampling):
-    _, backend = make
-    try:
+def test_log_probs_are_those_of_a_plain_forward_pass_or_refused(make, mode, name):
+    (own,), sampling = make[1].capabilities.generation_modes, SAMPLINGS[name]
+
+    def ask() -> Any:
         # Some makes give no log-prob of EOS.
-        batch = backend.generate(PROMPTS, {"max_new_tokens": 6, **sampling}, logprobs=mode, on_error="skip")
-    except CapabilityError as error:
-        # Each make lacks some of them: that is what the tests of the modes are about.
-        assert error.capability == "generation_modes" and sampling
+        return make[1].generate(PROMPTS, {"max_new_tokens": 6, **sampling}, logprobs=mode, on_error="skip")
+
+    if (mode, name) in REFUSED[own]:
+        with pytest.raises(CapabilityError) as caught:
+            ask()
+        assert caught.value.capability == "generation_modes"
         return
-    assert batch.errors is None or make[0] == "hosted"
+    batch = ask()
+    assert batch.mode == mode and (batch.errors is None or make[0] == "hosted")
+    # With top_p, processed log-probs depend on what was cut; the conformance kit compares them.
+    if (mode, name) == ("processed", "top_p"):
+        return
     for prompt, ids, found in zip(PROMPTS, batch.ids.tolist(), batch.logprobs.split(), strict=True):
-        if batch.mode == "raw" or not sampling:
-            expected = oracle.answer_logprobs(letter_model(), prompt, ids)
-        elif sampling == {"temperature": 0.6}:
-            expected = oracle.answer_logprobs(letter_model(), prompt, ids, 0.6)
+        if (mode, name) == ("processed", "greedy"):
+            expected = torch.zeros(len(ids))
         else:
-            expected = torch.zeros(len(ids)) if sampling == {"temperature": 0.0} else None
-        if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+            expected = oracle.answer_logprobs(
+                letter_model(), prompt, ids, *[0.6] * (mode == "processed" and bool(sampling))
+            )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_scores_are_those_of_a_plain_forward_pass(make):

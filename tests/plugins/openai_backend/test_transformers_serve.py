@@ -22,6 +22,7 @@ from helpers.oracle_kit import OracleKit
 from helpers.transformers_server import ENDLESS, SAMPLES, TransformersServer
 
 
+@pytest.mark.nightly
 class TestTransformersServe(OracleKit, BackendConformance):
     """Nothing ends an answer here, so that the kit can ask for answers of every length."""
 

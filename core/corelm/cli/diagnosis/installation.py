@@ -18,7 +18,7 @@ from corelm.backend.registry import ALLOW_LIST, DISTRIBUTION, Scan, allow_list
 from corelm.cli.diagnosis.findings import Finding
 
 #: Python versions that core is tested with.
-_OLDEST, _NEWEST = (3, 10), (3, 13)
+_OLDEST, _NEWEST = (3, 11), (3, 13)
 #: What only this project's distribution called `core` has.
 _SCRIPT = "corelm.cli:main"
 
@@ -40,7 +40,7 @@ def installation(found: Scan) -> Iterator[Finding]:
 def _python() -> Finding:
     text = f"{platform.python_version()}, {sys.executable}"
     if not _OLDEST <= sys.version_info[:2] <= _NEWEST:
-        return Finding("Python", "warning", f"{text}; core is tested with 3.10 to 3.13")
+        return Finding("Python", "warning", f"{text}; core is tested with 3.11 to 3.13")
     return Finding("Python", "ok", text)
 
 
