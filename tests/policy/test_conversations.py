@@ -90,6 +90,21 @@ def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
     assert [len(each) for each in samples["history"].full.chats] == [2, 2]
 
 
+def test_a_turn_that_has_ended_is_continued_without_its_eos(backend):
+    (eos,) = backend.eos_token_ids
+    turn, *_ = backend.tokenize(["I am"], add_special_tokens=False).ids.tolist()
+    prompts = [
+        policy_of(backend, continue_final_message=True)(
+            TensorDict(history=History.of([[corelm.Message("user", "Who?"), said]], (1,)))
+        )["tokens"].prompt[0]
+        for said in (
+            corelm.Message("assistant", "I am", token_ids=(*turn, eos)),
+            corelm.Message("assistant", "I am", token_ids=tuple(turn)),
+        )
+    ]
+    assert prompts[0].tolist() == prompts[1].tolist() and prompts[0].tolist()[-len(turn) :] == turn
+
+
 def test_of_a_prompt_only_earlier_answers_are_the_assistants_and_not_what_a_tool_said(backend):
     policy = policy_of(backend)
     first = policy(TensorDict(history=History.from_chats([chat("Hi"), chat("What is 2 + 3?")])), seed=1)
