@@ -310,6 +310,8 @@ def test_an_answer_that_failed_is_reported_or_skipped():
     assert error.value.problems == {1: "the engine said no"}
     batch = backend.generate([[1], [3], [4]], SHORT, on_error="skip")
     assert batch.errors == ("", "the engine said no", "") and batch.finish_reasons == ("length", "error", "length")
+    batch = backend.generate([[1], [99], [3], [4]], SHORT, on_error="skip")
+    assert "99" in batch.errors[1] and batch.errors[2:] == ("the engine said no", ""), "a skipped row hides no other"
     silent = fake(lambda b: replace(b, finish_reasons=("error",) * len(b.ids)))
     with refused(EngineError, rows=(0,)):
         silent.generate([[1]], {"num_samples": 2, **SHORT})

@@ -151,6 +151,16 @@ def test_chunks_that_are_not_the_result_fail_the_call(bend, message):
     assert backend.generate([[3]], FOUR).ids.tolist() == [[3] * 4]
 
 
+def test_a_last_chunk_with_its_finish_reason_is_handed_on_once():
+    def bend(chunk: TokenChunk) -> TokenChunk:
+        return replace(chunk, finish_reason="length" if chunk.logprobs == [-3.0] else None)
+
+    chunks = list(dripping(None, bend).stream([[3], [10]], FOUR))
+    for row, token in ((0, 3), (1, 10)):
+        own = [(chunk.ids, chunk.finish_reason) for chunk in chunks if chunk.row == row]
+        assert own == [((token,), None)] * 3 + [((token,), "length")]
+
+
 def test_a_finish_reason_that_is_not_the_results_fails_the_call():
     def bend(chunk: TokenChunk) -> TokenChunk:
         return replace(chunk, finish_reason="stop" if chunk.logprobs == [-3.0] else None)

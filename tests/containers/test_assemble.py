@@ -96,6 +96,13 @@ def test_dense_rows() -> None:
 
 
 @each("pad_output", [False, True])
+def test_each_row_has_its_own_provenance(pad_output: bool) -> None:
+    given = (RAW, HOT, RAW)
+    td = assemble(request("log_probs", provenance=given, pad_output=pad_output))
+    assert tuple(td[row]["log_probs"].provenance for row in range(3)) == given
+
+
+@each("pad_output", [False, True])
 def test_rows_without_a_split_have_only_full(pad_output: bool) -> None:
     td = assemble(request("tokens", "masks", "log_probs", tokens=WHOLE, pad_output=pad_output))
     mark = {"padded"} if pad_output else set()

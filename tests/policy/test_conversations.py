@@ -96,6 +96,35 @@ def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
     assert [len(each) for each in samples["history"].full.chats] == [2, 2]
 
 
+def test_a_turn_that_has_ended_is_continued_without_its_eos(backend):
+    (eos,) = backend.eos_token_ids
+    turn, *_ = backend.tokenize(["I am"], add_special_tokens=False).ids.tolist()
+    prompts = [
+        policy_of(backend, continue_final_message=True)(
+            TensorDict(history=History.of([[corelm.Message("user", "Who?"), said]], (1,)))
+        )["tokens"].prompt[0]
+        for said in (
+            corelm.Message("assistant", "I am", token_ids=(*turn, eos)),
+            corelm.Message("assistant", "I am", token_ids=tuple(turn)),
+        )
+    ]
+    assert prompts[0].tolist() == prompts[1].tolist() and prompts[0].tolist()[-len(turn) :] == turn
+
+
+def test_of_a_prompt_only_earlier_answers_are_the_assistants_and_not_what_a_tool_said(backend):
+    policy = policy_of(backend)
+    first = policy(TensorDict(history=History.from_chats([chat("Hi"), chat("What is 2 + 3?")])), seed=1)
+    asked = first["history"].full.append({"role": "tool", "content": "five"})
+    second = policy(TensorDict(history=asked), seed=2)
+    masks = corelm.ragged(second, ("masks", "all_assistant_mask")).tolist()
+    for row, mask in enumerate(masks):
+        prompt, answer = len(first["tokens"].prompt[row]), len(first["tokens"].response[row])
+        last = len(second["tokens"].response[row])
+        between = len(mask) - prompt - answer - last
+        assert between > len("five")
+        assert mask == [False] * prompt + [True] * answer + [False] * between + [True] * last
+
+
 def test_an_empty_turn_is_begun_and_a_turn_that_calls_tools_is_refused(backend):
     policy = policy_of(backend, continue_final_message=True)
     empty = [*chat("Hi"), {"role": "assistant", "content": ""}]
@@ -198,6 +227,19 @@ def test_each_conversation_has_its_own_tools(backend, tools):
         assert "Hi" in texts[0] and "Ho" in texts[1]
     off = policy_of(backend, tools_key=None)(td)
     assert not any(text.startswith("[") for text in off["text"].prompt)
+
+
+def test_conversations_that_are_grouped_by_their_tools_come_back_in_order(backend):
+    """Groups of rows 0 and 3, and of 1 and 2: an order that is not its own inverse."""
+    said, tools = ["a", "b", "c", "d"], [TOOLS, None, None, TOOLS]
+    out = policy_of(backend)(TensorDict(history=History.from_chats([chat(each) for each in said]), tools=tools))
+    texts = [
+        START.format(each) if own is None else "[weather]" + START.format(each)
+        for each, own in zip(said, tools, strict=True)
+    ]
+    assert out["text"].prompt == texts
+    ids = backend.tokenize(texts, add_special_tokens=False).ids
+    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == ids.tolist()
 
 
 def test_tools_of_one_conversation_replace_those_of_all(backend):

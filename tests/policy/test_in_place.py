@@ -46,6 +46,16 @@ def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, sh
     assert [a[: len(b)] for a, b in zip(full.tolist(), first.tolist(), strict=True)] == first.tolist()
 
 
+def test_sampled_numbers_that_differ_from_the_scores_by_rounding_stay(backend):
+    td = rollout(backend, "history", (3,), True)
+    answered = td["log_probs"].scored_mask.clone()
+    td["log_probs"].full[answered] -= 0.01
+    sampled = td["log_probs"].full[answered]
+    LLMPolicy(backend, generate=False)(td)
+    assert torch.equal(td["log_probs"].full[answered], sampled)
+    assert bool((td["log_probs"].scored_mask & ~answered).any()), "the prompts are scored now"
+
+
 def test_a_scorer_with_another_template_or_tokenizer_mixes_nothing(backend):
     class Shouting(ByteTokenizer):
         def apply_chat_template(self, conversation, **options):

@@ -67,6 +67,14 @@ def test_what_a_set_contains(sets):
     assert sets.contains(torch.tensor([17, 5, 300, 4])).tolist() == [True, False, True, False]
 
 
+def test_sets_are_compared_position_by_position_in_any_order():
+    ours = [[[5, 1], [2, 9], []], [[4, 3], [8, 7, 6], [1]]]
+    theirs = [[[1, 5], [4, 3], []], [[9, 2], [6, 8, 7], []]]
+    same = [{*one} == {*other} for a, b in zip(ours, theirs, strict=True) for one, other in zip(a, b, strict=True)]
+    assert TokenSets.from_list(ours).same_as(TokenSets.from_list(theirs)).tolist() == same
+    assert TokenSets.from_list(ours).same_as(TokenSets.from_list(ours)).all()
+
+
 def test_empty_sets():
     assert TokenSets.empty(torch.tensor([2, 0])).tolist() == [[[], []], []]
     assert TokenSets.from_list([]).tolist() == []

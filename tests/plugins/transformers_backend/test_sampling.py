@@ -132,6 +132,18 @@ def test_every_number_selects_the_token_of_the_exact_cdf(shape: str, size: int) 
     torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
 
 
+def test_each_token_of_a_tail_that_float32_cannot_add_to_one_has_its_own_numbers() -> None:
+    size, places = 1000, torch.tensor([1, 2, 500, 999])
+    # e^-25 is less than a step of float32 at 1, and a hundred thousand steps of float64.
+    scores = torch.full((size,), -25.0)
+    scores[0] = 0.0
+    exact = scores.double().softmax(-1)
+    middles = (exact.cumsum(-1) - exact / 2)[places]
+    ids, logprobs = inverse_cdf(scores.expand(len(places), -1), middles)
+    assert ids.tolist() == places.tolist()
+    torch.testing.assert_close(logprobs, exact[places].log().float(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 255, 2048, 2049, 5000])
 def test_argmax_returns_the_first_of_equal_columns(size: int) -> None:
     generator = torch.Generator().manual_seed(4)

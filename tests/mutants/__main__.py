@@ -1,0 +1,108 @@
+"""``python -m tests.mutants [NAME …]``: break the code with each patch of this folder; `make test` has to fail then.
+
+A patch is a plausible slip in core or in the transformers plugin. Its first line says what is wrong and which folders
+should find it: these run first, and the whole first tier only if they pass. Everything happens in a copy of the tracked
+files. At the end every test that has found something runs on the unbroken copy, where it has to pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+#: What of the copy comes before the installed packages, also in processes that tests start.
+SOURCES = ("core", "plugins/*/src", "tests/packages/*/src")
+MARKS = ("-m", "not process and not nightly")
+
+
+def first_tier() -> list[str]:
+    """Return the folders and files that `make test` runs: the variable TEST of the Makefile."""
+    lines = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    found = re.search(r"^TEST\s*:=(.*)$", lines, re.MULTILINE)
+    if found is None:
+        sys.exit("the Makefile has no line TEST := …")
+    return found[1].split()
+
+
+def copy_of_tracked_files(into: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+
+
+def environment(copy: Path) -> dict[str, str]:
+    sources = [str(folder) for pattern in SOURCES for folder in sorted(copy.glob(pattern))]
+    # git applies nothing, and says nothing, if a folder above is a repository.
+    own = {"PYTHONPATH": os.pathsep.join(sources), "GIT_CEILING_DIRECTORIES": str(copy.parent)}
+    return {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci", **os.environ, **own}
+
+
+def run(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
+    """Return pytest's exit code and the first test that failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *MARKS, *options]
+    done = subprocess.run([*command, *tests], cwd=copy, env=environment(copy), capture_output=True, text=True)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def found_by(patch: Path, copy: Path, tier: list[str]) -> tuple[str, str]:
+    """Return what became of the mutant, and the test that has killed it, or "" if none has."""
+    header, *lines = patch.read_text().splitlines()
+    (changed,) = [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ ")]
+    named = [test for test in header.partition("Found in: ")[2].split() if (copy / test).exists()]
+    first = [test for test in named if any(test == each or test.startswith(f"{each}/") for each in tier)]
+    if subprocess.run(["git", "apply", patch], cwd=copy, env=environment(copy)).returncode:
+        return "NO LONGER APPLIES", ""
+    try:
+        for tests in filter(None, (first, tier)):
+            code, test = run(copy, tests)
+            if code == 1:
+                return f"killed by {test}", test
+            # 0 is success; 5 is that the marks have left no test.
+            if code not in (0, 5):
+                return f"NOT TESTED: pytest ended with {code}: {test}", ""
+        return "SURVIVED", ""
+    finally:
+        shutil.copy2(ROOT / changed, copy / changed)
+
+
+def main() -> int:
+    patches = {patch.stem: patch for patch in sorted(HERE.glob("*.patch"))}
+    names = sys.argv[1:] or list(patches)
+    if unknown := [name for name in names if name not in patches]:
+        sys.exit(f"there is no mutant {', '.join(unknown)}; there are: {', '.join(patches)}")
+    tier, killers, wrong = first_tier(), [], 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder).resolve()
+        copy_of_tracked_files(copy)
+        where = subprocess.run(
+            [sys.executable, "-c", "import corelm, transformers_backend, toy_backend as t; print(corelm, t)"],
+            env=environment(copy), cwd=copy, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        assert where.count(str(copy)) == 2, f"the tests would import other packages than those of the copy: {where}"
+        for name in names:
+            said, test = found_by(patches[name], copy, tier)
+            print(f"{name}: {said}", flush=True)
+            wrong += not test
+            # The whole function: a parameter may hold characters that a command line does not keep.
+            killers += [test.partition("[")[0]] if test else []
+        if killers:
+            code, failed = run(copy, sorted({*killers}))
+            if code:
+                print(f"NOT BY A MUTANT: on the unbroken code pytest ended with {code}: {failed}")
+                wrong += 1
+    print(f"{len(names)} mutants, {len(killers)} killed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
