@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 import corelm
 from corelm import Backend
-from corelm.testing.adapters import AdapterPromises
 from corelm.testing.in_flight import InFlightPromises
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.transformers_conformance import TransformersConformance, TransformersPromises
 
 
 class TestFast(TransformersConformance):
-    fast: ClassVar[bool] = True
+    """A model that was loaded here takes adapters and sleeps; a model object belongs to its owner."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, folder: Path) -> Callable[[], Backend]:
+        return lambda: corelm.get_backend("transformers", folder, dtype="float32")
+
+
+@pytest.mark.nightly
+class TestPlain(TransformersConformance):
+    """A model object, without accelerations."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
-        return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), fast=cls.fast)
-
-
-class TestPlain(TestFast):
-    fast = False
+        return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), fast=False)
 
 
 class TestRecomputing(TransformersPromises, InFlightPromises):
@@ -40,12 +44,3 @@ class TestRecomputing(TransformersPromises, InFlightPromises):
         return lambda: corelm.get_backend(
             "transformers", tiny_model(), tokenizer=tiny_tokenizer(), recompute_kv_on_update=True
         )
-
-
-class TestAdapters(TransformersPromises, AdapterPromises):
-    """A model that was loaded here takes adapters; those of a model object belong to its owner."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def open_backend(cls, folder: Path) -> Callable[[], Backend]:
-        return lambda: corelm.get_backend("transformers", folder, dtype="float32")

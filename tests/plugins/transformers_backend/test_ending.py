@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import SamplingParams
-from helpers import oracle
 from helpers.oracle import close, first_greedy_id
+from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend.ending import AnswerEnding
 
-Open = Callable[..., Backend]
 PAD, EOS = 0, 2
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("opt", marks=pytest.mark.nightly), "gemma2"])
 def test_without_a_limit_every_row_fills_the_context(open_model: Open, family: str) -> None:
     model = tiny_model(family, max_position_embeddings=32)
     prompts = random_rows(30, 1, 31, 12)
     out = open_model(model).generate(prompts, {"max_new_tokens": None, "ignore_eos": True, "seed": 0})
     assert out.ids.lengths.tolist() == [2, 31, 1, 20] and set(out.finish_reasons) == {"length"}
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, prompts)
 
 
 def test_a_model_without_a_context_needs_a_limit(open_model: Open) -> None:

@@ -121,7 +121,8 @@ def test_only_wanted_positions_reach_the_head(open_model: Open) -> None:
     by_us = sum(seen[: len(seen) - sum(len(row) > 1 for row in rows)])
     # While the body reads a batch, the head gets one column of it.
     assert by_us <= sum(max(0, len(ids) - first) for ids, first in zip(rows, start, strict=True)) + len(rows)
-    assert out.scored.tolist() == [[t >= first for t in range(len(ids))] for ids, first in zip(rows, start, strict=True)]
+    for ids, first, scored in zip(rows, start, out.scored.tolist(), strict=True):
+        assert scored == [t >= first for t in range(len(ids))]
 
 
 def test_a_large_vocabulary_is_scored_in_slices(open_model: Open) -> None:
@@ -179,7 +180,7 @@ def test_adapters_and_training_mode_make_no_row_of_logits_either(open_model: Ope
     assert made == 0
 
 
-# What changes between two calls -----------------------------------------------------------------------------------------
+# What changes between two calls ---------------------------------------------------------------------------------------
 
 
 def check(backend: Backend, model: nn.Module, head: str | None = None, rows: list[list[int]] = LARGE_ROWS) -> None:
