@@ -12,7 +12,7 @@ _PAUSE = 0.05
 
 
 class MidAnswer:
-    """Make this before the backend is opened: the backend tries a model again that has a new hook.
+    """Make this before the backend is opened, and let the backend answer once: it tries a model that has a new hook.
 
     Attributes:
         raised: what the work raised; None if it ended.

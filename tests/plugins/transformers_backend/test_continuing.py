@@ -75,6 +75,8 @@ def test_what_an_update_has_aborted_goes_on_with_the_new_weights(open_model: Ope
     middle, sampling = MidAnswer(own), SAMPLED | {"max_new_tokens": 60}
     backend = open_model(own)
     backend = DynamicBatcher(backend) if batched else backend
+    # The model is tried before its first answer.
+    backend.generate(PROMPTS, {"max_new_tokens": 2})
     part = middle.run(
         lambda: backend.update_weights(new.state_dict(), "new", when="abort"),
         lambda: backend.generate(PROMPTS, sampling),
@@ -142,11 +144,11 @@ def test_what_cannot_go_on_is_refused(open_model: Open) -> None:
 
 
 def test_rows_near_the_end_of_the_context_go_on_with_others(open_model: Open) -> None:
-    """Row 1 needs 100 tokens and row 0 only one: together they would not fit the context of 512."""
-    backend = open_model(tiny_model())
-    prompts, sampling = random_rows(400, 20), GREEDY | {"max_new_tokens": 100}
+    """Row 1 needs 30 tokens and row 0 only one: together they would not fit the context of 112."""
+    backend = open_model(tiny_model(max_position_embeddings=112))
+    prompts, sampling = random_rows(80, 20), GREEDY | {"max_new_tokens": 30}
     whole = backend.generate(prompts, sampling)
-    made = backend.generate(prompts, sampling, continue_from=cut(whole, [99, 0]))
+    made = backend.generate(prompts, sampling, continue_from=cut(whole, [29, 0]))
     assert made.ids.tolist() == whole.ids.tolist() and made.finish_reasons == whole.finish_reasons
 
 

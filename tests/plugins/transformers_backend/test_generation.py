@@ -241,7 +241,7 @@ def test_results_are_never_inference_tensors(open_model: Open) -> None:
 
 def test_a_call_that_takes_too_long_raises_a_timeout(open_model: Open) -> None:
     backend = open_model(tiny_model())
-    with pytest.raises(BackendTimeoutError, match="not done within"):
+    with pytest.raises(BackendTimeoutError):
         backend.generate([[5, 6]], {"max_new_tokens": 300, "ignore_eos": True}, timeout=1e-6)
 
 

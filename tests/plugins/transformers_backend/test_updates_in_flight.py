@@ -39,6 +39,8 @@ class Updated:
         self, weights: Any, prompts: Any = PROMPTS, ask: Backend | DynamicBatcher | None = None, **options: Any
     ) -> GenerateResult:
         """Return the answers in the middle of which the weights came."""
+        # The model is tried before its first answer.
+        self.backend.generate(prompts, {"max_new_tokens": 2})
         return self._middle.run(
             lambda: self.backend.update_weights(weights, "new", when="now", **options),
             lambda: (ask or self.backend).generate(prompts, LONG),
@@ -118,11 +120,12 @@ def test_batches_that_begin_after_the_update_are_compared_with_the_plain_forward
     model, new = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     spoil_cache_after(model, 24)
     middle = MidAnswer(model)
-    backend = open_model(model, max_batch_tokens=72)
+    backend, prompts = open_model(model, max_batch_tokens=72), random_rows(12, 10)
+    backend.generate(prompts, {"max_new_tokens": 2})
 
     def stream() -> None:
         with pytest.raises(EngineError, match="streamed log-probs turned out to be others"):
-            list(backend.stream(random_rows(12, 10), LONG))
+            list(backend.stream(prompts, LONG))
 
     middle.run(lambda: backend.update_weights(new.state_dict(), "new", when="now"), stream)
 
