@@ -63,7 +63,9 @@ def assert_is(backend: Backend, adapter: Any, model: Any) -> None:
     assert_answers(out, model, ROWS)
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets", ["head", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("attention", "embeddings"))]
+)
 def test_a_model_that_was_loaded_here_takes_adapters(owned: Backend, targets: str, tmp_path: Path) -> None:
     one, two = wrapped(targets=TARGETS[targets]), wrapped(seed=1, targets=["k_proj"], rank=8)
     two.save_pretrained(tmp_path / "two")
@@ -227,7 +229,7 @@ def bad_adapters(folder: Path) -> dict[str, tuple[Any, Any, str]]:
     }
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["first", "again"])
 def test_what_does_not_fit_changes_nothing(owned: Backend, tmp_path: Path, loaded: bool) -> None:
     one = wrapped()
     if loaded:
@@ -252,7 +254,7 @@ class OnAFullDevice(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["first", "again"])
 def test_a_load_that_failed_half_way_leaves_the_label_of_the_base_weights(owned: Backend, loaded: bool) -> None:
     one = wrapped()
     if loaded:

@@ -33,6 +33,7 @@ class TestPlain(TransformersConformance):
         return lambda: corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), fast=False)
 
 
+@pytest.mark.nightly
 class TestRecomputing(TransformersPromises, InFlightPromises):
     """After an update in flight, the KV cache is computed anew, so tokens are those of the new weights alone."""
 

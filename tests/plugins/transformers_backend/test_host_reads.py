@@ -53,12 +53,12 @@ class _Scalars(TorchDispatchMode):
 def reads_per_step(run: Callable[[int], object]) -> float:
     """Return how many values are read in a step of decoding; `run` decodes so many tokens."""
     counts = []
-    for tokens in (8, 24):
+    for tokens in (4, 12):
         run(tokens)
         with HostReads() as reads:
             run(tokens)
         counts.append(reads.count)
-    return (counts[1] - counts[0]) / 16
+    return (counts[1] - counts[0]) / 8
 
 
 @pytest.fixture
