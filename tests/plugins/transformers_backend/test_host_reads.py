@@ -100,7 +100,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [(6, 6), (9, 4)], ids=["equal", "padded"])
+@pytest.mark.parametrize("lengths", [pytest.param((6, 6), marks=pytest.mark.nightly), (9, 4)], ids=["equal", "padded"])
 def test_a_step_reads_once_at_most(open_model: Open, model: Any, lengths: tuple[int, ...]) -> None:
     backend, prompts = open_model(model), random_rows(*lengths)
     own = transformers_own_reads(model) if len(set(lengths)) > 1 else 0

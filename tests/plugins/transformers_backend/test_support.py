@@ -368,7 +368,7 @@ def test_no_table_of_all_tokens_is_made(open_model: Open) -> None:
                     self.numel = max(self.numel, each.numel())
             return out
 
-    tokens, wide = 150, 2000
+    tokens, wide = 80, 2000
     model = tiny_model(vocab_size=wide, hidden_size=32)
     plugin = open_model(model).engine.plugin
     request = asked("raw", random_rows(4, 4), set(), max_new_tokens=tokens)
