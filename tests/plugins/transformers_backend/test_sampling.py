@@ -140,6 +140,15 @@ def _check_cdf(shape: str, size: int) -> None:
     torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
 
 
+def test_equal_ids_have_equal_parts_of_the_unit_interval() -> None:
+    """The number lies near the end of the part of its id, where a sum in float32 would choose the next one."""
+    size = 151_936
+    ids = torch.randint(size, (300,), generator=torch.Generator().manual_seed(0))
+    for place in (0.001, 0.999):
+        found, _ = inverse_cdf(torch.zeros(1, size).expand(300, -1), (ids.double() + place) / size)
+        assert torch.equal(found, ids), place
+
+
 def test_argmax_returns_the_first_of_equal_columns() -> None:
     for size in (1, 255, 2048, 2049, 5000):
         _check_argmax(size)
