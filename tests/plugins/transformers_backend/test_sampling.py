@@ -140,13 +140,16 @@ def _check_cdf(shape: str, size: int) -> None:
     torch.testing.assert_close(logprobs, exact[ids].log().float(), rtol=0, atol=1e-5)
 
 
-def test_equal_ids_have_equal_parts_of_the_unit_interval() -> None:
-    """The number lies near the end of the part of its id, where a sum in float32 would choose the next one."""
-    size = 151_936
-    ids = torch.randint(size, (300,), generator=torch.Generator().manual_seed(0))
-    for place in (0.001, 0.999):
-        found, _ = inverse_cdf(torch.zeros(1, size).expand(300, -1), (ids.double() + place) / size)
-        assert torch.equal(found, ids), place
+def test_each_token_of_a_tail_that_float32_cannot_add_to_one_has_its_own_numbers() -> None:
+    size, places = 1000, torch.tensor([1, 2, 500, 999])
+    # e^-25 is less than a step of float32 at 1, and a hundred thousand steps of float64.
+    scores = torch.full((size,), -25.0)
+    scores[0] = 0.0
+    exact = scores.double().softmax(-1)
+    middles = (exact.cumsum(-1) - exact / 2)[places]
+    ids, logprobs = inverse_cdf(scores.expand(len(places), -1), middles)
+    assert ids.tolist() == places.tolist()
+    torch.testing.assert_close(logprobs, exact[places].log().float(), rtol=0, atol=1e-5)
 
 
 def test_argmax_returns_the_first_of_equal_columns() -> None:

@@ -25,6 +25,7 @@ from helpers.plain_forward import Open, assert_same_gradients, assert_scores, gr
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast.scoring import FastScorer
+from transformers_backend.fast.segments import PackedSegment, varlen_calls
 from transformers_backend.fast.varlen import TorchVarlen, reference, torch_varlen
 from transformers_backend.scoring import ScoringPath
 
@@ -51,6 +52,24 @@ def use(backend: Backend, kernel: Callable[..., Tensor], dtypes: frozenset[torch
 def rows_with_common_starts() -> list[list[int]]:
     (start,) = random_rows(40, seed=7)
     return [*random_rows(30, 2, 70), *(start + answer for answer in random_rows(5, 9, 20, seed=8))]
+
+
+# What the kernels are told --------------------------------------------------------------------------------------------
+
+
+def test_segments_have_the_keys_of_their_common_start_and_not_all_at_once() -> None:
+    segments = (PackedSegment(0, 3), PackedSegment(3, 4, ((0, 2),)), PackedSegment(4, 6, ((0, 2), (3, 4))))
+    (call,) = varlen_calls(segments)
+    assert (call.start, call.stop, call.max_q, call.max_k) == (0, 6, 3, 5)
+    assert call.cu_seq_q.tolist() == [0, 3, 4, 6] and call.cu_seq_k.tolist() == [0, 3, 6, 11]
+    assert call.keys.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5]
+    assert call.cu_seq_q.dtype == call.cu_seq_k.dtype == torch.int32
+    for most, spans in ((6, [(0, 4), (4, 6)]), (1, [(0, 3), (3, 4), (4, 6)])):
+        assert [(each.start, each.stop) for each in varlen_calls(segments, max_keys=most)] == spans
+    # Rows that share nothing are not copied.
+    (call,) = varlen_calls([PackedSegment(0, 3), PackedSegment(3, 4)])
+    part = torch.randn(1, 2, 4, 8)
+    assert call.keys is None and all(each.data_ptr() == part.data_ptr() for each in call.of(part, part, part))
 
 
 # The reference --------------------------------------------------------------------------------------------------------
